@@ -1,0 +1,88 @@
+"""The errors probemon raises. Each message gives the invariant, the values and the next move.
+
+    try:
+        pack = ProbePack.open(path)
+    except PackError as error:
+        print(error)                      # one line: which file, what is wrong, what to do
+
+Errors about arguments are also `ValueError` (or `TypeError` for an unknown name), errors about
+lookups also `KeyError`, so code that does not know probemon still catches what it expects.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ProbemonError(Exception):
+    """Everything probemon raises on purpose."""
+
+    def __str__(self) -> str:  # KeyError would print its message in quotes
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(ProbemonError, ValueError):
+    """A setting has a value that cannot work."""
+
+
+class UnknownSetting(ConfigError, TypeError):
+    """A setting that does not exist (usually a typo)."""
+
+
+class UnknownConcept(ProbemonError, KeyError):
+    """No probe of the pack has this id or name, or several have it."""
+
+
+class HierarchyError(ProbemonError, ValueError):
+    """The concept hierarchy has a cycle, an edge to nowhere or a level that is not below its parent's."""
+
+
+class PackError(ProbemonError, ValueError):
+    """A probe pack cannot be read, or is not what its manifest says."""
+
+
+class PackVersionError(PackError):
+    """The pack's format version is not one this probemon reads."""
+
+
+class PackCorrupt(PackError):
+    """A file of the pack is missing, truncated or edited."""
+
+
+class HostMismatch(ProbemonError, ValueError):
+    """The pack was made for another host model."""
+
+
+class ProbeLoadError(ProbemonError, RuntimeError):
+    """A probe's weights could not be loaded or are not finite; names the concept."""
+
+
+class ArenaFull(ProbemonError, RuntimeError):
+    """No slot can be freed: everything is pinned."""
+
+
+class NotSupportedDecoding(ProbemonError, NotImplementedError):
+    """A decoding mode in which probemon cannot yet say which token a hidden state belongs to."""
+
+
+class NotSupportedHost(ProbemonError, NotImplementedError):
+    """A host model, or a site in it, that probemon cannot tap."""
+
+
+class KernelUnavailable(ProbemonError, RuntimeError):
+    """The requested kernel implementation cannot run here."""
+
+
+class AlignmentError(ProbemonError, RuntimeError):
+    """Hidden states and tokens do not match up; nothing is reported rather than something wrong."""
+
+
+class MissingExtra(ProbemonError, ImportError):
+    """An optional dependency is needed; names the extra to install."""
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """`", did you mean 'x'?"` for the nearest of `names`, or an empty string."""
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {found[0]!r}?" if found else ""

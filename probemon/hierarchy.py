@@ -1,0 +1,241 @@
+"""The concept hierarchy: a forest or DAG over probes 0..P-1, as arrays.
+
+    order, tree = ConceptTree.build(ids, parents)       # from names, numbering the probes
+    tree = ConceptTree(child_ptr, child_idx, level)     # from a pack's arrays
+    tree.children(3), tree.path(17), tree.ancestors(17)
+
+Numbering: by level, siblings of one first parent side by side, so that in a tree the children of a
+probe are one slice. A parent's id is therefore always smaller than its child's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.errors import HierarchyError
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class ConceptTree:
+    """Children and parents of every probe in CSR form, validated.
+
+    `child_ptr [P+1]`, `child_idx [E]`, `level [P]`; derived: `parent_ptr [P+1]`, `parent_idx [E]`
+    (ascending within a probe, so the first is the first parent), `first_parent [P]` (-1 for a root),
+    `roots`, `is_tree` (nobody has two parents).
+    """
+
+    def __init__(self, child_ptr: npt.ArrayLike, child_idx: npt.ArrayLike, level: npt.ArrayLike) -> None:
+        self.child_ptr = np.asarray(child_ptr, dtype=np.int64)
+        self.child_idx = np.asarray(child_idx, dtype=np.int64)
+        self.level = np.asarray(level, dtype=np.int64)
+        n = self.n = len(self.level)
+        ptr, idx = self.child_ptr, self.child_idx
+        if len(ptr) != n + 1 or ptr[0] != 0 or ptr[-1] != len(idx) or (np.diff(ptr) < 0).any():
+            raise HierarchyError(f"child_ptr must rise from 0 to {len(idx)} in {n + 1} entries, one more than probes")
+        if len(idx) and (idx.min() < 0 or idx.max() >= n):
+            raise HierarchyError(f"child_idx must lie in 0..{n - 1}, found {idx.min()}..{idx.max()}")
+        edge_parent = np.repeat(np.arange(n), np.diff(ptr))
+        wrong = np.flatnonzero(self.level[idx] <= self.level[edge_parent])
+        if len(wrong):
+            parent, child = int(edge_parent[wrong[0]]), int(idx[wrong[0]])
+            cycle = _find_cycle({i: idx[ptr[i] : ptr[i + 1]].tolist() for i in range(n)})
+            if cycle is not None:
+                raise HierarchyError(f"the hierarchy has a cycle through probes {cycle}: remove one of these edges")
+            raise HierarchyError(
+                f"probe {child} (level {self.level[child]}) is not below its parent {parent} "
+                f"(level {self.level[parent]}): a level must be greater than every parent's"
+            )
+        if n and (np.diff(self.level) < 0).any():
+            raise HierarchyError("probes must be numbered by level: write the pack with ProbePack.write")
+        order = np.lexsort((edge_parent, idx))
+        self.parent_idx = edge_parent[order]
+        counts = np.bincount(idx, minlength=n) if n else np.zeros(0, dtype=np.int64)
+        if len(idx) and (np.diff(idx[order]) + np.diff(self.parent_idx) == 0).any():
+            raise HierarchyError("an edge of the hierarchy is stated twice")
+        self.parent_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.roots: Ints = np.flatnonzero(counts == 0)
+        self.is_tree = bool((counts <= 1).all())
+        self.first_parent = np.full(n, -1, dtype=np.int64)
+        has = counts > 0
+        self.first_parent[has] = self.parent_idx[self.parent_ptr[:-1][has]]
+        self.has_children = np.diff(ptr) > 0
+        self.has_parents = has
+        # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
+        self._segments = self.parent_ptr[:-1][has]
+        bounds = np.searchsorted(self.level, np.arange(self.level[-1] + 2)) if n else np.zeros(1, dtype=np.int64)
+        self.level_slices = [
+            slice(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a
+        ]
+        # Deepest level first: the inner probes, their children one after another, where each one's begin.
+        self._below: list[tuple[Ints, Ints, Ints]] = []
+        for at in reversed(self.level_slices):
+            inner = np.arange(at.start, at.stop)[self.has_children[at]]
+            if len(inner):
+                first, last = self.child_ptr[at.start], self.child_ptr[at.stop]
+                self._below.append((inner, self.child_idx[first:last], self.child_ptr[inner] - first))
+
+    @classmethod
+    def build(
+        cls, ids: Sequence[str], parents: Sequence[Sequence[str]], levels: Sequence[int] | None = None
+    ) -> tuple[Ints, ConceptTree]:
+        """Number named concepts: `(order, tree)`, `order[i]` the given position of the probe numbered i.
+
+        `levels` defaults to the length of the longest path from a root. Errors name the concept.
+        """
+        position: dict[str, int] = {}
+        for i, name in enumerate(ids):
+            if name in position:
+                raise HierarchyError(f"concept id {name!r} is given twice: ids are unique in a pack")
+            position[name] = i
+        up: list[list[int]] = []
+        for name, names in zip(ids, parents, strict=True):
+            for parent in names:
+                if parent not in position:
+                    raise HierarchyError(f"concept {name!r} names a parent {parent!r} that is not in the pack")
+            if len(set(names)) != len(names):
+                raise HierarchyError(f"concept {name!r} names a parent twice: {list(names)}")
+            up.append([position[parent] for parent in names])
+        down: dict[int, list[int]] = {i: [] for i in range(len(ids))}
+        for child, above in enumerate(up):
+            for parent_at in above:
+                down[parent_at].append(child)
+        cycle = _find_cycle(down)
+        if cycle is not None:
+            raise HierarchyError(
+                f"the hierarchy has a cycle: {' > '.join(ids[i] for i in cycle)}: remove one of these edges"
+            )
+        depth = list(levels) if levels is not None else _longest_path(down, up)
+        for child, above in enumerate(up):
+            for parent_at in above:
+                if depth[child] <= depth[parent_at]:
+                    raise HierarchyError(
+                        f"concept {ids[child]!r} is at level {depth[child]}, its parent {ids[parent_at]!r} at "
+                        f"{depth[parent_at]}: a level must be greater than every parent's"
+                    )
+        if depth and min(depth) < 0:
+            raise HierarchyError(f"levels start at 0, found {min(depth)}")
+        # Level by level: a level's order is that of the first parents, which are numbered by then.
+        number: dict[int, int] = {}
+        order: list[int] = []
+        for level in sorted(set(depth)):
+            members = [i for i in range(len(ids)) if depth[i] == level]
+            members.sort(key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
+            for member in members:
+                number[member] = len(order)
+                order.append(member)
+        ptr, idx = [0], []
+        for old in order:
+            idx += sorted(number[child] for child in down[old])
+            ptr.append(len(idx))
+        return np.asarray(order, dtype=np.int64), cls(ptr, idx, [depth[i] for i in order])
+
+    def children(self, probe: int) -> Ints:
+        """Ascending ids of a probe's children."""
+        return self.child_idx[self.child_ptr[probe] : self.child_ptr[probe + 1]]
+
+    def parents(self, probe: int) -> Ints:
+        """Ascending ids of a probe's parents."""
+        return self.parent_idx[self.parent_ptr[probe] : self.parent_ptr[probe + 1]]
+
+    def ancestors(self, probe: int) -> set[int]:
+        """Every probe above this one."""
+        found: set[int] = set()
+        todo = [probe]
+        while todo:
+            for parent in self.parents(todo.pop()).tolist():
+                if parent not in found:
+                    found.add(parent)
+                    todo.append(parent)
+        return found
+
+    def path(self, probe: int) -> list[int]:
+        """From the root down to the probe, by first parents."""
+        path = [probe]
+        while self.first_parent[path[-1]] >= 0:
+            path.append(int(self.first_parent[path[-1]]))
+        return path[::-1]
+
+    def children_of(self, mask: Mask) -> Mask:
+        """`mask [N, P]` -> the children of the probes in it, `[N, P]`."""
+        out = np.zeros_like(mask)
+        if self.is_tree:
+            out[:, self.has_parents] = mask[:, self.first_parent[self.has_parents]]
+        elif len(self.parent_idx):
+            out[:, self.has_parents] = np.logical_or.reduceat(mask[:, self.parent_idx], self._segments, axis=1)
+        return out
+
+    def close(self, mask: Mask) -> Mask:
+        """`mask [N, P]` with every ancestor of its probes added."""
+        out = mask.copy()
+        for parents, children, starts in self._below:
+            out[:, parents] |= np.logical_or.reduceat(out[:, children], starts, axis=1)
+        return out
+
+    def times_best_parent(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', level by level."""
+        for level in self.level_slices:
+            here = np.arange(level.start, level.stop)[self.has_parents[level]]
+            if len(here):
+                scores[:, here] *= self.best_parent(scores, here)
+        return scores
+
+    def best_parent(self, scores: npt.NDArray[np.float32], probes: Ints) -> npt.NDArray[np.float32]:
+        """Largest score among the parents of each of `probes`, which must have some: `[N, len(probes)]`."""
+        if self.is_tree:
+            return scores[:, self.first_parent[probes]]
+        starts, ends = self.parent_ptr[probes], self.parent_ptr[probes + 1]
+        lengths = ends - starts
+        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        flat = self.parent_idx[np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())]
+        best: npt.NDArray[np.float32] = np.maximum.reduceat(scores[:, flat], offsets, axis=1)
+        return best
+
+    def min_over_descendants(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Smallest of `values [P]` among the probes strictly below each; +inf for a leaf."""
+        below = np.full(self.n, np.inf, dtype=np.float32)
+        for probe in range(self.n - 1, -1, -1):
+            for parent in self.parents(probe).tolist():
+                below[parent] = min(below[parent], values[probe], below[probe])
+        return below
+
+
+def _longest_path(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]]) -> list[int]:
+    depth = [0] * len(up)
+    waiting = [len(above) for above in up]
+    ready = [i for i, count in enumerate(waiting) if count == 0]
+    while ready:
+        here = ready.pop()
+        for child in down[here]:
+            depth[child] = max(depth[child], depth[here] + 1)
+            waiting[child] -= 1
+            if waiting[child] == 0:
+                ready.append(child)
+    return depth
+
+
+def _find_cycle(down: Mapping[int, Sequence[int]]) -> list[int] | None:
+    """One cycle as a list that ends where it begins, or None. Iterative: a bad pack must not exhaust the stack."""
+    done: set[int] = set()
+    for start in down:
+        if start in done:
+            continue
+        trail, on_trail = [start], {start: 0}
+        pending = [iter(down[start])]
+        while pending:
+            child = next(pending[-1], None)
+            if child is None:
+                done.add(trail[-1])
+                del on_trail[trail.pop()]
+                pending.pop()
+            elif child in on_trail:
+                return [*trail[on_trail[child] :], child]
+            elif child not in done:
+                on_trail[child] = len(trail)
+                trail.append(child)
+                pending.append(iter(down[child]))
+    return None

@@ -1,0 +1,100 @@
+"""Scoring (hidden state, probe) pairs: one function, four implementations that agree.
+
+    scores = score_probes(hidden, weights, rows, slots, impl="numba")
+
+`reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and
+`numba` read weights where they lie. `triton` is one fused kernel. Each is bitwise reproducible:
+a pair's score depends on its hidden state and its probe alone, never on what else is scored. Between
+implementations only the order of summation differs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ConfigError, KernelUnavailable
+from probemon.kernels.inputs import prepare_input
+from probemon.kernels.reference import score_reference
+
+if TYPE_CHECKING:
+    from probemon.pack import ProbePack
+
+IMPLS = ("reference", "cpu", "numba", "triton")
+
+
+def default_impl(device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation used where none is asked for: triton on a GPU, numba (else torch) on a CPU."""
+    if device.type == "cuda":
+        return "triton"
+    if device.type == "cpu":
+        readable = dtype in (torch.float32, torch.bfloat16)
+        return "numba" if readable and importlib.util.find_spec("numba") is not None else "cpu"
+    return "reference"
+
+
+def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`impl`, or an error that says why it cannot run on `device`. Nothing ever falls back silently."""
+    if impl not in IMPLS:
+        raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}")
+    if impl in ("cpu", "numba") and device.type != "cpu":
+        raise KernelUnavailable(f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'")
+    if impl == "numba":
+        if importlib.util.find_spec("numba") is None:
+            raise KernelUnavailable("impl='numba' needs numba: pip install 'probemon[cpu]', or use impl='cpu'")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise KernelUnavailable(f"impl='numba' reads float32 and bfloat16 packs, not {dtype}: use impl='cpu'")
+    if impl == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise KernelUnavailable("impl='triton' needs triton, which is published for Linux only: use impl='cpu'")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise KernelUnavailable(
+                f"impl='triton' needs a GPU, the weights are on {device}: use impl='cpu', or set TRITON_INTERPRET=1 "
+                "before starting to run its (slow) interpreter"
+            )
+    return impl
+
+
+def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
+    """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
+
+    `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]`.
+    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run.
+    """
+    check_impl(impl, weights["w1"].device, weights["w1"].dtype)
+    hidden = hidden.to(weights["w1"].dtype)
+    if impl == "reference":
+        return score_reference(hidden, weights, rows, slots)
+    if impl == "cpu":
+        from probemon.kernels.cpu import score_cpu
+
+        return score_cpu(hidden, weights, rows, slots)
+    if impl == "numba":
+        from probemon.kernels.numba_cpu import score_numba
+
+        return score_numba(hidden, weights, rows, slots)
+    from probemon.kernels.triton_fused import score_triton
+
+    return score_triton(hidden, weights, rows, slots)
+
+
+def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack) -> Tensor:
+    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits."""
+    n = len(next(iter(hidden.values())))
+    own = torch.empty(n, pack.n_probes)
+    for i, spec in enumerate(pack.inputs):
+        probes = (pack.input_index == i).nonzero()[:, 0]
+        x = prepare_input(hidden[spec.site], spec, pack.dtype)
+        for row in range(n):
+            own[row, probes] = score_reference(x, pack.weights, torch.full_like(probes, row), probes)
+    if pack.score_rule == "path":
+        return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
+    return own
+
+
+__all__ = ["IMPLS", "check_impl", "default_impl", "exhaustive_reference", "prepare_input", "score_probes"]

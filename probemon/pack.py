@@ -1,0 +1,394 @@
+"""A probe pack: a directory of concept probes and everything needed to use them honestly.
+
+    pack = ProbePack.open("probes/wordnet-smollm2-135m")        # milliseconds; weights stay on disk until used
+    pack = ProbePack.open(path, verify=True)                    # hashes, every weight, and the golden scores
+    pack.concepts[3]["name"], pack.path(17), pack.find("whale")
+
+The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon import packfile
+from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, PackVersionError, UnknownConcept, closest
+from probemon.hierarchy import ConceptTree
+from probemon.types import NORMS, Architecture, InputSpec
+
+FORMAT = "probemon-pack"
+FORMAT_VERSION = 1
+SCORE_RULES = ("independent", "path")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
+
+# What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
+GoldenScorer = Callable[["ProbePack", Tensor], Tensor]
+
+
+class ProbePack:
+    """An opened pack. Read-only; make one with `open`, `from_pretrained` or `write`.
+
+    `manifest` (dict), `concepts` (one dict a probe), `tree` (ConceptTree), `weights` (stacked tensors
+    by parameter, mapped from disk), `inputs` (InputSpec list), `input_index [P]` int64,
+    `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated,
+    `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], concepts: list[dict[str, Any]], tensors: dict[str, Tensor]):
+        self.directory = directory
+        self.manifest = manifest
+        self.concepts = concepts
+        self.name: str = manifest["name"]
+        self.score_rule: str = manifest["score_rule"]
+        self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
+        self.recommended: dict[str, Any] = manifest.get("recommended") or {}
+        where = f"{directory / PROBES}"
+        try:
+            self.tree = ConceptTree(tensors["child_ptr"].numpy(), tensors["child_idx"].numpy(), tensors["level"].numpy())
+        except HierarchyError as error:
+            raise HierarchyError(f"{where}: {error}") from None
+        self.n_probes = self.tree.n
+        self.weights = {name: tensors[name] for name in Architecture.parameters() if name in tensors}
+        self.architecture = Architecture.of(self.weights, where)
+        self.dtype = self.weights["w1"].dtype
+        self.input_index = tensors["input"].to(torch.int64)
+        self.alert_threshold = tensors["alert_threshold"].to(torch.float32)
+        self.expand_threshold = tensors["expand_threshold"].to(torch.float32)
+        self.golden_hidden = tensors.get("golden_hidden")
+        self.golden_scores = tensors.get("golden_scores")
+        self._check(where)
+        self._by_name: dict[str, list[int]] = {}
+        for i, concept in enumerate(concepts):
+            self._by_name.setdefault(concept["id"], []).append(i)
+            if concept["name"] != concept["id"]:
+                self._by_name.setdefault(concept["name"], []).append(i)
+        self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> ProbePack:
+        """Open the pack in a directory, checking structure, sizes and hierarchy.
+
+        `verify=True` also hashes every file, checks every weight and replays the golden scores.
+        Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `HierarchyError`) naming the file.
+        """
+        directory = Path(path)
+        if not (directory / MANIFEST).is_file():
+            if not directory.is_dir():
+                raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}")
+            raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
+        manifest = _read_manifest(directory / MANIFEST)
+        for file, stated in manifest["files"].items():
+            packfile.check_size(directory / file, stated["size"])
+        for needed in (CONCEPTS, PROBES):
+            if needed not in manifest["files"]:
+                raise PackCorrupt(f"{directory / MANIFEST} lists no {needed}: fetch the pack again")
+        if verify:
+            for file, stated in manifest["files"].items():
+                packfile.check_hash(directory / file, stated["sha256"])
+        concepts = _read_concepts(directory / CONCEPTS)
+        pack = cls(directory, manifest, concepts, packfile.map_tensors(directory / PROBES))
+        if verify:
+            pack.verify()
+        return pack
+
+    @classmethod
+    def from_pretrained(cls, repo: str, *, revision: str | None = None, verify: bool = False) -> ProbePack:
+        """Open a local directory, or a pack published on the Hugging Face hub as `org/name`."""
+        if Path(repo).is_dir():
+            return cls.open(repo, verify=verify)
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        try:
+            local = snapshot_download(repo, revision=revision, allow_patterns=[MANIFEST, CONCEPTS, PROBES, CARD])
+        except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+            raise PackError(f"{repo!r} is neither a directory nor a pack that can be fetched from the hub: {error}") from error
+        return cls.open(local, verify=verify)
+
+    def _check(self, where: str) -> None:
+        n, d = self.n_probes, self.architecture.hidden_size
+        if len(self.concepts) != n:
+            raise PackCorrupt(f"{self.directory / CONCEPTS} has {len(self.concepts)} lines for {n} probes: fetch the pack again")
+        for name, tensor in (
+            ("input", self.input_index),
+            ("alert_threshold", self.alert_threshold),
+            ("expand_threshold", self.expand_threshold),
+        ):
+            if tuple(tensor.shape) != (n,):
+                raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
+        if n and not (0 <= int(self.input_index.min()) and int(self.input_index.max()) < len(self.inputs)):
+            raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
+        if self.manifest["host"].get("hidden_size") not in (None, d):
+            raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
+        if self.golden_hidden is not None and self.golden_scores is not None:
+            g = len(self.golden_hidden)
+            expected = {"golden_hidden": (g, len(self.sites), d), "golden_scores": (g, n)}
+            for name, shape in expected.items():
+                if tuple(getattr(self, name).shape) != shape:
+                    raise PackCorrupt(f"{where}: {name} has shape {tuple(getattr(self, name).shape)}, expected {shape}")
+        ids = [concept["id"] for concept in self.concepts]
+        for i, concept in enumerate(self.concepts):
+            above = [ids[p] for p in self.tree.parents(i).tolist()]
+            if concept["level"] != int(self.tree.level[i]) or sorted(concept["parents"]) != sorted(above):
+                raise PackCorrupt(
+                    f"{self.directory / CONCEPTS} line {i + 1} ({concept['id']}): level {concept['level']} and parents "
+                    f"{concept['parents']} differ from {PROBES} ({int(self.tree.level[i])}, {above}): fetch the pack again"
+                )
+        if len(set(ids)) != n:
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r} appears twice")
+
+    def check_finite(self, probes: np.ndarray | None = None) -> None:
+        """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
+        chosen = slice(None) if probes is None else torch.as_tensor(probes)
+        for name, tensor in self.weights.items():
+            finite = torch.isfinite(tensor[chosen]).reshape(len(tensor[chosen]), -1).all(dim=1)
+            if not bool(finite.all()):
+                at = int((~finite).nonzero()[0])
+                probe = at if probes is None else int(probes[at])
+                raise PackCorrupt(
+                    f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
+                    f"is not finite: the pack is damaged or was trained to divergence"
+                )
+
+    def verify(self, scorer: GoldenScorer | None = None) -> float | None:
+        """Check every weight and replay the golden states; the largest score error, or None without golden states.
+
+        Raises `PackCorrupt` where a replayed score is more than 1e-5 from the recorded one.
+        """
+        self.check_finite()
+        if self.golden_hidden is None or self.golden_scores is None:
+            return None
+        scored = (scorer or _exhaustive_scores)(self, self.golden_hidden)
+        error = (scored - self.golden_scores).abs()
+        worst = float(error.max()) if error.numel() else 0.0
+        if not worst <= 1e-5:
+            probe = int(error.max(dim=0).values.argmax())
+            raise PackCorrupt(
+                f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most 1e-5): "
+                "the weights are not those the pack was published with"
+            )
+        return worst
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    @property
+    def sites(self) -> list[str]:
+        """Distinct sites in the order of the inputs: the second axis of `golden_hidden`."""
+        return list(dict.fromkeys(spec.site for spec in self.inputs))
+
+    def find(self, concept: str | int) -> int:
+        """The probe number of a concept given by id, by unambiguous name, or by number.
+
+        Raises `UnknownConcept` with the nearest name, or with the ids and paths of all that bear it.
+        """
+        if isinstance(concept, bool) or not isinstance(concept, (str, int, np.integer)):
+            raise UnknownConcept(f"a concept is named by its id, its name or its number, not {concept!r}")
+        if not isinstance(concept, str):
+            if not 0 <= concept < self.n_probes:
+                raise UnknownConcept(f"probe {concept} is not in {self.name}: it has 0..{self.n_probes - 1}")
+            return int(concept)
+        if concept in self._ids:
+            return self._ids[concept]
+        found = self._by_name.get(concept, [])
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise UnknownConcept(f"{self.name} has no concept {concept!r}{closest(concept, self._by_name)}")
+        choices = "; ".join(f"{self.concepts[i]['id']} ({' > '.join(self.path(i))})" for i in found)
+        raise UnknownConcept(f"{len(found)} concepts are named {concept!r}: give one of the ids: {choices}")
+
+    def path(self, probe: int) -> list[str]:
+        """Names from the root down to the probe."""
+        return [self.concepts[i]["name"] for i in self.tree.path(probe)]
+
+    def weight_bytes(self) -> int:
+        """Bytes of all stacked weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+
+    def __repr__(self) -> str:
+        return f"ProbePack({self.name!r}, {self.n_probes} probes, {self.architecture}, {self.score_rule}, {self.dtype})"
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    @classmethod
+    def write(
+        cls,
+        path: str | Path,
+        *,
+        name: str,
+        concepts: Sequence[Mapping[str, Any]],
+        weights: Mapping[str, Tensor],
+        score_rule: str,
+        inputs: Sequence[Mapping[str, Any]],
+        host: Mapping[str, Any],
+        licence: str,
+        card: str,
+        input_index: Tensor | None = None,
+        alert_threshold: Tensor | None = None,
+        expand_threshold: Tensor | None = None,
+        golden_hidden: Tensor | None = None,
+        recommended: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        quality: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> ProbePack:
+        """Write a pack and open it. Probes are given in any order and numbered here.
+
+        `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none),
+        `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]` and
+        `expand_threshold [P]` are in the order of `concepts`; the dtype of `w1` is the pack's, biases
+        are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
+        The directory appears whole or not at all; an existing one is an error unless `overwrite`.
+        """
+        target = Path(path)
+        if target.exists() and not overwrite:
+            raise PackError(f"{target} exists: choose another path or pass overwrite=True")
+        if score_rule not in SCORE_RULES:
+            raise ConfigError(f"score_rule {score_rule!r}: expected one of {', '.join(SCORE_RULES)}")
+        for concept in concepts:
+            missing = [key for key in ("id", "name", "parents") if key not in concept]
+            if missing:
+                raise PackError(f"concept {concept.get('id', concept)!r} lacks {', '.join(missing)}")
+        specs = [InputSpec(**spec) for spec in inputs]
+        n = len(concepts)
+        stated = [concept["level"] for concept in concepts if "level" in concept]
+        if stated and len(stated) != n:
+            raise PackError(f"{len(stated)} of {n} concepts state a level: state it on all or on none")
+        order, tree = ConceptTree.build(
+            [concept["id"] for concept in concepts], [concept["parents"] for concept in concepts], stated or None
+        )
+        at = torch.from_numpy(order)
+        Architecture.of(weights, "weights")
+        tensors = {}
+        for key, tensor in weights.items():
+            if len(tensor) != n:
+                raise PackError(f"weights[{key!r}] has {len(tensor)} rows for {n} concepts")
+            kept = tensor.detach().cpu()[at].contiguous()
+            tensors[key] = kept.to(torch.float32) if key.startswith("b") else kept.to(weights["w1"].dtype)
+        nan = torch.full((n,), float("nan"))
+        tensors |= {
+            "child_ptr": torch.from_numpy(tree.child_ptr),
+            "child_idx": torch.from_numpy(tree.child_idx),
+            "level": torch.from_numpy(tree.level),
+            "input": torch.zeros(n, dtype=torch.int64) if input_index is None else input_index.to(torch.int64)[at],
+            "alert_threshold": nan if alert_threshold is None else alert_threshold.to(torch.float32)[at],
+            "expand_threshold": nan if expand_threshold is None else expand_threshold.to(torch.float32)[at],
+        }
+        lines = []
+        for i, old in enumerate(order.tolist()):
+            fields = dict(concepts[old])
+            head = {key: fields.pop(key) for key in ("id", "name")}
+            fields.pop("level", None)
+            lines.append({**head, "level": int(tree.level[i]), "parents": list(fields.pop("parents")), **fields})
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "name": name,
+            "licence": licence,
+            "host": dict(host),
+            "inputs": [spec.as_dict() for spec in specs],
+            "score_rule": score_rule,
+            "recommended": dict(recommended or {}),
+            "architecture": Architecture.of(weights, "weights").as_dict(),
+            "dtype": next((key for key, value in DTYPES.items() if value is weights["w1"].dtype), str(weights["w1"].dtype)),
+            "counts_per_level": {str(int(v)): int(c) for v, c in zip(*np.unique(tree.level, return_counts=True), strict=True)},
+            "provenance": dict(provenance or {}),
+            "quality": dict(quality or {}),
+        }
+        target.parent.mkdir(parents=True, exist_ok=True)
+        half_made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            (half_made / CARD).write_text(card, encoding="utf-8")
+            (half_made / CONCEPTS).write_text(
+                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+            )
+            if golden_hidden is not None:
+                tensors["golden_hidden"] = golden_hidden.to(torch.float32).contiguous()
+                draft = cls(half_made, {**manifest, "files": {}}, lines, dict(tensors, golden_scores=torch.zeros(len(golden_hidden), n)))
+                tensors["golden_scores"] = _exhaustive_scores(draft, tensors["golden_hidden"])
+            packfile.save_tensors(half_made / PROBES, tensors)
+            manifest["files"] = {
+                file: {"sha256": packfile.sha256(half_made / file), "size": (half_made / file).stat().st_size}
+                for file in (CONCEPTS, PROBES, CARD)
+            }
+            (half_made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            half_made.chmod(0o755)  # mkdtemp makes it private
+            cls.open(half_made, verify=True)
+            packfile.replace_directory(half_made, target)
+        finally:
+            shutil.rmtree(half_made, ignore_errors=True)
+        return cls.open(target)
+
+
+def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:
+    """Scores `[G, P]` of raw states `[G, S, D]` by the reference kernel: what golden scores are."""
+    from probemon.kernels import exhaustive_reference
+
+    sites = pack.sites
+    return exhaustive_reference({site: hidden[:, i] for i, site in enumerate(sites)}, pack)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PackError(f"{path}: format is {found!r}, expected {FORMAT!r}: this is not a probe pack")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise PackVersionError(
+            f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
+            "upgrade probemon or fetch the pack in that version"
+        )
+    kinds = {"name": str, "licence": str, "host": dict, "inputs": list, "score_rule": str, "files": dict}
+    for key, kind in kinds.items():
+        if not isinstance(manifest.get(key), kind):
+            raise PackCorrupt(f"{path}: {key!r} is missing or not a {kind.__name__}: fetch the pack again")
+    if manifest["score_rule"] not in SCORE_RULES:
+        raise PackError(f"{path}: score_rule is {manifest['score_rule']!r}, expected one of {', '.join(SCORE_RULES)}")
+    for spec in manifest["inputs"]:
+        if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
+            raise PackError(f"{path}: input {spec!r}: expected site, norm ({', '.join(NORMS)}) and eps")
+    for file, stated in manifest["files"].items():
+        if Path(file).name != file:
+            raise PackCorrupt(f"{path}: file {file!r} lies outside the pack")
+        if not isinstance(stated, dict) or not isinstance(stated.get("sha256"), str) or not isinstance(stated.get("size"), int):
+            raise PackCorrupt(f"{path}: {file!r} has no sha256 and size: fetch the pack again")
+    return manifest
+
+
+def _read_concepts(path: Path) -> list[dict[str, Any]]:
+    concepts = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            concept = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PackCorrupt(f"{path} line {number} is not valid JSON ({error}): fetch the pack again") from None
+        if not isinstance(concept, dict) or not {"id", "name", "level", "parents"} <= set(concept):
+            raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
+        concepts.append(concept)
+    return concepts
+
+
+def warn_loudly(message: str) -> None:
+    """A `UserWarning` attributed to the caller's caller."""
+    warnings.warn(message, UserWarning, stacklevel=3)

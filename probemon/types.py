@@ -1,0 +1,264 @@
+"""The nouns: what a probe looks like, how the engine is configured, what a scored token carries.
+
+Shapes: N hidden states (rows of a batch or tokens of a document), P probes of the pack, E active
+(state, probe) pairs, in CSR over the states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from probemon.errors import ConfigError, PackCorrupt, PackError, UnknownSetting, closest
+
+NORMS = ("none", "layernorm", "rmsnorm")
+PHASES = ("prompt", "generated")
+PROMPT, GENERATED = 0, 1
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a probe reads: the hidden state at a site, normalised without affine part."""
+
+    site: str
+    norm: str = "none"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.norm not in NORMS:
+            raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shape of every probe of a pack: `hidden_size` D, then no, one (H1) or two (H1, H2) hidden layers of ReLU."""
+
+    hidden_size: int
+    hidden: tuple[int, ...] = ()
+
+    @staticmethod
+    def parameters() -> tuple[str, ...]:
+        """Names of the stacked tensors, in the order a probe uses them."""
+        return ("w1", "b1", "w2", "b2", "w3", "b3")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], where: str) -> Architecture:
+        """Read the architecture off stacked weights, checking every shape. Raises `PackCorrupt` naming `where`."""
+        if "w1" not in weights or weights["w1"].dim() != 3:
+            raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
+        p, h1, d = weights["w1"].shape
+        if set(weights) == {"w1", "b1"}:
+            made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
+        elif set(weights) == {"w1", "b1", "w3", "b3"}:
+            made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
+        elif set(weights) == set(cls.parameters()):
+            h2 = weights["w2"].shape[1] if weights["w2"].dim() == 3 else -1
+            made = cls(d, (h1, h2))
+            shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
+        else:
+            raise PackCorrupt(
+                f"{where}: tensors {sorted(weights)}: expected w1, b1 (linear), with w3, b3 (one hidden layer), "
+                "or all of w1, b1, w2, b2, w3, b3 (two)"
+            )
+        for name, shape in shapes.items():
+            if tuple(weights[name].shape) != shape:
+                raise PackCorrupt(f"{where}: {name} has shape {tuple(weights[name].shape)}, expected {shape}")
+        return made
+
+    def parameters_per_probe(self) -> int:
+        """Number of weights and biases of one probe."""
+        widths = (self.hidden_size, *self.hidden, 1)
+        return sum(a * b + b for a, b in zip(widths[:-1], widths[1:], strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": ("linear", "mlp1", "mlp2")[len(self.hidden)], "hidden": list(self.hidden), "activation": "relu"}
+
+    def __str__(self) -> str:
+        return "linear" if not self.hidden else "-".join(map(str, (*self.hidden, 1)))
+
+
+@dataclass(frozen=True)
+class CascadeConfig:
+    """How the hierarchy is descended: the settings of docs/architecture.md, all with their defaults."""
+
+    base_layers: tuple[int, ...] = (0,)
+    load_threshold: float | str = "auto"
+    keep_top_k: int = 30
+    aggressive_pruning: bool = True
+    max_loaded_probes: int = 500
+    unload_threshold: float = 0.1
+    always_on: tuple[str | int, ...] = ()
+    report_top_k: int = 10
+    max_rounds: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> CascadeConfig:
+        """From keywords; an unknown one is an `UnknownSetting` that names the nearest."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in settings:
+            if key not in known:
+                raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        tuples = {key: tuple(settings[key]) for key in ("base_layers", "always_on") if key in settings}
+        return cls(**{**settings, **tuples})
+
+    def __post_init__(self) -> None:
+        for name in ("keep_top_k", "report_top_k"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ConfigError(f"{name} is {value!r}: it counts probes, so give 0 or more")
+        if not _is_int(self.max_loaded_probes) or self.max_loaded_probes < 1:
+            raise ConfigError(f"max_loaded_probes is {self.max_loaded_probes!r}: it counts probes, so give 1 or more")
+        if self.max_rounds is not None and (not _is_int(self.max_rounds) or self.max_rounds < 0):
+            raise ConfigError(f"max_rounds is {self.max_rounds!r}: give 0 or more, or None for no limit")
+        if not all(_is_int(level) and level >= 0 for level in self.base_layers):
+            raise ConfigError(f"base_layers is {self.base_layers!r}: give levels of the concept hierarchy, 0 or more")
+        if not isinstance(self.aggressive_pruning, bool):
+            raise ConfigError(f"aggressive_pruning is {self.aggressive_pruning!r}: give True or False")
+        if not _is_number(self.unload_threshold) or math.isnan(self.unload_threshold):
+            raise ConfigError(f"unload_threshold is {self.unload_threshold!r}: give a number")
+        if isinstance(self.load_threshold, str):
+            if self.load_threshold not in ("auto", "exact", "calibrated"):
+                raise ConfigError(
+                    f"load_threshold is {self.load_threshold!r}: give a number, 'auto', 'exact' or 'calibrated'"
+                )
+        elif not _is_number(self.load_threshold) or math.isnan(self.load_threshold):
+            raise ConfigError(f"load_threshold is {self.load_threshold!r}: give a number, 'auto', 'exact' or 'calibrated'")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
+
+    `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
+    retained probes given up to make room; `unseen` is "" or the reason the state could not be scored
+    (its other entries are then 0).
+    """
+
+    n_probes: int
+    active: npt.NDArray[np.int64]
+    dropped: npt.NDArray[np.int64]
+    not_reached: npt.NDArray[np.int64]
+    evaluated: npt.NDArray[np.int64]
+    released: npt.NDArray[np.int64]
+    unseen: tuple[str, ...]
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """Mask of the states that were scored."""
+        return np.asarray([reason == "" for reason in self.unseen], dtype=bool)
+
+    @property
+    def n_unseen(self) -> int:
+        """States that were not scored."""
+        return sum(reason != "" for reason in self.unseen)
+
+    def totals(self) -> dict[str, int]:
+        """Sums over the states, with `tokens` and `unseen`."""
+        names = ("active", "dropped", "not_reached", "evaluated", "released")
+        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in names}
+
+    def __len__(self) -> int:
+        return len(self.unseen)
+
+    def take(self, which: Sequence[int] | npt.NDArray[np.int64]) -> Coverage:
+        """The coverage of some of the states."""
+        at = np.asarray(which, dtype=np.int64)
+        arrays = {n: getattr(self, n)[at] for n in ("active", "dropped", "not_reached", "evaluated", "released")}
+        return Coverage(n_probes=self.n_probes, unseen=tuple(self.unseen[i] for i in at.tolist()), **arrays)
+
+    @staticmethod
+    def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
+        """Several, one after another."""
+        empty = np.zeros(0, dtype=np.int64)
+        names = ("active", "dropped", "not_reached", "evaluated", "released")
+        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in names}
+        return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of N hidden states: the active probes of each, in CSR, ascending by probe.
+
+        scores.active(t), scores.fired(t)          # probe numbers
+        scores.top(t, 5)                           # [(probe, score), ...] best first, ties to the lower number
+
+    `ptr [N+1]` int64, `probes [E]` int32, `values [E]` fp32, `fired_mask [E]` bool.
+    """
+
+    ptr: npt.NDArray[np.int64]
+    probes: npt.NDArray[np.int32]
+    values: Floats
+    fired_mask: npt.NDArray[np.bool_]
+    coverage: Coverage
+    report_top_k: int = field(default=10)
+
+    def __len__(self) -> int:
+        return len(self.ptr) - 1
+
+    def active(self, t: int) -> npt.NDArray[np.int32]:
+        """Active probes of state t, ascending."""
+        return self.probes[self._at(t)]
+
+    def active_scores(self, t: int) -> Floats:
+        """Their scores, in the same order."""
+        return self.values[self._at(t)]
+
+    def fired(self, t: int) -> npt.NDArray[np.int32]:
+        """Active probes over their alert threshold, ascending; never shortened."""
+        at = self._at(t)
+        return self.probes[at][self.fired_mask[at]]
+
+    def top(self, t: int, k: int | None = None) -> list[tuple[int, float]]:
+        """The best `k` (default `report_top_k`) active probes with their scores."""
+        at = self._at(t)
+        probes, values = self.probes[at], self.values[at]
+        order = np.lexsort((probes, -values))[: self.report_top_k if k is None else k]
+        return [(int(probes[i]), float(values[i])) for i in order]
+
+    def _at(self, t: int) -> slice:
+        if not -len(self) <= t < len(self):
+            raise IndexError(f"state {t} of {len(self)}")
+        t %= len(self)
+        return slice(int(self.ptr[t]), int(self.ptr[t + 1]))
+
+    @staticmethod
+    def join(parts: Sequence[Scores], n_probes: int, report_top_k: int = 10) -> Scores:
+        """Several, one after another."""
+        sizes = np.concatenate([[0], *(np.diff(part.ptr) for part in parts)]).astype(np.int64)
+        return Scores(
+            ptr=np.cumsum(sizes),
+            probes=np.concatenate([np.zeros(0, np.int32), *(part.probes for part in parts)]),
+            values=np.concatenate([np.zeros(0, np.float32), *(part.values for part in parts)]),
+            fired_mask=np.concatenate([np.zeros(0, bool), *(part.fired_mask for part in parts)]),
+            coverage=Coverage.join([part.coverage for part in parts], n_probes),
+            report_top_k=report_top_k,
+        )
+
+
+@dataclass(frozen=True)
+class RowState:
+    """The retained set R of every row: `retained [B, P]` bool. `None` where a step takes one means empty sets."""
+
+    retained: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.retained)

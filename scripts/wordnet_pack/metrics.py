@@ -1,0 +1,84 @@
+"""Ranks and thresholds over score matrices.
+
+    auroc(scores, labels)                 # [P] fp64 from [N, P]; ties count half; NaN where a class is empty
+    thresholds_at(scores, negative, 0.01) # [P]: at most 1 % of the negatives score strictly above
+    path_scores(logits, parents)          # [N, P]: sigmoid times the parent's path score
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def auroc(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Area under the ROC curve of each column: scores [N, P], labels [N, P] with 1, 0 and -1 (left out)."""
+    values, marks = scores.numpy(), labels.numpy()
+    areas = np.full(values.shape[1], np.nan)
+    for column in range(values.shape[1]):
+        use = marks[:, column] >= 0
+        areas[column] = auroc_of(values[use, column], marks[use, column] == 1)
+    return torch.from_numpy(areas)
+
+
+def auroc_of(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Probability that a positive outscores a negative, by the rank sum; ties count half."""
+    n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+    if n_positive == 0 or n_negative == 0:
+        return float("nan")
+    order = np.argsort(scores, kind="stable")
+    ordered = scores[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    stops = np.r_[starts[1:], len(ordered)]
+    # Equal scores share the mean of the ranks (1-based) that they occupy.
+    ranks = np.empty(len(scores))
+    ranks[order] = np.repeat((starts + 1 + stops) / 2, stops - starts)
+    rank_sum = float(ranks[positive].sum())
+    return (rank_sum - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative)
+
+
+def thresholds_at(scores: torch.Tensor, negative: torch.Tensor, rate: float) -> torch.Tensor:
+    """Lowest observed score [P] fp32 that at most a share `rate` of the column's negatives exceeds strictly."""
+    thresholds = torch.full((scores.shape[1],), float("nan"))
+    for column in range(scores.shape[1]):
+        values = scores[negative[:, column], column].sort(descending=True).values
+        if len(values):
+            # The k+1 largest: k values lie above it, k / n <= rate.
+            thresholds[column] = values[int(rate * len(values))]
+    return thresholds
+
+
+def path_scores(logits: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """Scores [N, P] fp32 under the path rule; `parents` [P] is -1 for roots and precedes its children."""
+    scores = torch.sigmoid(logits)
+    for probe, parent in enumerate(parents.tolist()):
+        if parent >= probe:
+            raise ValueError(f"parent {parent} of probe {probe} does not come before it: order probes by level")
+        if parent >= 0:
+            scores[:, probe] *= scores[:, parent]
+    return scores
+
+
+def expand_above(thresholds: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """Smallest alert threshold among each probe's strict descendants [P]; +inf for a leaf."""
+    smallest = torch.full_like(thresholds, float("inf"))
+    for probe in range(len(parents) - 1, -1, -1):
+        parent = int(parents[probe])
+        if parent >= 0:
+            below = torch.minimum(smallest[probe], thresholds[probe])
+            smallest[parent] = torch.minimum(smallest[parent], below)
+    return smallest
+
+
+def exact_cascade(
+    scores: torch.Tensor, thresholds: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the exact cascade does to path scores [N, P]: (evaluated, fired), both [N, P] bool.
+
+    Roots are evaluated always, a child where its parent was and scored above `expand_above`.
+    """
+    expand = expand_above(thresholds, parents)
+    evaluated = torch.zeros(scores.shape, dtype=torch.bool)
+    for probe, parent in enumerate(parents.tolist()):
+        evaluated[:, probe] = True if parent < 0 else evaluated[:, parent] & (scores[:, parent] > expand[parent])
+    return evaluated, evaluated & (scores > thresholds)

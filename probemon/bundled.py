@@ -58,7 +58,7 @@ def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     # transformers refuses to save a model it believes quantised; these weights are plain bf16 by now.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     half_made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=folder.parent))

@@ -10,6 +10,7 @@ probe are one slice. A parent's id is therefore always smaller than its child's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -55,7 +56,7 @@ class ConceptTree:
         order = np.lexsort((edge_parent, idx))
         self.parent_idx = edge_parent[order]
         counts = np.bincount(idx, minlength=n) if n else np.zeros(0, dtype=np.int64)
-        if len(idx) and (np.diff(idx[order]) + np.diff(self.parent_idx) == 0).any():
+        if ((np.diff(idx[order]) == 0) & (np.diff(self.parent_idx) == 0)).any():
             raise HierarchyError("an edge of the hierarchy is stated twice")
         self.parent_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.roots: Ints = np.flatnonzero(counts == 0)
@@ -69,7 +70,7 @@ class ConceptTree:
         self._segments = self.parent_ptr[:-1][has]
         bounds = np.searchsorted(self.level, np.arange(self.level[-1] + 2)) if n else np.zeros(1, dtype=np.int64)
         self.level_slices = [
-            slice(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a
+            slice(int(a), int(b)) for a, b in itertools.pairwise(bounds) if b > a
         ]
         # Deepest level first: the inner probes, their children one after another, where each one's begin.
         self._below: list[tuple[Ints, Ints, Ints]] = []

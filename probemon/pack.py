@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from probemon import packfile
-from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, PackVersionError, UnknownConcept, closest
+from probemon.errors import (
+    ConfigError,
+    HierarchyError,
+    PackCorrupt,
+    PackError,
+    PackVersionError,
+    UnknownConcept,
+    closest,
+)
 from probemon.hierarchy import ConceptTree
 from probemon.types import NORMS, Architecture, InputSpec
 
@@ -110,7 +118,12 @@ class ProbePack:
         if Path(repo).is_dir():
             return cls.open(repo, verify=verify)
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+        )
 
         try:
             local = snapshot_download(repo, revision=revision, allow_patterns=[MANIFEST, CONCEPTS, PROBES, CARD])
@@ -129,7 +142,7 @@ class ProbePack:
         ):
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
-        if n and not (0 <= int(self.input_index.min()) and int(self.input_index.max()) < len(self.inputs)):
+        if n and not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
         if self.manifest["host"].get("hidden_size") not in (None, d):
             raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
@@ -285,8 +298,8 @@ class ProbePack:
             "child_idx": torch.from_numpy(tree.child_idx),
             "level": torch.from_numpy(tree.level),
             "input": torch.zeros(n, dtype=torch.int64) if input_index is None else input_index.to(torch.int64)[at],
-            "alert_threshold": nan if alert_threshold is None else alert_threshold.to(torch.float32)[at],
-            "expand_threshold": nan if expand_threshold is None else expand_threshold.to(torch.float32)[at],
+            "alert_threshold": nan.clone() if alert_threshold is None else alert_threshold.to(torch.float32)[at],
+            "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
         }
         lines = []
         for i, old in enumerate(order.tolist()):

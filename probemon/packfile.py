@@ -82,8 +82,9 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file, readable by all (safetensors makes it private)."""
     save_file(tensors, path)
+    path.chmod(0o644)
 
 
 def replace_directory(made: Path, target: Path) -> None:

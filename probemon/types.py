@@ -7,6 +7,7 @@ Shapes: N hidden states (rows of a batch or tokens of a document), P probes of t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Architecture:
     def parameters_per_probe(self) -> int:
         """Number of weights and biases of one probe."""
         widths = (self.hidden_size, *self.hidden, 1)
-        return sum(a * b + b for a, b in zip(widths[:-1], widths[1:], strict=True))
+        return sum(a * b + b for a, b in itertools.pairwise(widths))
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": ("linear", "mlp1", "mlp2")[len(self.hidden)], "hidden": list(self.hidden), "activation": "relu"}

@@ -7,6 +7,7 @@ independent of which other probes share the block.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -29,7 +30,7 @@ def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
     logits = torch.empty(len(slot))
     per_block = max(1, _BLOCK_VALUES // (h1 * d))
     row_list, slot_list = row.tolist(), slot.tolist()
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         for at in range(begin, end, per_block):
             stop = min(at + per_block, end)
             logits[at:stop] = _slice_logits(x[row_list[at]], weights, slot_list[at], slot_list[at] + stop - at)

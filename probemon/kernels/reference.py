@@ -16,10 +16,7 @@ def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor,
     h = (gathered["w1"] * x[:, None, :]).sum(dim=-1) + gathered["b1"]
     if "w2" in gathered:
         h = (gathered["w2"] * h.relu()[:, None, :]).sum(dim=-1) + gathered["b2"]
-    if "w3" in gathered:
-        logit = (gathered["w3"] * h.relu()).sum(dim=-1) + gathered["b3"]
-    else:
-        logit = h[:, 0]
+    logit = (gathered["w3"] * h.relu()).sum(dim=-1) + gathered["b3"] if "w3" in gathered else h[:, 0]
     return sigmoid(logit)
 
 

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
-def _fused(
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _fused(  # type: ignore[no-untyped-def]
     x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, rows_ptr, slots_ptr, out_ptr,
     D, H1, H2, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H1: tl.constexpr, BLOCK_H2: tl.constexpr,
 ):  # fmt: skip

@@ -30,17 +30,7 @@ IRREGULAR_NOUNS = {
 }  # fmt: skip
 # Closed-class words: WordNet lists some as rare nouns ("a", "in", "I": units and elements) and most not at all.
 FUNCTION_WORDS = frozenset(
-    """a an the this that these those some any no every each either neither both all many much few more most other
-    another such same own i me my mine myself you your yours yourself he him his himself she her hers herself it its
-    itself we us our ours ourselves they them their theirs themselves who whom whose which what whatever whoever
-    someone anyone everyone nobody somebody anybody everybody something anything nothing everything one ones
-    of in on at by for with about against between into through during before after above below to from up down out
-    off over under again further near since until upon within without along across behind beyond toward towards
-    among around as than like per via and or but nor so yet if because while although though unless whereas whether
-    when where why how then once here there not never only very too also just even still already almost quite rather
-    is am are was were be been being do does did doing done have has had having will would shall should can could may
-    might must ought need dare cannot let's don't doesn't didn't isn't aren't wasn't weren't can't won't wouldn't
-    couldn't shouldn't i'm you're he's she's it's we're they're i've i'll that's there's et al etc e.g i.e""".split()
+    ["a", "an", "the", "this", "that", "these", "those", "some", "any", "no", "every", "each", "either", "neither", "both", "all", "many", "much", "few", "more", "most", "other", "another", "such", "same", "own", "i", "me", "my", "mine", "myself", "you", "your", "yours", "yourself", "he", "him", "his", "himself", "she", "her", "hers", "herself", "it", "its", "itself", "we", "us", "our", "ours", "ourselves", "they", "them", "their", "theirs", "themselves", "who", "whom", "whose", "which", "what", "whatever", "whoever", "someone", "anyone", "everyone", "nobody", "somebody", "anybody", "everybody", "something", "anything", "nothing", "everything", "one", "ones", "of", "in", "on", "at", "by", "for", "with", "about", "against", "between", "into", "through", "during", "before", "after", "above", "below", "to", "from", "up", "down", "out", "off", "over", "under", "again", "further", "near", "since", "until", "upon", "within", "without", "along", "across", "behind", "beyond", "toward", "towards", "among", "around", "as", "than", "like", "per", "via", "and", "or", "but", "nor", "so", "yet", "if", "because", "while", "although", "though", "unless", "whereas", "whether", "when", "where", "why", "how", "then", "once", "here", "there", "not", "never", "only", "very", "too", "also", "just", "even", "still", "already", "almost", "quite", "rather", "is", "am", "are", "was", "were", "be", "been", "being", "do", "does", "did", "doing", "done", "have", "has", "had", "having", "will", "would", "shall", "should", "can", "could", "may", "might", "must", "ought", "need", "dare", "cannot", "let's", "don't", "doesn't", "didn't", "isn't", "aren't", "wasn't", "weren't", "can't", "won't", "wouldn't", "couldn't", "shouldn't", "i'm", "you're", "he's", "she's", "it's", "we're", "they're", "i've", "i'll", "that's", "there's", "et", "al", "etc", "e.g", "i.e"]
 )
 
 

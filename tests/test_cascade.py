@@ -1,0 +1,140 @@
+"""The cascade against a plain-Python oracle: dicts and a loop, one state, one probe at a time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probemon.cascade import CascadePlan, descend, expand_thresholds, retain
+from probemon.errors import ConfigError
+from probemon.hierarchy import ConceptTree
+from probemon.types import CascadeConfig
+
+TICKS = [np.float32(v) for v in (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)]  # few values: ties are common
+
+
+def oracle(parents, level, path, thresholds, config, always_on, retained, own):
+    """(active, dropped, scores, retained, released) of one state, by the words of the design."""
+    n = len(parents)
+
+    def ancestors(p):
+        return set(parents[p]) | {a for q in parents[p] for a in ancestors(q)}
+
+    def path_score(p):
+        best = max((path_score(q) for q in parents[p]), default=None)
+        return own[p] if best is None or not path else np.float32(own[p] * best)
+
+    def close(probes):
+        return set(probes) | {a for p in probes for a in ancestors(p)} if path else set(probes)
+
+    exempt = {p for p in range(n) if level[p] in config.base_layers} | set(always_on)
+    roots = {p for p in range(n) if not parents[p]} if path else set()
+    active = close(exempt | roots | retained)
+    frontier, dropped, rounds = set(active), set(), 0
+    while frontier and (config.max_rounds is None or rounds < config.max_rounds):
+        opened = {p for p in frontier if path_score(p) > thresholds[p]}
+        new = {c: max(path_score(p) for p in parents[c] if p in opened) for c in range(n) if set(parents[c]) & opened and c not in active}
+        if not new:
+            break
+        admitted = set()
+        if len(active | close(new)) <= config.max_loaded_probes:
+            admitted = close(new) - active
+        else:
+            for c in sorted(new, key=lambda c: (-new[c], c)):
+                bundle = close({c}) - active - admitted
+                if len(active) + len(admitted) + len(bundle) <= config.max_loaded_probes:
+                    admitted |= bundle
+                else:
+                    dropped.add(c)
+        active |= admitted
+        dropped -= active
+        frontier, rounds = admitted, rounds + 1
+    order = sorted(active - exempt, key=lambda p: (-path_score(p), p))
+    if config.aggressive_pruning:
+        order = order[: config.keep_top_k]
+    before = len(order)
+    if dropped:
+        order = [p for p in order if path_score(p) >= config.unload_threshold]
+        while order and len(close(exempt | roots | set(order))) + len(dropped) > config.max_loaded_probes:
+            order.pop()
+    return active, dropped, {p: path_score(p) for p in active}, set(order), before - len(order)
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 14))
+    dag = draw(st.booleans())
+    ids = [str(i) for i in range(n)]
+    above = [
+        draw(st.lists(st.sampled_from(ids[:i]), max_size=2 if dag else 1, unique=True)) if i else [] for i in range(n)
+    ]
+    _, tree = ConceptTree.build(ids, above)
+    path = draw(st.booleans())
+    ticks = st.sampled_from(TICKS)
+    alert = np.array(draw(st.lists(ticks, min_size=n, max_size=n)), dtype=np.float32)
+    rule = draw(st.sampled_from(["exact", "calibrated", 0.3, 0.25] if path else ["calibrated", 0.3, 0.25]))
+    always_on = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
+    config = CascadeConfig(
+        load_threshold=rule, keep_top_k=draw(st.integers(0, 5)), aggressive_pruning=draw(st.booleans()),
+        max_loaded_probes=draw(st.integers(1, 16)), unload_threshold=float(draw(ticks)),
+        max_rounds=draw(st.sampled_from([None, 0, 1, 2])),
+    )  # fmt: skip
+    rows = draw(st.integers(1, 4))
+    own = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)
+    later = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)
+    return tree, path, alert, config, always_on, own, later
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_cascade_equals_oracle_over_two_steps(case):
+    tree, path, alert, config, always_on, first, second = case
+    rule = "path" if path else "independent"
+    thresholds = expand_thresholds(tree, rule, config.load_threshold, alert, alert, None)
+    try:
+        plan = CascadePlan.of(tree, rule, config, thresholds, always_on)
+    except ConfigError:
+        return
+    parents = [tree.parents(i).tolist() for i in range(tree.n)]
+    retained = None
+    for own in (first, second):
+        step = descend(plan, len(own), retained, lambda rows, probes, own=own: own[rows, probes])
+        kept, released = retain(plan, step)
+        for row in range(len(own)):
+            before = set() if retained is None else set(np.flatnonzero(retained[row]).tolist())
+            active, dropped, scores, keep, freed = oracle(
+                parents, tree.level.tolist(), path, thresholds, config, always_on, before, own[row]
+            )
+            assert set(np.flatnonzero(step.active[row]).tolist()) == active
+            assert set(np.flatnonzero(step.dropped[row]).tolist()) == dropped
+            assert {p: step.scores[row, p] for p in active} == scores
+            assert set(np.flatnonzero(kept[row]).tolist()) == keep
+            assert released[row] == freed
+            assert len(active) <= config.max_loaded_probes
+        retained = kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_exact_finds_every_firing_probe(case):
+    tree, _, alert, _, _, own, _ = case
+    thresholds = expand_thresholds(tree, "path", "exact", alert, alert, None)
+    plan = CascadePlan.of(tree, "path", CascadeConfig(), thresholds, [])
+    step = descend(plan, len(own), None, lambda rows, probes: own[rows, probes])
+    everything = tree.times_best_parent(own.copy())
+    assert np.array_equal(everything > alert, step.active & (step.scores > alert))
+
+
+def test_exact_is_refused_on_independent_scores_and_without_thresholds():
+    _, tree = ConceptTree.build(["a"], [[]])
+    nan = np.array([np.nan], dtype=np.float32)
+    with pytest.raises(ConfigError, match="path rule"):
+        expand_thresholds(tree, "independent", "exact", nan, nan, None)
+    with pytest.raises(ConfigError, match="alert threshold"):
+        expand_thresholds(tree, "path", "exact", nan, nan, None)
+
+
+def test_base_over_max_loaded_probes_is_refused():
+    _, tree = ConceptTree.build(["a", "b"], [[], []])
+    with pytest.raises(ConfigError, match="are 2, max_loaded_probes is 1"):
+        CascadePlan.of(tree, "path", CascadeConfig(max_loaded_probes=1), np.zeros(2, np.float32), [])

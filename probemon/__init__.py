@@ -1,5 +1,6 @@
 """probemon: watch a language model from the inside, token by token."""
 
+from probemon.manager import DynamicProbeManager
 from probemon.pack import ProbePack
 
-__all__ = ["ProbePack"]
+__all__ = ["DynamicProbeManager", "ProbePack"]

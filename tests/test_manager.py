@@ -1,0 +1,91 @@
+"""The manager on the shipped packs: descent against exhaustive evaluation, online against offline, unseen said aloud."""
+
+import numpy as np
+import pytest
+import torch
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.errors import ConfigError, UnknownConcept, UnknownSetting
+
+LINEAR, MLP = "probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp"
+
+
+@pytest.fixture(params=[LINEAR, MLP])
+def pack(request):
+    return ProbePack.open(request.param)
+
+
+def test_exact_descent_on_real_states_finds_what_exhaustive_finds(pack):
+    manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
+    everything = manager.score_all(hidden).numpy()
+    assert np.abs(everything - pack.golden_scores.numpy()).max() < 1e-5
+    scores = manager.score_tokens(hidden)
+    alert = pack.alert_threshold.numpy()
+    for t in range(len(hidden)):
+        assert scores.fired(t).tolist() == np.flatnonzero(everything[t] > alert).tolist()
+        assert np.array_equal(scores.active_scores(t), everything[t, scores.active(t)])
+        best = sorted(scores.active(t).tolist(), key=lambda p: (-everything[t, p], p))[:10]
+        assert [p for p, _ in scores.top(t)] == best
+    cover = scores.coverage
+    assert (cover.active + cover.dropped + cover.not_reached == pack.n_probes).all()
+    assert cover.active.mean() < 0.5 * pack.n_probes
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(pack):
+    manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
+    state, first = manager.step(None, hidden[:8])
+    _, second = manager.step(state, hidden[8:16])
+    for row in range(8):
+        alone_state, alone = manager.step(None, hidden[row : row + 1])
+        assert np.array_equal(alone.active(0), first.active(row))
+        assert np.array_equal(alone.active_scores(0), first.active_scores(row))
+        _, alone = manager.step(alone_state, hidden[8 + row : 9 + row])
+        assert np.array_equal(alone.active(0), second.active(row))
+        assert np.array_equal(alone.active_scores(0), second.active_scores(row))
+
+
+def test_offline_with_prompt_length_equals_stepping(pack):
+    manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
+    offline = manager.score_tokens(hidden, prompt_len=5)
+    state, _ = manager.step(None, hidden[4:5])
+    for t in range(5, len(hidden)):
+        state, online = manager.step(state, hidden[t : t + 1])
+        assert np.array_equal(online.active(0), offline.active(t))
+        assert np.array_equal(online.active_scores(0), offline.active_scores(t))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_unseen_and_its_neighbours_are_not(value):
+    manager = DynamicProbeManager(ProbePack.open(LINEAR))
+    hidden = manager.pack.golden_hidden[:3, 0].clone()
+    clean = manager.score_tokens(hidden)
+    hidden[1, 7] = value
+    scores = manager.score_tokens(hidden)
+    assert scores.coverage.unseen == ("", "hidden state is not finite", "")
+    assert len(scores.active(1)) == 0
+    assert np.array_equal(scores.active_scores(2), clean.active_scores(2))
+
+
+def test_limits_are_counted_not_hidden():
+    pack = ProbePack.open(LINEAR)
+    scores = DynamicProbeManager(pack, max_loaded_probes=20).score_tokens(pack.golden_hidden[:, 0])
+    assert scores.coverage.dropped.sum() > 0
+    assert scores.coverage.active.max() <= 20
+
+
+@pytest.mark.parametrize("impl", ["cpu", "numba"])
+def test_implementations_agree_on_the_real_pack(pack, impl):
+    scored = DynamicProbeManager(pack, impl=impl).score_all(pack.golden_hidden[:, 0])
+    assert (scored - pack.golden_scores).abs().max() < 1e-5
+
+
+def test_bad_arguments_are_named():
+    pack = ProbePack.open(LINEAR)
+    with pytest.raises(UnknownSetting, match="keep_top_k"):
+        DynamicProbeManager(pack, keep_topk=3)
+    with pytest.raises(UnknownConcept, match="zebrafish-x"):
+        DynamicProbeManager(pack, always_on=["zebrafish-x"])
+    with pytest.raises(ConfigError, match="max_loaded_probes is 3"):
+        DynamicProbeManager(pack, max_loaded_probes=3)
+    with pytest.raises(ConfigError, match=r"expected \[N, 576\]"):
+        DynamicProbeManager(pack).score_tokens(torch.zeros(2, 5))

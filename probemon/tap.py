@@ -1,0 +1,55 @@
+"""Tap: hidden states of host layers to a callback. Reads only; always removed.
+
+    with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
+        model.generate(**inputs)
+
+Everything is resolved before anything is attached, so a bad site leaves no hook behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from probemon.errors import ConfigError
+from probemon.host import find_layers, parse_site
+
+Callback = Callable[[str, Tensor], None]
+
+
+class Tap:
+    """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based)."""
+
+    def __init__(self, model: Any, sites: Sequence[str], callback: Callback) -> None:
+        _, layers = find_layers(model)
+        self._targets: list[tuple[str, nn.Module]] = []
+        for site in sites:
+            _, layer = parse_site(site)
+            if layer >= len(layers):
+                raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
+            self._targets.append((site, layers[layer]))
+        self._callback = callback
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Tap:
+        with ExitStack() as stack:
+            for site, module in self._targets:
+                stack.callback(module.register_forward_hook(self._hook(site)).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._callback(site, hidden.detach())
+
+        return hook

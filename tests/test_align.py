@@ -1,0 +1,62 @@
+"""Columns and rows by hand-worked cases."""
+
+import numpy as np
+import pytest
+
+from probemon.align import Call, Forward
+from probemon.errors import AlignmentError
+from probemon.types import GENERATED, PROMPT
+
+
+def listed(placed):
+    return [(p.phase, list(zip(p.rows.tolist(), p.columns.tolist(), p.ids.tolist(), strict=True))) for p in placed]
+
+
+def test_left_padding_is_not_a_token():
+    ids = np.array([[0, 0, 7], [4, 5, 6]])
+    placed = Call(3).place(Forward(0, ids, np.array([[0, 0, 1], [1, 1, 1]])))
+    assert listed(placed) == [(PROMPT, [(0, 2, 7), (1, 0, 4), (1, 1, 5), (1, 2, 6)])]
+
+
+def test_row_that_ended_is_not_fed_on():
+    call = Call(1, eos=frozenset({2}))
+    call.place(Forward(0, np.array([[7], [8]]), None))
+    assert listed(call.place(Forward(1, np.array([[2], [9]]), None))) == [(GENERATED, [(0, 1, 2), (1, 1, 9)])]
+    assert listed(call.place(Forward(2, np.array([[0], [9]]), None))) == [(GENERATED, [(1, 2, 9)])]
+
+
+def test_eos_in_the_prompt_ends_nothing():
+    call = Call(2, eos=frozenset({2}))
+    call.place(Forward(0, np.array([[2, 5]]), None))
+    assert listed(call.place(Forward(2, np.array([[6]]), None))) == [(GENERATED, [(0, 2, 6)])]
+
+
+def test_without_a_cache_only_the_new_column_counts():
+    call = Call(2)
+    call.place(Forward(0, np.array([[3, 4]]), None))
+    placed = call.place(Forward(0, np.array([[3, 4, 5]]), None))
+    assert listed(placed) == [(GENERATED, [(0, 2, 5)])] and placed[0].offsets.tolist() == [2]
+
+
+def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
+    call = Call(9)
+    assert listed(call.place(Forward(5, np.array([[1, 2]]), None))) == [(PROMPT, [(0, 5, 1), (0, 6, 2)])]
+    assert listed(call.place(Forward(7, np.array([[3, 4]]), None))) == [(PROMPT, [(0, 7, 3), (0, 8, 4)])]
+    assert listed(call.place(Forward(9, np.array([[5]]), None))) == [(GENERATED, [(0, 9, 5)])]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Forward(4, np.array([[1]]), None),  # a gap
+        Forward(2, np.array([[1]]), None),  # nothing new
+        Forward(3, np.array([[1], [1]]), None),  # other rows
+        Forward(3, np.array([[1, 2]]), None),  # two generated at once
+        Forward(3, np.array([[1]]), np.ones((1, 2), dtype=int)),  # a mask too short
+    ],
+)
+def test_what_is_not_understood_is_refused(second):
+    call = Call(3)
+    call.place(Forward(0, np.array([[1, 2, 3]]), None))
+    with pytest.raises(AlignmentError):
+        call.place(second)

@@ -99,46 +99,54 @@ class Descent:
 
 def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
     """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or `max_rounds`."""
+    scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
+
+    def fill(which: Mask) -> None:
+        rows, probes = np.nonzero(which)
+        if len(rows):
+            scores[rows, probes] = score(rows, probes)
+            if plan.path_rule:
+                plan.tree.times_best_parent_of(scores, rows, probes)
+
+    active, dropped = _rounds(plan, n_rows, retained, scores, fill)
+    return Descent(active, dropped, scores)
+
+
+def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
+    """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the search."""
+    active, dropped = _rounds(plan, len(everything), retained, everything, lambda which: None)
+    return Descent(active, dropped, np.where(active, everything, np.float32(0)))
+
+
+def _rounds(
+    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], None]
+) -> tuple[Mask, Mask]:
+    """Active and dropped probes; `fill(mask)` makes the scores of newly active ones present in `scores`."""
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
     if retained is not None:
         active |= tree.close(retained) if plan.path_rule else retained
-    scores = np.zeros((n_rows, tree.n), dtype=np.float32)
     dropped = np.zeros_like(active)
-    frontier = active.copy()
-    _score(plan, frontier, scores, score)
+    fill(active)
+    frontier = active
     rounds = 0
     while config.max_rounds is None or rounds < config.max_rounds:
         expanded = frontier & (scores > plan.expand_threshold)
-        new = tree.children_of(expanded) & ~active
+        new = tree.children_of(expanded)
+        new &= ~active
         if not new.any():
             break
         wanted = tree.close(new) & ~active if plan.path_rule and not tree.is_tree else new
-        over = active.sum(axis=1) + wanted.sum(axis=1) > config.max_loaded_probes
-        admitted = wanted
-        for row in np.flatnonzero(over):
-            admitted[row] = _admit(plan, new[row], active[row], expanded[row], scores[row], dropped[row])
-        active |= admitted
+        if tree.n > config.max_loaded_probes:
+            over = active.sum(axis=1) + wanted.sum(axis=1) > config.max_loaded_probes
+            for row in np.flatnonzero(over):
+                wanted[row] = _admit(plan, new[row].copy(), active[row], expanded[row], scores[row], dropped[row])
+        active = active | wanted
         dropped &= ~active
-        _score(plan, admitted, scores, score)
-        frontier = admitted
+        fill(wanted)
+        frontier = wanted
         rounds += 1
-    return Descent(active, dropped, scores)
-
-
-def _score(plan: CascadePlan, which: Mask, scores: Floats, score: ScorePairs) -> None:
-    rows, probes = np.nonzero(which)
-    if not len(rows):
-        return
-    scores[rows, probes] = score(rows, probes)
-    if not plan.path_rule:
-        return
-    tree = plan.tree
-    for level in tree.level_slices:  # a parent's path score is ready before its child's
-        here = (probes >= level.start) & (probes < level.stop) & tree.has_parents[probes]
-        for row in np.unique(rows[here]):
-            mine = probes[here & (rows == row)]
-            scores[row, mine] *= tree.best_parent(scores[row : row + 1], mine)[0]
+    return active, dropped
 
 
 def _admit(
@@ -161,29 +169,31 @@ def _admit(
     return admitted
 
 
-def retain(plan: CascadePlan, step: Descent) -> tuple[Mask, Ints]:
-    """The next step's retained sets `[N, P]`, and how many each row released to make room."""
+def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
+    """The next step's retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
     config = plan.config
-    kept = step.active & ~plan.exempt
+    kept = step.active[rows] & ~plan.exempt
     released = np.zeros(len(kept), dtype=np.int64)
-    for row in range(len(kept)):
-        probes = np.flatnonzero(kept[row])
-        order = probes[np.lexsort((probes, -step.scores[row, probes]))].tolist()
+    for i, row in enumerate(rows.tolist()):
+        n_dropped = int(np.count_nonzero(step.dropped[row]))
+        if not n_dropped and (not config.aggressive_pruning or np.count_nonzero(kept[i]) <= config.keep_top_k):
+            continue
+        probes = np.flatnonzero(kept[i])
+        order = probes[np.argsort(-step.scores[row, probes], kind="stable")]  # stable: ties to the lower id
         if config.aggressive_pruning:
             order = order[: config.keep_top_k]
-        n_dropped = int(step.dropped[row].sum())
         if n_dropped:
             before = len(order)
-            order = [p for p in order if step.scores[row, p] >= config.unload_threshold]
-            while order and _start_size(plan, order) + n_dropped > config.max_loaded_probes:
-                order.pop()
-            released[row] = before - len(order)
-        kept[row] = False
-        kept[row, order] = True
+            order = order[step.scores[row, order] >= config.unload_threshold]
+            while len(order) and _start_size(plan, order) + n_dropped > config.max_loaded_probes:
+                order = order[:-1]
+            released[i] = before - len(order)
+        kept[i] = False
+        kept[i, order] = True
     return kept, released
 
 
-def _start_size(plan: CascadePlan, retained: list[int]) -> int:
+def _start_size(plan: CascadePlan, retained: Ints) -> int:
     mask = plan.always.copy()
     mask[retained] = True
     return int((plan.tree.close(mask[None]) if plan.path_rule else mask).sum())

@@ -185,16 +185,32 @@ class ConceptTree:
                 scores[:, here] *= self.best_parent(scores, here)
         return scores
 
+    def times_best_parent_of(self, scores: npt.NDArray[np.float32], rows: Ints, probes: Ints) -> None:
+        """The same in place for some (row, probe) pairs, whose parents' scores are final or among the pairs."""
+        level = self.level[probes]
+        for depth in np.unique(level[self.has_parents[probes]]):  # a parent's score is ready before its child's
+            here = (level == depth) & self.has_parents[probes]
+            row, probe = rows[here], probes[here]
+            if self.is_tree:
+                scores[row, probe] *= scores[row, self.first_parent[probe]]
+            else:
+                parents, starts, lengths = self._parents_of(probe)
+                scores[row, probe] *= np.maximum.reduceat(scores[np.repeat(row, lengths), parents], starts)
+
     def best_parent(self, scores: npt.NDArray[np.float32], probes: Ints) -> npt.NDArray[np.float32]:
         """Largest score among the parents of each of `probes`, which must have some: `[N, len(probes)]`."""
         if self.is_tree:
             return scores[:, self.first_parent[probes]]
-        starts, ends = self.parent_ptr[probes], self.parent_ptr[probes + 1]
-        lengths = ends - starts
-        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        flat = self.parent_idx[np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())]
-        best: npt.NDArray[np.float32] = np.maximum.reduceat(scores[:, flat], offsets, axis=1)
+        parents, starts, _ = self._parents_of(probes)
+        best: npt.NDArray[np.float32] = np.maximum.reduceat(scores[:, parents], starts, axis=1)
         return best
+
+    def _parents_of(self, probes: Ints) -> tuple[Ints, Ints, Ints]:
+        """Parents of the probes one after another, where each one's begin, and how many."""
+        starts = self.parent_ptr[probes]
+        lengths = self.parent_ptr[probes + 1] - starts
+        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        return self.parent_idx[np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())], offsets, lengths
 
     def min_over_descendants(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Smallest of `values [P]` among the probes strictly below each; +inf for a leaf."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probemon.cascade import CascadePlan, descend, expand_thresholds, retain
+from probemon.cascade import CascadePlan, apply_rule, descend, expand_thresholds, retain
 from probemon.errors import ConfigError
 from probemon.hierarchy import ConceptTree
 from probemon.types import CascadeConfig
@@ -99,7 +99,11 @@ def test_cascade_equals_oracle_over_two_steps(case):
     retained = None
     for own in (first, second):
         step = descend(plan, len(own), retained, lambda rows, probes, own=own: own[rows, probes])
-        kept, released = retain(plan, step)
+        kept, released = retain(plan, step, np.arange(len(own)))
+        known = apply_rule(plan, tree.times_best_parent(own.copy()) if path else own, retained)
+        assert np.array_equal(known.active, step.active)
+        assert np.array_equal(known.dropped, step.dropped)
+        assert np.array_equal(known.scores, step.scores)
         for row in range(len(own)):
             before = set() if retained is None else set(np.flatnonzero(retained[row]).tolist())
             active, dropped, scores, keep, freed = oracle(

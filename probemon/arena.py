@@ -1,0 +1,210 @@
+"""SlotArena: where probe weights lie on the device, one slot a probe.
+
+    arena = ResidentArena(pack.weights, device, pack.check_finite)      # slot = probe, nothing is ever loaded again
+    arena = PagedArena(store, like=pack.weights, n_slots=64, device=device)
+    arena.pin(base)
+    for at, slots in arena.waves(probes):                               # probes[at] lie in arena.weights at `slots`
+        score_probes(hidden, arena.weights, rows[at], slots, impl=impl)
+
+A wave is what fits at once: everything, in a resident arena. Slots of a wave stay where they are until the next
+one is asked for. Which arena holds the weights never changes a score.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.errors import ArenaFull, ConfigError, PackCorrupt, ProbeLoadError
+from probemon.hierarchy import Ints
+from probemon.store import ProbeStore
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """Slots now, and counts since the arena was made."""
+
+    n_slots: int
+    n_free: int
+    n_pinned: int
+    hits: int
+    misses: int
+    evictions: int
+    uploaded_bytes: int
+
+
+class Arena(Protocol):
+    """`weights`: stacked tensors by parameter, `[n_slots, ...]`."""
+
+    weights: Mapping[str, Tensor]
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Positions in `probes` (distinct) and their slots, wave by wave. Raises `ProbeLoadError`, `ArenaFull`."""
+        ...
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Load these and never evict them until as many `unpin`. All or nothing."""
+        ...
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        ...
+
+    def stats(self) -> ArenaStats:
+        """A snapshot."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every slot holds what the arena believes it holds."""
+        ...
+
+
+class ResidentArena:
+    """The whole pack, slot = probe. On a CPU this is the mapped pack itself, on a GPU one upload.
+
+    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device, check: Callable[[Ints], None]) -> None:
+        self.weights: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in weights.items()}
+        self._source = weights
+        self._check = check
+        self._n = len(weights["w1"])
+        self._checked = np.zeros(self._n, dtype=bool)
+        self._pins: Counter[int] = Counter()
+        self._hits = 0
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """One wave of everything."""
+        if not self._checked[probes].all():
+            fresh = probes[~self._checked[probes]]
+            try:
+                self._check(fresh)
+            except PackCorrupt as error:
+                raise ProbeLoadError(str(error)) from error
+            self._checked[fresh] = True
+        self._hits += len(probes)
+        yield np.arange(len(probes)), probes
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Nothing is ever evicted; kept for the count."""
+        self._pins.update({int(p) for p in probes})
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        _take_back(self._pins, probes)
+
+    def stats(self) -> ArenaStats:
+        """Every slot is taken, from the start."""
+        moved = any(tensor.device.type != "cpu" for tensor in self.weights.values())
+        n_bytes = sum(t.numel() * t.element_size() for t in self._source.values()) if moved else 0
+        return ArenaStats(self._n, 0, len(self._pins), self._hits, 0, 0, n_bytes)
+
+    def check_integrity(self) -> None:
+        """The weights are those of the pack."""
+        for name, tensor in self.weights.items():
+            assert torch.equal(tensor.cpu(), self._source[name]), name
+
+
+class PagedArena:
+    """`n_slots` slots over a store: least recently used out first, pinned and in-use slots never.
+
+    Slots are allocated once, empty ones are NaN: reading one by mistake cannot pass for a score.
+    """
+
+    def __init__(self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device) -> None:
+        if n_slots < 1:
+            raise ConfigError(f"n_slots is {n_slots}: an arena has at least one slot")
+        self._store = store
+        self._n_slots = n_slots
+        self.weights: Mapping[str, Tensor] = {
+            name: torch.full((n_slots, *t.shape[1:]), float("nan"), dtype=t.dtype, device=device) for name, t in like.items()
+        }
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        self._free = list(range(n_slots - 1, -1, -1))
+        self._pins: Counter[int] = Counter()
+        self._hits = self._misses = self._evictions = self._uploaded = 0
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """What is held comes first, so that a wave never loads what it has just evicted."""
+        wanted = probes.tolist()
+        held = [i for i, p in enumerate(wanted) if p in self._slot_of]
+        missing = [i for i, p in enumerate(wanted) if p not in self._slot_of]
+        self._hits += len(held)
+        room = self._n_slots - len(self._pins.keys() | {wanted[i] for i in held})
+        first, rest = held + missing[:room], missing[room:]
+        if first:
+            yield np.asarray(first), self._bring([wanted[i] for i in first])
+        room = self._n_slots - len(self._pins)
+        if rest and not room:
+            raise ArenaFull(
+                f"{self._n_slots} slots, all pinned, none for {len(rest)} more probes: raise arena_bytes or lower max_loaded_probes"
+            )
+        for at in range(0, len(rest), max(room, 1)):
+            wave = rest[at : at + room]
+            yield np.asarray(wave), self._bring([wanted[i] for i in wave])
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Load these and never evict them until as many `unpin`. All or nothing."""
+        wanted = list(dict.fromkeys(int(p) for p in probes))
+        needed = len(self._pins.keys() | set(wanted))
+        if needed > self._n_slots:
+            raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
+        self._bring(wanted)
+        self._pins.update(wanted)
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        _take_back(self._pins, probes)
+
+    def _bring(self, probes: list[int]) -> Ints:
+        missing = [p for p in probes if p not in self._slot_of]
+        loaded = self._store.get_many(missing) if missing else {}  # before anything is evicted: it may raise
+        in_use = set(probes)
+        for probe in probes:
+            if probe in self._slot_of:
+                self._slot_of.move_to_end(probe)
+        for probe in missing:
+            slot = self._free.pop() if self._free else self._evict(in_use)
+            for name, tensor in loaded[probe].items():
+                self.weights[name][slot].copy_(tensor)
+                self._uploaded += tensor.numel() * tensor.element_size()
+            self._slot_of[probe] = slot
+        self._misses += len(missing)
+        return np.asarray([self._slot_of[p] for p in probes], dtype=np.int64)
+
+    def _evict(self, in_use: set[int]) -> int:
+        for probe in self._slot_of:
+            if probe not in in_use and probe not in self._pins:
+                self._evictions += 1
+                return self._slot_of.pop(probe)
+        raise ArenaFull(f"{self._n_slots} slots, {len(self._pins)} pinned, 0 evictable: raise arena_bytes or lower max_loaded_probes")
+
+    def stats(self) -> ArenaStats:
+        """A snapshot."""
+        return ArenaStats(
+            self._n_slots, len(self._free), len(self._pins), self._hits, self._misses, self._evictions, self._uploaded
+        )
+
+    def check_integrity(self) -> None:
+        """Slots and probes map one to one, pinned probes are held, empty slots are NaN, held ones are the store's."""
+        taken = list(self._slot_of.values())
+        assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)
+        assert all(p in self._slot_of for p in self._pins), self._pins
+        for name, tensor in self.weights.items():
+            assert bool(torch.isnan(tensor[self._free]).all()), name
+        for probe, state in self._store.get_many(list(self._slot_of)).items():
+            for name, tensor in state.items():
+                assert torch.equal(self.weights[name][self._slot_of[probe]].cpu(), tensor), (probe, name)
+
+
+def _take_back(pins: Counter[int], probes: Sequence[int] | Ints) -> None:
+    pins.subtract({int(p) for p in probes})
+    for probe in [p for p, n in pins.items() if n <= 0]:
+        del pins[probe]

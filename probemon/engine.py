@@ -1,0 +1,193 @@
+"""Engine: hidden states in, a descent out, by whichever way of evaluating is cheaper.
+
+    engine = Engine(pack, arena, device, impl)
+    inputs = engine.inputs({"resid_post.15": hidden})             # hidden [N, D]
+    engine.choose(plan, "auto")                                   # measures, then says what it picked
+    descent, n_evaluated = engine.evaluate(plan, inputs, retained)
+
+Two strategies with one result: `descent` scores a probe when the hierarchy reaches it, `exhaustive` scores
+every probe at once and applies the same rule to the scores. Scores are bitwise the same either way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.arena import Arena
+from probemon.cascade import CascadePlan, Descent, apply_rule, descend
+from probemon.errors import ConfigError
+from probemon.hierarchy import Ints, Mask
+from probemon.kernels import prepare_input, score_probes
+from probemon.pack import ProbePack
+from probemon.types import Floats
+
+STRATEGIES = ("auto", "descent", "exhaustive")
+_BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
+_REPEATS = 7
+_EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation; a larger pack's time is scaled up
+_BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Prepared inputs `[I * N, D]`, one block of N for each of the pack's inputs, and which of the N states are finite."""
+
+    values: Tensor
+    finite: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.finite)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How states are evaluated: `step` for a token of a few rows, `batch` for many tokens, `why` in words."""
+
+    step: str
+    batch: str
+    why: str
+
+
+class Engine:
+    """Scores pairs of (state, probe) wherever the arena holds the probe, and descends."""
+
+    def __init__(self, pack: ProbePack, arena: Arena, device: torch.device, impl: str, *, resident: bool) -> None:
+        self.pack, self.arena, self.device, self.impl = pack, arena, device, impl
+        self._resident = resident
+        self._input = pack.input_index.numpy()
+        self._lock = threading.RLock()  # a wave's slots must not be given away by another thread
+        self._every = np.arange(pack.n_probes)
+        self.choice = Choice("descent", "descent", "not measured")
+
+    def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
+        """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
+        raw = {site: x.to(self.device) for site, x in hidden.items()}
+        blocks = [prepare_input(raw[spec.site], spec, self.pack.dtype) for spec in self.pack.inputs]
+        # A sum is finite where all its terms are, unless finite terms overflow: then look at each.
+        n = len(blocks[0])
+        finite = np.ones(n, dtype=bool)
+        for x in (*raw.values(), *blocks):
+            total = x.sum(dim=-1, dtype=torch.float32)
+            ok = torch.isfinite(total)
+            if not bool(ok.all()):
+                ok = torch.isfinite(x).all(dim=-1)
+            finite &= ok.cpu().numpy()
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), finite)
+
+    def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:
+        """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once."""
+        n = len(inputs)
+        at = self._input[probes] * n + rows if len(self.pack.inputs) > 1 else rows
+        with self._lock:
+            if self._resident:
+                for _ in self.arena.waves(probes):
+                    return self._score(inputs, at, probes)
+            distinct, pair_of = np.unique(probes, return_inverse=True)
+            scores = np.empty(len(probes), dtype=np.float32)
+            for wave, slots in self.arena.waves(distinct):
+                slot_of = np.full(len(distinct), -1, dtype=np.int64)
+                slot_of[wave] = slots
+                slot = slot_of[pair_of]
+                here = np.flatnonzero(slot >= 0)
+                scores[here] = self._score(inputs, at[here], slot[here])
+            return scores
+
+    def everything(self, inputs: Inputs) -> Floats:
+        """Scores `[N, P]` fp32 of every probe, by the pack's score rule."""
+        n, p = len(inputs), self.pack.n_probes
+        own = self.own_scores(inputs, np.repeat(np.arange(n), p), np.tile(self._every, n)).reshape(n, p)
+        return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
+
+    def evaluate(
+        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, strategy: str | None = None
+    ) -> tuple[Descent, Ints]:
+        """The descent of N states, and how many probes each evaluated. `strategy` overrides the choice."""
+        n = len(inputs)
+        strategy = strategy or (self.choice.step if retained is not None or n < _BATCH // 4 else self.choice.batch)
+        if strategy == "exhaustive":
+            descent = apply_rule(plan, self.everything(inputs), retained)
+            return descent, np.full(n, self.pack.n_probes)
+        descent = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
+        return descent, descent.active.sum(axis=1)
+
+    def batch_size(self) -> int:
+        """States worth evaluating at once."""
+        return max(1, _BATCH_CELLS // self.pack.n_probes)
+
+    def choose(self, plan: CascadePlan, strategy: str) -> Choice:
+        """Set `choice`: as told, or by timing both on the pack's golden states (on random ones where it has none)."""
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
+        if strategy != "auto":
+            if strategy == "exhaustive" and not self._resident:
+                raise ConfigError("strategy='exhaustive' reads every probe at every token: raise arena_bytes to hold the pack")
+            self.choice = Choice(strategy, strategy, "as asked")
+        elif not self._resident:
+            self.choice = Choice("descent", "descent", "the pack is paged")
+        else:
+            states, kind = self._trial_states()
+            step, step_why = self._faster(plan, self.inputs({s: x[:1] for s, x in states.items()}))
+            batch, batch_why = self._faster(plan, self.inputs(states))
+            self.choice = Choice(step, batch, f"measured on {kind} states: one token {step_why}; {_BATCH} tokens {batch_why}")
+        return self.choice
+
+    def _trial_states(self) -> tuple[dict[str, Tensor], str]:
+        golden = self.pack.golden_hidden
+        if golden is not None and len(golden):
+            repeated = golden[torch.arange(_BATCH) % len(golden)]
+            return {site: repeated[:, i] for i, site in enumerate(self.pack.sites)}, "golden"
+        generator = torch.Generator().manual_seed(0)
+        size = (_BATCH, self.pack.architecture.hidden_size)
+        return {site: torch.randn(size, generator=generator) for site in self.pack.sites}, "random"
+
+    def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
+        n = len(inputs)
+        weight = self.pack.weight_bytes()
+        part = min(1.0, _EXHAUSTIVE_BYTES / max(1, weight))
+        some = self._every[: max(1, int(self.pack.n_probes * part))]
+        everything = np.zeros((n, self.pack.n_probes), dtype=np.float32)
+
+        def exhaustive() -> None:
+            everything[:, some] = self.own_scores(
+                inputs, np.repeat(np.arange(n), len(some)), np.tile(some, n)
+            ).reshape(n, len(some))
+
+        def rule() -> None:
+            scores = self.pack.tree.times_best_parent(everything.copy()) if plan.path_rule else everything
+            apply_rule(plan, scores, None)
+
+        def searching() -> None:
+            self.evaluate(plan, inputs, None, "descent")
+
+        times = _interleaved([exhaustive, rule, searching])
+        scaled = times[0] * self.pack.n_probes / len(some) + times[1]
+        name = "exhaustive" if scaled < times[2] else "descent"
+        return name, f"{name} ({scaled * 1e3:.2f} ms against {times[2] * 1e3:.2f} ms by descent)"
+
+    def _score(self, inputs: Inputs, rows: Ints, slots: Ints) -> Floats:
+        rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)
+        scores: Floats = score_probes(inputs.values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
+        return scores
+
+
+def _interleaved(trials: list[Callable[[], None]]) -> list[float]:
+    """Median seconds of each, in one round-robin run after a warm-up; fewer rounds where a round is slow."""
+    taken: list[list[float]] = [[] for _ in trials]
+    begin = time.perf_counter()
+    for repeat in range(_REPEATS + 1):
+        for trial, times in zip(trials, taken, strict=True):
+            start = time.perf_counter()
+            trial()
+            if repeat:
+                times.append(time.perf_counter() - start)
+        if repeat and time.perf_counter() - begin > 0.5:
+            break
+    return [statistics.median(times) for times in taken]

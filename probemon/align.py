@@ -1,8 +1,9 @@
 """Which row and token each hidden state belongs to.
 
-    call = Call(prompt_columns=12, eos=frozenset({2}), pad=0)
+    call = Call(prompt_columns=12)
     placed = call.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
     placed.rows, placed.columns, placed.offsets, placed.phase
+    call.ended(done)                                              # what the stopping criteria said of the token just sampled
 
 A column is a position of the padded sequence: cache length before the forward plus offset in it. Only
 columns not seen before are placed (without a cache every forward repeats the old ones).
@@ -19,6 +20,7 @@ from probemon.errors import AlignmentError
 from probemon.types import GENERATED, PROMPT
 
 Ints = npt.NDArray[np.int64]
+NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,32 @@ class Placed:
 
 @dataclass
 class Call:
-    """One `generate` (or one plain forward, all prompt). `frontier`: columns seen so far; `done [B]`: rows past their end."""
+    """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).
+
+    `frontier`: columns seen so far, from `first_column` on; `mask`: the newest forward's, None for no padding;
+    `last_column [B]`: where a row that ended early has its last token, `NEVER` before that.
+    """
 
     prompt_columns: int | None
-    eos: frozenset[int] = frozenset()
     frontier: int = 0
     first_column: int = -1
     n_rows: int = 0
-    done: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    mask: Ints | None = None
+    last_column: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _n_sampled: int = 0
+
+    def ended(self, done: npt.NDArray[np.bool_]) -> None:
+        """Rows `[B]` whose token just sampled is their last: what follows in them is padding."""
+        column = (self.prompt_columns or 0) + self._n_sampled
+        self._n_sampled += 1
+        self.last_column[done & (self.last_column == NEVER)] = column
 
     def place(self, forward: Forward) -> list[Placed]:
         """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape
         if self.first_column < 0:
             self.first_column = self.frontier = forward.start
-            self.n_rows, self.done = n_rows, np.zeros(n_rows, dtype=bool)
+            self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
         if n_rows != self.n_rows:
             raise AlignmentError(f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart")
         end = forward.start + width
@@ -68,24 +81,25 @@ class Call:
             raise AlignmentError(
                 f"a forward covers columns {forward.start}..{end - 1}, expected one that goes on at {self.frontier}"
             )
+        if forward.mask is not None and (forward.mask.ndim != 2 or forward.mask.shape[0] != n_rows or forward.mask.shape[1] < end):
+            raise AlignmentError(
+                f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding cannot be told apart"
+            )
         columns = np.arange(self.frontier, end)
         limit = end if self.prompt_columns is None else self.prompt_columns
         found = []
         for phase, part in ((PROMPT, columns[columns < limit]), (GENERATED, columns[columns >= limit])):
-            if len(part) and phase == GENERATED and len(part) > 1:
-                raise AlignmentError(f"{len(part)} generated columns in one forward: this decoding mode is not understood")
             if not len(part):
                 continue
-            real = np.ones((n_rows, len(part)), dtype=bool)
-            if forward.mask is not None:
-                if forward.mask.shape[1] < end:
-                    raise AlignmentError(f"attention mask of {forward.mask.shape[1]} columns for a forward that ends at {end}")
-                real = forward.mask[:, part] != 0
-            ids = forward.ids[:, part - forward.start]
+            if phase == GENERATED and len(part) > 1:
+                raise AlignmentError(f"{len(part)} generated columns in one forward: this decoding mode is not understood")
+            real = np.ones((n_rows, len(part)), dtype=bool) if forward.mask is None else forward.mask[:, part] != 0
             if phase == GENERATED:
-                real = real & ~self.done[:, None]
-                self.done = self.done | (real[:, 0] & np.isin(ids[:, 0], list(self.eos)))
+                if self._n_sampled <= part[0] - limit:
+                    raise AlignmentError(f"column {part[0]} was forwarded before the stopping criteria saw it: rows that ended are unknown")
+                real = real & (part[0] <= self.last_column)[:, None]
             rows, at = np.nonzero(real)
-            found.append(Placed(rows, part[at], part[at] - forward.start, ids[rows, at], phase))
+            found.append(Placed(rows, part[at], part[at] - forward.start, forward.ids[rows, part[at] - forward.start], phase))
         self.frontier = end
+        self.mask = forward.mask
         return found

@@ -24,6 +24,7 @@ from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import check_impl, default_impl
 from probemon.pack import ProbePack
+from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
 from probemon.types import CascadeConfig, Coverage, RowState, Scores
 
@@ -116,6 +117,14 @@ class DynamicProbeManager:
             scores[~inputs.finite] = np.nan
             parts.append(torch.from_numpy(scores))
         return torch.cat(parts)
+
+    def attach(self, model: Any, tokenizer: Any = None, *, strict: bool = False) -> MonitorRun:
+        """A context manager that watches an unchanged Hugging Face model: see `MonitorRun`.
+
+        A pack for another hidden size or layer count is a `HostMismatch`; other weights than those the pack was
+        made for warn, or are refused with `strict=True`.
+        """
+        return MonitorRun(self, model, tokenizer, strict=strict)
 
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 

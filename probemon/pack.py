@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -401,7 +400,3 @@ def _read_concepts(path: Path) -> list[dict[str, Any]]:
         concepts.append(concept)
     return concepts
 
-
-def warn_loudly(message: str) -> None:
-    """A `UserWarning` attributed to the caller's caller."""
-    warnings.warn(message, UserWarning, stacklevel=3)

@@ -180,11 +180,16 @@ class Coverage:
     def __len__(self) -> int:
         return len(self.unseen)
 
-    def take(self, which: Sequence[int] | npt.NDArray[np.int64]) -> Coverage:
-        """The coverage of some of the states."""
-        at = np.asarray(which, dtype=np.int64)
-        arrays = {n: getattr(self, n)[at] for n in ("active", "dropped", "not_reached", "evaluated", "released")}
-        return Coverage(n_probes=self.n_probes, unseen=tuple(self.unseen[i] for i in at.tolist()), **arrays)
+    def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Coverage:
+        """The coverage of some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
+        missing = which < 0
+        arrays = {}
+        for name in ("active", "dropped", "not_reached", "evaluated", "released"):
+            values = getattr(self, name)
+            arrays[name] = np.where(missing, 0, values[np.where(missing, 0, which)] if len(values) else 0)
+        reasons = unseen or {}
+        texts = tuple(reasons[i] if at < 0 else self.unseen[at] for i, at in enumerate(which.tolist()))
+        return Coverage(n_probes=self.n_probes, unseen=texts, **arrays)
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
@@ -234,6 +239,18 @@ class Scores:
         probes, values = self.probes[at], self.values[at]
         order = np.lexsort((probes, -values))[: self.report_top_k if k is None else k]
         return [(int(probes[i]), float(values[i])) for i in order]
+
+    def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Scores:
+        """Some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
+        known = np.where(which < 0, 0, which)
+        sizes = np.where(which < 0, 0, np.diff(self.ptr)[known] if len(self) else 0)
+        ptr = np.concatenate([[0], np.cumsum(sizes)])
+        begin = self.ptr[known] if len(self) else np.zeros(len(which), np.int64)
+        at = np.repeat(begin - ptr[:-1], sizes) + np.arange(ptr[-1])
+        return Scores(
+            ptr=ptr, probes=self.probes[at], values=self.values[at], fired_mask=self.fired_mask[at],
+            coverage=self.coverage.take(which, unseen), report_top_k=self.report_top_k,
+        )  # fmt: skip
 
     def _at(self, t: int) -> slice:
         if not -len(self) <= t < len(self):

@@ -1,0 +1,133 @@
+"""Recording: what one generation, or one document of plain forwards, showed.
+
+    recording = Recording(Call(prompt_columns=12), offset=0, n_probes=363)
+    recording.add(placed, scores)
+    tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from probemon.align import NEVER, Call, Ints, Placed
+from probemon.errors import AlignmentError
+from probemon.hierarchy import Mask
+from probemon.types import GENERATED, PROMPT, Scores
+
+LAST = "the last generated token is never run by the host"
+BEFORE = "it was in the cache before this run attached"
+GAP = "no forward of the host showed it"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token."""
+
+    row: Ints
+    position: Ints
+    token_id: Ints
+    phase: Ints
+    scores: Scores
+
+
+@dataclass
+class Recording:
+    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from."""
+
+    call: Call
+    offset: int
+    n_probes: int
+    earlier: Recording | None = None
+    output: Any = None  # what generate() returned, once it has
+    retained: Mask | None = None
+    placed: list[Placed] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+
+    def add(self, placed: Placed, scores: Scores) -> None:
+        """One batch of tokens with their scores, entry by entry."""
+        self.placed.append(placed)
+        self.scores.append(scores)
+
+    def matches(self, sequences: Ints) -> bool:
+        """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
+        return self._mismatch(sequences) is None
+
+    def tokens(self, sequences: Ints) -> Tokens:
+        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands there."""
+        wrong = self._mismatch(sequences)
+        if wrong is not None:
+            raise AlignmentError(wrong)
+        n_rows, length = sequences.shape
+        row, column, _, phase, scores = self._joined(length)
+        index = np.full((n_rows, length), -1, dtype=np.int64)
+        phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
+        prompt = length if self.call.prompt_columns is None else self.call.prompt_columns - self.offset
+        phases[:, prompt:] = GENERATED
+        inside = column >= self.offset
+        index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
+        phases[row[inside], column[inside] - self.offset] = phase[inside]
+        real = self._real(n_rows, length)
+        at_row, at = np.nonzero(real)
+        reasons = {}
+        for i in np.flatnonzero(index[at_row, at] < 0).tolist():
+            is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == length - 1
+            before = at[i] + self.offset < self.call.first_column
+            reasons[i] = LAST if is_last else BEFORE if before else GAP
+        return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _real(self, n_rows: int, length: int) -> Mask:
+        """Which entries of the output are tokens: not left padding, not what follows the end of a row."""
+        real = np.ones((n_rows, length), dtype=bool)
+        mask = self.call.mask
+        if mask is not None:
+            known = min(length, mask.shape[1] - self.offset)
+            real[:, :known] = mask[:, self.offset : self.offset + known] != 0
+        last = np.where(self.call.last_column == NEVER, length, self.call.last_column - self.offset)
+        return real & (np.arange(length) <= last[:, None])
+
+    def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
+        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left out."""
+        placed, scores = list(self.placed), list(self.scores)
+        begin, before = self, self.call.first_column
+        limits = [length + self.offset] * len(placed)
+        while begin.earlier is not None:
+            begin = begin.earlier
+            placed += begin.placed
+            scores += begin.scores
+            limits += [before] * len(begin.placed)
+            before = min(before, begin.call.first_column)
+        none: Ints = np.zeros(0, dtype=np.int64)
+        row = np.concatenate([none, *(p.rows for p in placed)])
+        column = np.concatenate([none, *(p.columns for p in placed)])
+        ids = np.concatenate([none, *(p.ids for p in placed)])
+        phase = np.concatenate([none, *(np.full(len(p), p.phase) for p in placed)])
+        limit = np.concatenate([none, *(np.full(len(p), at) for p, at in zip(placed, limits, strict=True))])
+        keep = np.flatnonzero(column < limit)
+        joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10)
+        return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep)
+
+    def _mismatch(self, sequences: Ints) -> str | None:
+        n_rows, length = sequences.shape
+        if n_rows != self.call.n_rows:
+            return f"the output has {n_rows} rows, {self.call.n_rows} were watched: give the output of the watched generate()"
+        if self.call.frontier < length + self.offset - 1:
+            return (
+                f"the output has {length} columns, the watched forwards end at column {self.call.frontier - self.offset}: either "
+                "this is not the output of the watched generate(), or the host ran forwards past our hooks (a compiled graph?)"
+            )
+        row, column, ids, _, _ = self._joined(length)
+        inside = column >= self.offset
+        row, column, ids = row[inside], column[inside] - self.offset, ids[inside]
+        wrong = np.flatnonzero(sequences[row, column] != ids)
+        if len(wrong):
+            i = wrong[0]
+            return (
+                f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward had "
+                f"{ids[i]}: this is not the output of the watched generate(), or it was edited"
+            )
+        return None

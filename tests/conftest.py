@@ -1,0 +1,70 @@
+"""A tiny random host and random packs for it: random data, called random; what is tested is where scores land."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from probemon import ProbePack
+from probemon.host import fingerprint
+
+HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
+
+
+def make_model(seed=0, hidden=HIDDEN, layers=LAYERS):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=hidden, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, **changes):
+    """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states."""
+    rng = np.random.default_rng(seed)
+    concepts = []
+    for i in range(n):
+        parents = sorted({int(p) for p in rng.integers(0, i, size=rng.integers(1, 3))}) if i >= 4 else []
+        concepts.append({"id": f"c{i}", "name": f"concept {i}", "parents": [f"c{p}" for p in parents]})
+    g = torch.Generator().manual_seed(seed)
+    weights = {
+        "w1": torch.randn(n, 5, HIDDEN, generator=g) / 4, "b1": torch.randn(n, 5, generator=g) / 2,
+        "w3": torch.randn(n, 5, generator=g), "b3": torch.randn(n, generator=g) / 2 + 1.0,
+    }  # fmt: skip
+    host = {"model_id": "tiny random llama", "hidden_size": HIDDEN, "n_layers": LAYERS, "fingerprint": fingerprint(model)}
+    arguments = {
+        "name": "random", "concepts": concepts, "weights": weights, "score_rule": rule, "host": host, "licence": "CC0-1.0",
+        "inputs": [{"site": site, "norm": "rmsnorm"} for site in sites], "card": "Random probes.\n",
+        "input_index": torch.arange(n) % len(sites), "alert_threshold": torch.full((n,), 0.3),
+        "golden_hidden": torch.randn(4, len(sites), HIDDEN, generator=g),
+    }  # fmt: skip
+    return ProbePack.write(path, **{**arguments, **changes})
+
+
+@pytest.fixture(scope="session")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def pack(model, tmp_path_factory):
+    return make_pack(tmp_path_factory.mktemp("packs") / "random", model)
+
+
+@pytest.fixture(scope="session")
+def two_sites(model, tmp_path_factory):
+    return make_pack(tmp_path_factory.mktemp("packs") / "two", model, sites=("resid_post.2", "resid_post.0"), seed=1)
+
+
+def n_hooks(model):
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_with_kwargs) + len(m._forward_pre_hooks_with_kwargs)
+        for m in model.modules()
+    )

@@ -1,0 +1,311 @@
+"""Promise 2: in every supported mode each score is on the right token of the right row, by one full forward a row."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, PAD, n_hooks
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from probemon import DynamicProbeManager
+from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
+from probemon.record import BEFORE, LAST
+
+NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
+BATCH_MASK = (BATCH != PAD).long()
+
+
+@pytest.fixture(params=["pack", "two_sites"])
+def manager(request):
+    return DynamicProbeManager(request.getfixturevalue(request.param), keep_top_k=6)
+
+
+def states(model, pack, ids):
+    """Hidden states of one unpadded sequence by one plain forward: what every streamed score must agree with."""
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        last = {}
+        handle = model.model.layers[-1].register_forward_hook(lambda m, a, o: last.update(h=o))  # before the final norm
+        model(torch.tensor([ids]), use_cache=False)
+        handle.remove()
+    layers = [*out.hidden_states[1:-1], last["h"]]
+    return {site: layers[int(site.split(".")[1])][0] for site in pack.sites}
+
+
+def expected(manager, model, ids, turns):
+    """Scores of one row; `turns`: [(prompt tokens, generated tokens seen), ...] one after another."""
+    hidden, parts, at = states(model, manager.pack, ids), [], 0
+    for n_prompt, n_generated in turns:
+        end = at + n_prompt + n_generated
+        scores = manager.score_tokens({site: h[at:end] for site, h in hidden.items()}, prompt_len=n_prompt)
+        parts += [("prompt" if i < n_prompt else "generated", scores, i) for i in range(end - at)]
+        at = end
+    return parts
+
+
+def check(manager, model, result, row, out_row, first, turns):
+    """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores."""
+    mine = np.flatnonzero(result.row == row)
+    oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns)
+    seen = [i for i in mine if not result.coverage.unseen[i]]
+    assert result.position[mine].tolist() == list(range(first, first + len(mine)))
+    assert result.token_id[mine].tolist() == out_row[first : first + len(mine)]
+    assert len(seen) == len(oracle)
+    for i, (phase, scores, t) in zip(seen, oracle, strict=True):
+        assert ("prompt", "generated")[result.phase[i]] == phase
+        assert result.scores.active(i).tolist() == scores.active(t).tolist()
+        assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
+    cover = result.coverage
+    total = cover.active + cover.dropped + cover.not_reached
+    assert (total[cover.seen] == manager.pack.n_probes).all() and (total[~cover.seen] == 0).all()
+    return mine
+
+
+def watch(manager, model, **options):
+    with manager.attach(model) as run:
+        out = model.generate(**options)
+    sequences = getattr(out, "sequences", out)
+    return run, run.result(out), sequences.tolist()
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}, {"do_sample": False, "use_cache": False},
+                                     {"do_sample": False, "prefill_chunk_size": 2}, {"do_sample": False, "return_dict_in_generate": True}], ids=str)  # fmt: skip
+def test_one_row(manager, model, options):
+    torch.manual_seed(3)
+    _, result, out = watch(manager, model, input_ids=PROMPT, max_new_tokens=9, **options, **NO_EOS)
+    mine = check(manager, model, result, 0, out[0], 0, [(5, 8)])
+    assert [i for i in mine if result.coverage.unseen[i]] == [13]
+    assert result.coverage.unseen[13] == LAST and len(result) == 14
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5}, {"use_cache": False}, {"prefill_chunk_size": 3}], ids=str)
+def test_left_padded_batch(manager, model, options):
+    torch.manual_seed(4)
+    options = {"do_sample": False, **options}
+    _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=7, **options, **NO_EOS)
+    for row, first in enumerate([2, 0, 1]):
+        mine = check(manager, model, result, row, out[row], first, [(5 - first, 6)])
+        assert result.coverage.unseen[mine[-1]] == LAST
+
+
+def test_rows_that_finish_early(manager, model):
+    bare = model.generate(BATCH, attention_mask=BATCH_MASK, max_new_tokens=12, do_sample=False, **NO_EOS)
+    # A token that row 0 makes early and row 1 later or never: it becomes the end of sequence.
+    early = next(t for t in bare[0, 5:9].tolist() if t not in bare[1, 5:13].tolist())
+    _, result, out = watch(
+        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=12, do_sample=False, eos_token_id=early, pad_token_id=PAD
+    )
+    length = len(out[0])
+    n_generated = [r[5:].index(early) + 1 if early in r[5:] else length - 5 for r in out]
+    assert n_generated[0] < length - 5
+    for row, first in enumerate([2, 0, 1]):
+        seen = n_generated[row] - (n_generated[row] == length - 5)
+        mine = check(manager, model, result, row, out[row], first, [(5 - first, seen)])
+        assert len(mine) == 5 - first + n_generated[row]  # the end of sequence is a token, the padding after it is not
+
+
+def test_padding_that_looks_like_the_end_of_sequence(manager, model):
+    """A row stopped by a criterion of one's own is padded with the end of sequence: that padding is not its end."""
+
+    class StopRowZero(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 7, False, False])
+
+    _, result, out = watch(
+        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=8, do_sample=False, eos_token_id=60, pad_token_id=60,
+        stopping_criteria=StoppingCriteriaList([StopRowZero()]),
+    )  # fmt: skip
+    assert out[0][7:] == [60] * 6
+    assert len(check(manager, model, result, 0, out[0], 2, [(3, 2)])) == 5
+    check(manager, model, result, 1, out[1], 0, [(5, 7)])
+
+
+def test_several_sequences_a_prompt(manager, model):
+    torch.manual_seed(5)
+    _, result, out = watch(
+        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=5, do_sample=True, num_return_sequences=2, **NO_EOS
+    )
+    assert len(out) == 6 and out[0] != out[1]
+    for row, first in enumerate([2, 2, 0, 0, 1, 1]):
+        check(manager, model, result, row, out[row], first, [(5 - first, 4)])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_second_turn_on_the_same_cache(manager, model, whole):
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **NO_EOS)
+        ids = torch.cat([first, torch.tensor([[30, 31]])], dim=1)
+        if whole:
+            second = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        else:  # only what the cache lacks, with the mask of all
+            second = model.generate(
+                ids[:, 8:], attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS
+            )
+    check(manager, model, run.result(first), 0, first[0].tolist(), 0, [(5, 3)])
+    result = run.result(second)
+    if whole:
+        check(manager, model, result, 0, second[0].tolist(), 0, [(5, 3), (3, 2)])
+    else:
+        full = [*ids[0].tolist(), *second[0, 3:].tolist()]
+        oracle = expected(manager, model, full[:13], [(5, 3), (3, 2)])[8:]
+        assert result.position.tolist() == list(range(6)) and result.coverage.unseen == ("", "", "", "", "", LAST)
+        for i, (_, scores, t) in enumerate(oracle):
+            assert result.scores.active(i).tolist() == scores.active(t).tolist()
+
+
+def test_cache_filled_before_attaching_is_unseen_not_guessed(manager, model):
+    cache = DynamicCache()
+    first = model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **NO_EOS)
+    _, result, out = watch(manager, model, input_ids=first, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+    assert result.coverage.unseen == (*[BEFORE] * 8, "", "", "", LAST)
+    oracle = expected(manager, model, out[0][:11], [(8, 0), (1, 2)])[8:]
+    for i, (phase, scores, t) in enumerate(oracle, start=8):
+        assert ("prompt", "generated")[result.phase[i]] == phase
+        assert result.scores.active(i).tolist() == scores.active(t).tolist()
+
+
+def test_plain_forwards_are_documents(manager, model):
+    cache = DynamicCache()
+    with manager.attach(model) as run, torch.no_grad():
+        model(input_ids=BATCH, attention_mask=BATCH_MASK)
+        model(PROMPT[:, :3], past_key_values=cache)
+        model(input_ids=PROMPT[:, 3:], past_key_values=cache)
+    result = run.result(BATCH)
+    for row, first in enumerate([2, 0, 1]):
+        check(manager, model, result, row, BATCH[row].tolist(), first, [(5 - first, 0)])
+    check(manager, model, run.result(PROMPT), 0, PROMPT[0].tolist(), 0, [(5, 0)])
+
+
+def test_right_padded_document(manager, model):
+    ids = torch.tensor([[1, 5, 9, PAD, PAD], [1, 44, 3, 17, 8]])
+    with manager.attach(model) as run, torch.no_grad():
+        model(input_ids=ids, attention_mask=(ids != PAD).long())
+    result = run.result(ids)
+    assert len(check(manager, model, result, 0, ids[0].tolist(), 0, [(3, 0)])) == 3
+    check(manager, model, result, 1, ids[1].tolist(), 0, [(5, 0)])
+
+
+def test_results_of_several_generations_in_one_run(manager, model):
+    with manager.attach(model) as run:
+        outs = [model.generate(PROMPT + k, max_new_tokens=3 + k, do_sample=False, **NO_EOS) for k in range(3)]
+    for k, out in enumerate(outs):
+        check(manager, model, run.result(out.clone()), 0, out[0].tolist(), 0, [(5, 2 + k)])
+
+
+def test_output_that_is_not_ours_is_refused(manager, model):
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+    edited = out.clone()
+    edited[0, 6] += 1
+    with pytest.raises(AlignmentError, match="row 0, position 6: the output has token"):
+        run.result(edited)
+    with pytest.raises(AlignmentError, match="2 rows, 1 were watched"):
+        run.result(torch.cat([out, out]))
+    with pytest.raises(AlignmentError, match="12 columns"):
+        run.result(torch.cat([out, out[:, :3]], dim=1))
+    with pytest.raises(ConfigError, match="give what generate"):
+        run.result(out.tolist())
+    with manager.attach(model) as empty, pytest.raises(AlignmentError, match="nothing was watched"):
+        empty.result(out)
+
+
+REFUSED = {
+    "beam search": {"num_beams": 2},
+    "beam sample": {"num_beams": 2, "do_sample": True},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
+    "assistant_model": {"assistant_model": "the model itself"},
+    "assistant_early_exit": {"assistant_early_exit": 1},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola": {"dola_layers": "low"},
+    "custom_generate": {"custom_generate": lambda *a, **k: None},
+    "static": {"cache_implementation": "static"},
+    "paged": {"cache_implementation": "paged"},
+    "quantized": {"cache_implementation": "quantized"},
+    "guidance_scale": {"guidance_scale": 2.0},
+    "token healing": {"token_healing": True},
+    "synced_gpus": {"synced_gpus": True},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 16), "input_ids": None},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_decoding_modes_are_refused_by_name(pack, model, name):
+    options = {"input_ids": PROMPT, "max_new_tokens": 4, **NO_EOS, **REFUSED[name]}
+    if name == "assistant_model":
+        options["assistant_model"] = model
+    words = {"prompt_lookup_num_tokens": "assisted", "assistant_early_exit": "assisted", "beam sample": "beam"}.get(name, name)
+    with DynamicProbeManager(pack).attach(model) as run:
+        with pytest.raises(NotSupportedDecoding, match=f"(?i){words}.*not supported"):
+            model.generate(**options)
+        with pytest.raises(AlignmentError, match="nothing was watched"):
+            run.result(PROMPT)
+
+
+def test_modes_hidden_in_a_configuration_are_refused_too(pack, model):
+    config = GenerationConfig(num_beams=3, max_new_tokens=4)
+    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="beam"):
+        model.generate(PROMPT, generation_config=config)
+
+
+def test_other_caches_and_batched_serving_are_refused(pack, model):
+    from transformers import StaticCache
+
+    with DynamicProbeManager(pack).attach(model):
+        with pytest.raises(NotSupportedDecoding, match="StaticCache"):
+            model.generate(PROMPT, past_key_values=StaticCache(config=model.config, max_cache_len=32), max_new_tokens=2)
+        with pytest.raises(NotSupportedDecoding, match="generate_batch"):
+            model.generate_batch([PROMPT[0].tolist()])
+        with pytest.raises(NotSupportedDecoding, match="inputs_embeds"):
+            model(inputs_embeds=torch.zeros(1, 3, 16))
+    assert model.generate_batch.__func__ is type(model).generate_batch
+
+
+def test_two_generations_at_once_are_refused(pack, model):
+    with DynamicProbeManager(pack).attach(model) as run:
+        failures = []
+
+        def nested(event):
+            try:
+                model.generate(PROMPT, max_new_tokens=2)
+            except NotSupportedDecoding as error:
+                failures.append(str(error))
+
+        run.on("c0", above=-1.0, action=nested)
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False, **NO_EOS)
+    assert len(failures) == 1 and "at once" in failures[0]
+
+
+@pytest.mark.parametrize("ids, mask", [(torch.zeros(1, 0, dtype=torch.long), None), (BATCH, torch.tensor([[1] * 5, [0] * 5, [1] * 5]))])
+def test_zero_length_prompt_is_named(pack, model, ids, mask):
+    before = n_hooks(model)
+    with DynamicProbeManager(pack).attach(model), pytest.raises(ConfigError, match="zero length"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+    assert n_hooks(model) == before
+
+
+def test_state_that_is_not_finite_is_unseen_loudly(pack, model):
+    """The host itself breaks at one token: that token is unseen with its reason, the others are scored."""
+    calls = []
+
+    def break_third(module, args, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) == 3 else output
+
+    handle = model.model.layers[1].register_forward_hook(break_third)
+    manager = DynamicProbeManager(pack)
+    try:
+        with manager.attach(model) as run:
+            out = model.generate(PROMPT, max_new_tokens=6, do_sample=False, use_cache=False, **NO_EOS)
+    finally:
+        handle.remove()
+    result = run.result(out)
+    assert result.coverage.unseen[6] == "hidden state is not finite" and result.coverage.n_unseen == 2
+    assert len(result.scores.active(6)) == 0 and len(result.scores.active(7)) > 0
+    assert EOS not in out[0, 5:].tolist()
+
+
+def test_default_begin_of_sequence_prompt(manager, model):
+    _, result, out = watch(manager, model, max_new_tokens=4, do_sample=False, **NO_EOS)
+    check(manager, model, result, 0, out[0], 0, [(1, 3)])

@@ -42,6 +42,8 @@ from probemon.types import GENERATED, PROMPT, Scores
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
 
+# Methods put before a model's own: whose they are, and what they shadow.
+_SHADOWS: weakref.WeakKeyDictionary[Any, tuple[MonitorRun, Any]] = weakref.WeakKeyDictionary()
 Listener = Callable[[Placed, Scores], None]
 
 
@@ -180,12 +182,16 @@ class MonitorRun:
             return around(original, *args, **kwargs) if self._open else original(*args, **kwargs)
 
         def restore() -> None:
-            if attributes.get(name) is method:
-                if previous is None:
-                    del attributes[name]
-                else:
-                    attributes[name] = previous
+            if attributes.get(name) is not method:
+                return
+            below = previous
+            while below is not None and below in _SHADOWS and not _SHADOWS[below][0]._open:
+                below = _SHADOWS[below][1]  # its run closed first and could not take it away
+            del attributes[name]
+            if below is not None:
+                attributes[name] = below
 
+        _SHADOWS[method] = (self, previous)
         attributes[name] = method
         stack.callback(restore)
 

@@ -1,0 +1,366 @@
+"""A run: it changes nothing, leaves nothing, refuses the wrong host, and acts on what it sees."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import PAD, make_model, make_pack, n_hooks
+
+from probemon import DynamicProbeManager
+from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, NotSupportedDecoding, UnknownConcept
+
+NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8]])
+
+
+@pytest.fixture
+def manager(pack):
+    return DynamicProbeManager(pack)
+
+
+def shadowed(model):
+    return [name for name in vars(model) if name in ("generate", "_get_stopping_criteria", "generate_batch")]
+
+
+# -- promise 1 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"use_cache": False}, {"prefill_chunk_size": 2}, {"attention_mask": (BATCH != PAD).long()}], ids=lambda o: ",".join(o))  # fmt: skip
+def test_watching_changes_no_bit(pack, model, options):
+    ids = BATCH if "attention_mask" in options else PROMPT
+    arguments = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True, "do_sample": False, **NO_EOS, **options}
+
+    def generate():
+        torch.manual_seed(11)
+        return model.generate(ids, **arguments)
+
+    bare = generate()
+    with DynamicProbeManager(pack).attach(model) as run:
+        run.on("c5", above=2.0)
+        watched = generate()
+    again = generate()
+    for other in (watched, again):
+        assert torch.equal(bare.sequences, other.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(bare.logits, other.logits, strict=True))
+
+
+def test_nothing_is_left_after_a_normal_exit(manager, model):
+    before = n_hooks(model)
+    with manager.attach(model) as run:
+        assert n_hooks(model) > before and shadowed(model)
+        model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+    assert n_hooks(model) == before and not shadowed(model)
+    assert model.generate.__func__ is type(model).generate
+    with pytest.raises(ConfigError, match="entered once"), run:
+        pass
+
+
+def test_nothing_is_left_after_an_exception_inside_generate(manager, model):
+    before, pinned = n_hooks(model), manager.arena.stats().n_pinned
+
+    def explode(module, args):
+        raise RuntimeError("the host broke")
+
+    with pytest.raises(RuntimeError, match="the host broke"), manager.attach(model):
+        handle = model.model.layers[2].register_forward_pre_hook(explode)
+        try:
+            model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+        finally:
+            handle.remove()
+    assert n_hooks(model) == before and not shadowed(model) and manager.arena.stats().n_pinned == pinned
+    with manager.attach(model) as run:  # and it can be watched again
+        out = model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
+    assert run.result(out).coverage.n_unseen == 1
+
+
+def test_generation_after_a_failed_one_in_the_same_run_is_right(manager, model):
+    with manager.attach(model) as run:
+        handle = model.model.layers[2].register_forward_pre_hook(lambda m, a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(PROMPT, max_new_tokens=3, **NO_EOS)
+        handle.remove()
+        out = model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
+    assert run.result(out).coverage.n_unseen == 1
+
+
+def test_two_runs_on_one_model_see_the_same_and_part_in_any_order(pack, model):
+    before = n_hooks(model)
+    first, second = DynamicProbeManager(pack).attach(model), DynamicProbeManager(pack, keep_top_k=0).attach(model)
+    first.__enter__()
+    second.__enter__()
+    out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+    first.__exit__(None, None, None)
+    alone = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+    second.__exit__(None, None, None)
+    assert torch.equal(out, alone) and n_hooks(model) == before
+    a, b, c = first.result(out), second.result(out), second.result(alone)
+    assert a.coverage.n_unseen == b.coverage.n_unseen == c.coverage.n_unseen == 1
+    assert np.array_equal(b.scores.values, c.scores.values)
+    assert not shadowed(model)
+
+
+# -- the wrong host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, words", [({"hidden": 24}, "reads hidden states of 16 values, LlamaForCausalLM has 24"), ({"layers": 4}, "made for 3 layers, LlamaForCausalLM has 4")])  # fmt: skip
+def test_host_of_another_shape_is_refused_and_left_alone(manager, change, words):
+    other = make_model(**change)
+    with pytest.raises(HostMismatch, match=words):
+        manager.attach(other)
+    assert n_hooks(other) == 0 and not shadowed(other)
+
+
+def test_other_weights_warn_and_strict_refuses(manager):
+    other = make_model(seed=1)
+    with pytest.warns(UserWarning, match="this model's weights are others") as caught:
+        manager.attach(other)
+    assert caught[0].filename == __file__
+    with pytest.raises(HostMismatch, match=r"this model.s weights are others.*without strict"):
+        manager.attach(other, strict=True)
+
+
+def test_strict_refuses_a_pack_that_names_no_host(model, tmp_path):
+    unknown = make_pack(tmp_path / "p", model, host={"model_id": "?"})
+    DynamicProbeManager(unknown).attach(model)
+    with pytest.raises(HostMismatch, match="records no fingerprint"):
+        DynamicProbeManager(unknown).attach(model, strict=True)
+
+
+def test_site_the_host_lacks_leaves_no_hook(model, tmp_path):
+    beyond = make_pack(tmp_path / "p", model, sites=("resid_post.0", "resid_post.7"))
+    with pytest.raises(ConfigError, match=r"resid_post\.7"):
+        DynamicProbeManager(beyond).attach(model)
+    assert n_hooks(model) == 0
+
+
+def test_hook_removed_by_someone_else_is_an_error_not_a_calm_answer(manager, model):
+    with manager.attach(model), pytest.raises(AlignmentError, match="without reaching"):
+        model.model.layers[1]._forward_hooks.clear()
+        model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+
+
+def test_host_that_runs_past_the_hooks_is_an_error(manager, model):
+    with manager.attach(model), pytest.raises(AlignmentError, match="past our hooks"):
+        model.model._forward_pre_hooks.clear()
+        model.model._forward_hooks.clear()
+        model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+    model.model._forward_pre_hooks_with_kwargs.clear()
+    model.model._forward_hooks_with_kwargs.clear()
+
+
+# -- events and actions --------------------------------------------------------------------------
+
+
+def scores_of(result, probe):
+    return [dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe) for i in range(len(result))]
+
+
+def test_concept_in_a_rule_is_evaluated_at_every_token(manager, model):
+    probe = manager.pack.n_probes - 1
+    with manager.attach(model) as run:
+        run.on(probe, above=2.0)
+        out = model.generate(PROMPT, max_new_tokens=6, do_sample=False, **NO_EOS)
+    values = scores_of(run.result(out), probe)
+    assert None not in values[:-1] and values[-1] is None
+
+
+def test_stop_ends_the_row_at_the_right_token(manager, model):
+    with manager.attach(model) as run:
+        run.on("c9", above=2.0)
+        free = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
+    values = scores_of(run.result(free), manager.pack.find("c9"))[5:-1]
+    above = sorted(values)[4]
+    in_a_row = next(i for i in range(1, len(values)) if values[i] > above and values[i - 1] > above)
+    events = []
+    with manager.attach(model) as run:
+        run.on("c9", above=above, for_tokens=2, action=events.append)
+        run.on("c9", above=above, for_tokens=2, action="stop")
+        stopped = model.generate(PROMPT, max_new_tokens=12, do_sample=False, stopping_criteria=run.stopping_criteria, **NO_EOS)
+    # The token at which the rule was met, then the one that was sampled from it.
+    assert stopped.shape[1] == 5 + in_a_row + 2
+    assert torch.equal(stopped[0], free[0, : stopped.shape[1]])
+    event = events[0]
+    assert (event.concept, event.row, event.column) == ("c9", 0, 5 + in_a_row)
+    assert event.token_id == free[0, event.column] and event.score == pytest.approx(values[in_a_row], abs=1e-6)
+    assert event.path[-1] == "concept 9" and event.for_tokens == 2
+
+
+def test_stop_works_without_passing_the_criteria(manager, model):
+    with manager.attach(model) as run:
+        run.on("c0", above=-1.0)
+        out = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
+    assert out.shape[1] == 5 + 2
+
+
+def test_stop_ends_one_row_and_pads_it(manager, model):
+    ids, mask = BATCH, (BATCH != PAD).long()
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": 60, "pad_token_id": PAD}
+    with manager.attach(model) as run:
+        run.on("c9", above=2.0)
+        free = model.generate(ids, **options)
+    result = run.result(free)
+    probe = manager.pack.find("c9")
+    best = [max(v for v, r, p in zip(scores_of(result, probe), result.row, result.phase, strict=True) if r == row and p == 1 and v is not None) for row in (0, 1)]
+    above = float(np.mean(best))
+    loud = int(np.argmax(best))
+    with manager.attach(model) as run:
+        run.on("c9", above=above)
+        out = model.generate(ids, **options)
+    result = run.result(out)
+    lengths = [int((result.row == row).sum()) for row in (0, 1)]
+    assert torch.equal(out[1 - loud], free[1 - loud])
+    assert out[loud].tolist() != free[loud].tolist() and out[loud, -1] == PAD
+    assert lengths[loud] < free.shape[1] and PAD not in result.token_id[(result.row == loud) & (result.phase == 1)]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"concept": "c99"}, UnknownConcept, "no concept 'c99', did you mean"),
+        ({"concept": 4000}, UnknownConcept, r"it has 0\.\.39"),
+        ({"concept": "c1", "above": float("nan")}, ConfigError, "give a score between 0 and 1"),
+        ({"concept": "c1", "for_tokens": 0}, ConfigError, "give 1 or more"),
+        ({"concept": "c1", "action": "halt"}, ConfigError, "'stop' or a callable"),
+    ],
+)
+def test_bad_rule_is_named(manager, model, arguments, error, words):
+    with manager.attach(model) as run, pytest.raises(error, match=words):
+        run.on(**arguments)
+
+
+def test_rule_over_the_limit_is_refused(pack, model):
+    manager = DynamicProbeManager(pack, max_loaded_probes=4)
+    with manager.attach(model) as run, pytest.raises(ConfigError, match="max_loaded_probes is 4"):
+        run.on("c39")
+
+
+def test_rule_that_a_paged_arena_cannot_pin_is_refused(pack, model):
+    one = -(-pack.weight_bytes() // pack.n_probes)
+    manager = DynamicProbeManager(pack, arena_bytes=5 * one)
+    with manager.attach(model) as run, pytest.raises(ArenaFull, match="raise arena_bytes"):
+        run.on("c39")
+    manager.arena.check_integrity()
+
+
+def test_rule_without_a_threshold_needs_one(model, tmp_path):
+    bare = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), float("nan")))
+    with DynamicProbeManager(bare).attach(model) as run, pytest.raises(ConfigError, match="give above="):
+        run.on("c1")
+
+
+def test_watched_online_equals_a_paged_arena(pack, model):
+    one = -(-pack.weight_bytes() // pack.n_probes)
+    results = []
+    for arena_bytes in (None, 5 * one):
+        with DynamicProbeManager(pack, arena_bytes=arena_bytes, strategy="descent").attach(model) as run:
+            out = model.generate(BATCH, attention_mask=(BATCH != PAD).long(), max_new_tokens=6, do_sample=False, **NO_EOS)
+        results.append(run.result(out).scores)
+    assert np.array_equal(results[0].probes, results[1].probes) and np.array_equal(results[0].values, results[1].values)
+
+
+def test_generate_from_another_thread_while_one_runs_is_refused(manager, model):
+    errors, inside, go = [], threading.Event(), threading.Event()
+
+    def other():
+        inside.wait(20)
+        try:
+            model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+        except NotSupportedDecoding as error:
+            errors.append(error)
+        go.set()
+
+    def pause(event):
+        inside.set()
+        assert go.wait(20)
+
+    with manager.attach(model) as run:
+        run.on("c0", above=-1.0, action=pause)
+        thread = threading.Thread(target=other)
+        thread.start()
+        out = model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
+        thread.join()
+    assert len(errors) == 1
+    assert run.result(out).coverage.n_unseen == 1
+
+
+# -- the result ----------------------------------------------------------------------------------
+
+
+def test_top_is_the_best_of_every_token_by_strength(manager, model):
+    with manager.attach(model) as run:
+        out = model.generate(BATCH, attention_mask=(BATCH != PAD).long(), max_new_tokens=5, do_sample=False, **NO_EOS)
+    result = run.result(out)
+    logit = lambda p: np.log(p) - np.log1p(-p)  # noqa: E731
+    for row, phase in ((0, None), (1, "generated"), (1, "prompt")):
+        best = {}
+        for i in np.flatnonzero((result.row == row) & ((phase is None) | (result.phase == (phase == "generated")))):
+            for p, v in zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True):
+                if v > best.get(p, (-1, 0))[0]:
+                    best[p] = (v, i)
+        order = sorted(best, key=lambda p: (-logit(best[p][0]), p))[:7]  # one threshold for all: strength is the logit
+        top = result.top(7, row=row, phase=phase)
+        assert [c.probe for c in top] == order
+        for c in top:
+            score, i = best[c.probe]
+            assert c.score == pytest.approx(score) and c.position == result.position[i] and out[row, c.position] == c.token_id
+            assert c.path == tuple(manager.pack.path(c.probe)) and c.fired == (score > 0.3)
+            assert c.strength == pytest.approx(logit(np.float64(score)) - logit(np.float64(np.float32(0.3))), abs=1e-5)
+    with pytest.raises(ConfigError, match="row 7 is not in this result"):
+        result.top(row=7)
+    with pytest.raises(ConfigError, match="phase 'both'"):
+        result.top(phase="both")
+    with pytest.raises(ConfigError, match="is not a token"):
+        result.at(0, 0)  # left padding
+    assert result.position[result.at(1, 3)] == 3
+
+
+def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+    result, tree = run.result(out), manager.pack.tree
+    for i in range(len(result)):
+        found = result.leading(i, 100)
+        fired = set(result.scores.fired(i).tolist())
+        for a in found:
+            assert a.probe in fired and not any(b.probe in tree.ancestors(a.probe) for b in found)
+        covered = {c.probe for c in found} | {p for c in found for p in fired if c.probe in tree.ancestors(p) or p in tree.ancestors(c.probe)}
+        assert covered == fired
+        assert [c.strength for c in found] == sorted((c.strength for c in found), reverse=True)
+
+
+def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model):
+    with manager.attach(model) as run:
+        out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+    result = run.result(out)
+    table = result.to_arrow()
+    assert table.column_names == ["row", "position", "token_id", "phase", "concept", "level", "score"]
+    lines = [
+        (int(result.row[i]), int(result.position[i]), int(result.token_id[i]), ("prompt", "generated")[result.phase[i]],
+         manager.pack.concepts[p]["id"], int(manager.pack.tree.level[p]), v)
+        for i in range(len(result))
+        for p, v in zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)
+    ]  # fmt: skip
+    assert [tuple(line.values()) for line in table.to_pylist()] == lines
+    about = json.loads(table.schema.metadata[b"probemon"])
+    assert about["unseen"] == [{"row": 0, "position": 9, "reason": "the last generated token is never run by the host"}]
+    assert about["coverage"] == result.coverage.totals()
+
+
+def test_without_pyarrow_the_error_names_the_extra():
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "import torch\nfrom probemon import DynamicProbeManager, ProbePack\nfrom probemon.record import Tokens\n"
+        "from probemon.result import Result\nimport numpy as np\n"
+        "pack = ProbePack.open('probes/wordnet-smollm2-135m')\n"
+        "scores = DynamicProbeManager(pack).score_tokens(pack.golden_hidden[:1, 0])\n"
+        "z = np.zeros(1, int)\n"
+        "try: Result(pack, None, Tokens(z, z, z, z, scores)).to_arrow()\n"
+        "except ImportError as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "MissingExtra to_arrow needs pyarrow: pip install 'probemon[corpus]'"

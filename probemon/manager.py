@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from probemon.kernels import check_impl, default_impl
 from probemon.pack import ProbePack
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
+from probemon.stream import TokenEvent, stream
 from probemon.types import CascadeConfig, Coverage, RowState, Scores
 
 Hidden = Tensor | Mapping[str, Tensor]
@@ -125,6 +126,13 @@ class DynamicProbeManager:
         made for warn, or are refused with `strict=True`.
         """
         return MonitorRun(self, model, tokenizer, strict=strict)
+
+    def stream(
+        self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
+        strict: bool = False, **generate: Any,
+    ) -> Iterator[TokenEvent]:  # fmt: skip
+        """Tokens with their scores while `model` generates: see `probemon.stream`. `generate`: arguments of `generate()`."""
+        return stream(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, **generate)
 
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -74,6 +75,8 @@ class MonitorRun:
         self._busy = threading.Lock()
         self._stack = ExitStack()
         self._entered = self._open = False
+        self._seconds = 0.0
+        self.forward_seconds: list[float] = []  # spent in our hooks, one entry a forward of the host
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -205,12 +208,13 @@ class MonitorRun:
             )
         try:
             recording = self._new_recording(Call(prompt.columns), prompt.offset)
-            self._current, self._stop_all, self._stop = recording, False, np.zeros(0, dtype=bool)
+            self._current, self._stop = recording, np.zeros(0, dtype=bool)
             for rule in self._rules:
                 rule.streaks.clear()
             out = original(*args, **kwargs)
         finally:
-            self._current = self._active = None
+            # Reset here, not at the start: a stop that came before the first token is still meant.
+            self._current, self._active, self._stop_all = None, None, False
             self._busy.release()
         sequences = getattr(out, "sequences", out)
         recording.output = sequences
@@ -249,6 +253,7 @@ class MonitorRun:
     # -- one forward -----------------------------------------------------------------------------
 
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        begin = time.perf_counter()
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         self._active, self._waiting, self._states = None, [], []
         if given.get("cu_seq_lens_q") is not None:
@@ -274,6 +279,7 @@ class MonitorRun:
         self._active = recording
         if cache is not None:
             self._by_cache[cache] = recording
+        self._seconds = time.perf_counter() - begin
 
     def _document(self, forward: Forward, cache: Any) -> Recording:
         """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a new one."""
@@ -290,6 +296,7 @@ class MonitorRun:
         # No forward is open when a layer runs by itself (gradient checkpointing runs it again): not a new token.
         if self._active is None:
             return
+        begin = time.perf_counter()
         for placed, states in zip(self._waiting, self._states, strict=True):
             rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (placed.rows, placed.offsets))
             states[site] = hidden[rows, offsets]  # a copy: the host may reuse its memory
@@ -297,6 +304,7 @@ class MonitorRun:
             for placed, states in zip(self._waiting, self._states, strict=True):
                 self._score(self._active, placed, states)
             self._waiting, self._states = [], []
+        self._seconds += time.perf_counter() - begin
 
     def _after(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if self._waiting:
@@ -309,6 +317,7 @@ class MonitorRun:
         if cache is not None and self._active is not None:
             self._by_cache[cache] = self._active
         self._active = None
+        self.forward_seconds.append(self._seconds)
 
     def _score(self, recording: Recording, placed: Placed, states: dict[str, Tensor]) -> None:
         if not len(placed):

@@ -1,0 +1,207 @@
+"""The command line.
+
+    probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
+    probemon inspect probes/wordnet-smollm2-135m
+
+Bad input ends with one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from probemon.errors import ConfigError, ProbemonError
+from probemon.pack import ProbePack
+
+PROMPT = "Tell me about whales and the ships that hunted them."
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def callback() -> None:
+    """Watch a language model from the inside: concept probes, in a hierarchy, at every token."""
+
+
+@app.command()
+def watch(
+    model: Annotated[str, typer.Argument(help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
+    pack: Annotated[str, typer.Argument(help="A probe pack: a folder, or a hub name.")],
+    prompt: Annotated[str, typer.Option(help="What to say to the model.")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 48,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, alternating.")] = False,
+    device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
+) -> None:
+    """Generate from MODEL and show the concepts of PACK token by token."""
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty: say something with --prompt")
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
+    opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
+    say = Console(stderr=True)
+    with say.status(f"loading {model}") if say.is_terminal else _quiet():
+        host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False))
+    from probemon.live import LiveView, PlainView, View, summary
+    from probemon.manager import DynamicProbeManager
+    from probemon.measure import overhead
+    from probemon.stream import encode
+
+    manager = DynamicProbeManager(opened, device=device)
+    console = Console()
+    messages: Any = [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
+    view: View
+    if plain or not console.is_terminal:
+        view = PlainView(console)
+        console.print(f"{model} watched by {opened.name}: {opened.n_probes} probes; prompt: {prompt}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        view = LiveView(console, title=f"{model} watched by {opened.name}")
+    result = None
+    with view:
+        for event in manager.stream(host, tokenizer, messages, strict=strict, max_new_tokens=max_new_tokens, do_sample=False):
+            view.show(event)
+            result = event.result or result
+    assert result is not None
+    cost = None
+    if measure:
+        inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
+        with say.status("measuring the overhead") if say.is_terminal else _quiet() as status:
+            cost = overhead(manager, host, inputs, progress=lambda line: status.update(line) if say.is_terminal else None)
+    generated = result.phase == 1
+    cover = result.coverage
+    seen = cover.seen
+    per_token = float(cover.evaluated[seen].mean()), float(cover.active[seen].mean())
+    lines = [
+        f"{len(result)} tokens ({int(generated.sum())} generated), {cover.n_unseen} unseen (the last one generated is never run by the host)",
+        f"{opened.n_probes} probes, {per_token[1]:.0f} active and {per_token[0]:.0f} evaluated a token, {int(cover.dropped.sum())} dropped",
+        f"strategy: {manager.strategy.step} for a token, {manager.strategy.batch} for a prompt: {manager.strategy.why}",
+    ]
+    if cost is not None:
+        lines.append(
+            f"host {cost.host_ms:.1f} ms a token, {cost.monitor_ms:.2f} ms of it... watched {cost.watched_ms:.1f} ms: {cost.overhead_pct:+.1f} % (medians of {cost.n_steps} steps)"
+        )
+    lines.append("A concept shown is over its alert threshold: set for 1 % false alarms on single tokens, so expect some.")
+    summary(console, result, lines)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "tokens": len(result), "generated_tokens": int(generated.sum()),
+                    "host_ms_per_token": cost and round(cost.host_ms, 3), "monitor_ms_per_token": cost and round(cost.monitor_ms, 3),
+                    "watched_ms_per_token": cost and round(cost.watched_ms, 3), "overhead_pct": cost and round(cost.overhead_pct, 2),
+                    "probes_total": opened.n_probes, "probes_evaluated_per_token": round(per_token[0], 2),
+                    "probes_active_per_token": round(per_token[1], 2), "dropped": int(cover.dropped.sum()), "unseen_tokens": cover.n_unseen,
+                    "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
+                }
+            )
+        )  # fmt: skip
+
+
+@app.command()
+def inspect(
+    pack: Annotated[str, typer.Argument(help="A probe pack: a folder, or a hub name.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
+    opened = ProbePack.from_pretrained(pack, verify=True)
+    worst = opened.verify()
+    manifest = opened.manifest
+    about = {
+        "name": opened.name, "directory": str(opened.directory), "licence": manifest["licence"], "host": manifest["host"],
+        "n_probes": opened.n_probes, "architecture": str(opened.architecture), "dtype": manifest.get("dtype"),
+        "weight_bytes": opened.weight_bytes(), "score_rule": opened.score_rule, "inputs": manifest["inputs"],
+        "counts_per_level": manifest.get("counts_per_level"), "recommended": opened.recommended,
+        "n_alert_thresholds": int((~opened.alert_threshold.isnan()).sum()), "quality": manifest.get("quality") or None,
+        "whole": True, "golden_states": 0 if opened.golden_hidden is None else len(opened.golden_hidden), "golden_error": worst,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(about))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    host = manifest["host"]
+    console.print(f"[bold]{opened.name}[/bold]  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores")
+    console.print(f"for {host.get('model_id')} ({host.get('n_layers')} layers, hidden size {host.get('hidden_size')}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
+    _levels(console, opened)
+    overall = {k: v for k, v in (manifest.get("quality") or {}).items() if isinstance(v, (int, float))}
+    console.print("quality: " + (", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in overall.items()) or "not stated"), markup=False)
+    golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
+    console.print(f"whole: every file has its hash, every weight is finite, {golden}", markup=False)
+
+
+def _levels(console: Console, pack: ProbePack) -> None:
+    quality = (pack.manifest.get("quality") or {}).get("levels") or {}
+    names = list(dict.fromkeys(key for level in quality.values() if isinstance(level, dict) for key in level))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("level", "probes", "for example", *names):
+        table.add_column(name, justify="left" if name == "for example" else "right")
+    for at in pack.tree.level_slices:
+        level = str(int(pack.tree.level[at.start]))
+        values = [quality.get(level, {}).get(name) for name in names]
+        example = ", ".join(concept["name"] for concept in pack.concepts[at][:3])
+        table.add_row(level, str(at.stop - at.start), example, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
+    console.print(table)
+
+
+def load_model(name: str, device: str, say: Any) -> tuple[Any, Any]:
+    """`(model, tokenizer)`, in eval mode on `device`. Raises `ConfigError` where nothing of that name can be loaded."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if name == "demo":
+        from probemon.bundled import load_bundled
+
+        model, tokenizer = load_bundled(say=say)
+        return model.to(device), tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        return model.eval().to(torch.device(device)), tokenizer
+    except (OSError, ValueError, RuntimeError) as error:
+        where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
+        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+class _quiet:
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line and exit status 2."""
+    # A closed pipe (`| head`) ends the program, not with a traceback.
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except ProbemonError as error:
+        print(f"probemon: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not typer's own kind: a defect, shown whole
+            raise
+        print(f"probemon: {' '.join(error.format_message().split())} (see probemon --help)", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The live view: each token with its leading concepts, each concept with its path from the root.
+
+    with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
+        for event in manager.stream(...):
+            view.show(event)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from probemon.result import ConceptScore, Result
+from probemon.stream import TokenEvent
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red", "bright_cyan", "bright_green", "bright_magenta")
+_BAR = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    """Shows token events as they come."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        ...
+
+
+class PlainView:
+    """One line a token, no control characters: for pipes and logs."""
+
+    def __init__(self, console: Console, *, n_concepts: int = 3) -> None:
+        self._console, self._k = console, n_concepts
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        token = printable(event.token)
+        found = "; ".join(f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k))
+        self._console.print(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}", markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
+
+    def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
+        self._console, self._title, self._k = console, title, n_concepts
+        self._text = Text()
+        self._events: deque[TokenEvent] = deque(maxlen=max(4, min(n_rows, console.height - 12)))
+        self._n_tokens = self._n_active = 0
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        found = event.leading(1)
+        self._text.append(event.token, style=f"bold {colour(found[0])}" if found else "")
+        self._events.append(event)
+        if not event.unseen:
+            self._n_tokens += 1
+            self._n_active += int(event.coverage.active[0])
+        self._live.update(self.render(), refresh=True)
+
+    def render(self) -> RenderableType:
+        """The view as it stands."""
+        table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+        table.add_column("token", width=14, no_wrap=True)
+        table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column("score", width=5, justify="right")
+        table.add_column("alert", width=5, justify="right", style="dim")
+        table.add_column("strength", width=9)
+        for event in self._events:
+            found = event.leading(self._k)
+            if not found:
+                table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
+            for i, concept in enumerate(found):
+                table.add_row(
+                    Text(printable(event.token) if i == 0 else "", style=f"bold {colour(found[0])}"), path_text(concept),
+                    f"{concept.score:.2f}", f"{concept.threshold:.2f}", strength_bar(concept),
+                )  # fmt: skip
+        per_token = self._n_active / max(1, self._n_tokens)
+        foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
+        return Panel(Group(self._text, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
+
+
+def colour(concept: ConceptScore) -> str:
+    """One colour for everything under a root, the same in every run."""
+    return _COLOURS[zlib.crc32(concept.path[0].encode()) % len(_COLOURS)]
+
+
+def path_text(concept: ConceptScore) -> Text:
+    """The way from the root in grey, the concept itself in its colour."""
+    text = Text()
+    for name in concept.path[:-1]:
+        text.append(f"{name} > ", style="dim")
+    return text.append(concept.name, style=f"bold {colour(concept)}")
+
+
+def strength_bar(concept: ConceptScore) -> Text:
+    """Strength over the threshold, full at 4 (a score whose odds are e**4 times those of the threshold)."""
+    step = min(7, int(max(0.0, concept.strength) * 2))
+    return Text(f"{_BAR[step] * 3} {concept.strength:+.1f}", style=colour(concept))
+
+
+def unseen(event: TokenEvent) -> str:
+    """What to show for a token that has no scores."""
+    return f"unseen: {event.unseen}" if event.unseen else ""
+
+
+def printable(token: str) -> str:
+    """A token on one line: spaces and line breaks made visible at its ends, control characters escaped."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+    return shown if shown.strip() else repr(shown)
+
+
+def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
+    """The strongest concepts of the generated tokens, then what was looked at and what it cost."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left")
+    table.add_column("token", no_wrap=True)
+    table.add_column("concept, from the root", overflow="fold")
+    for name in ("score", "alert", "strength"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for concept in [c for c in result.top(k, row=0, phase="generated") if c.fired]:
+        table.add_row(
+            Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}", f"{concept.threshold:.2f}", f"{concept.strength:+.1f}"
+        )
+    console.print(table if table.rows else "no concept fired on a generated token")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Watch a real model with a real pack: sets up what it needs, generates, shows concepts token by token.
+# Options: --prompt TEXT, --max-new-tokens N, --plain, --json.
+set -euo pipefail
+. "$(dirname "$0")/env.sh" >&2
+exec .venv/bin/python -m probemon.cli watch demo probes/wordnet-smollm2-135m --measure "$@"

@@ -125,7 +125,9 @@ def _rounds(
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
     if retained is not None:
-        active |= tree.close(retained) if plan.path_rule else retained
+        active |= retained
+        if plan.path_rule:
+            active = tree.close(active)
     dropped = np.zeros_like(active)
     fill(active)
     frontier = active

@@ -33,8 +33,8 @@ def callback() -> None:
 
 @app.command()
 def watch(
-    model: Annotated[str, typer.Argument(help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
-    pack: Annotated[str, typer.Argument(help="A probe pack: a folder, or a hub name.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
+    pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
     prompt: Annotated[str, typer.Option(help="What to say to the model.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 48,
     plain: Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")] = False,
@@ -48,6 +48,9 @@ def watch(
         raise ConfigError("the prompt is empty: say something with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
+    from probemon.kernels import check_device
+
+    check_device(device)
     opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
     say = Console(stderr=True)
     with say.status(f"loading {model}") if say.is_terminal else _quiet():
@@ -88,7 +91,8 @@ def watch(
     ]
     if cost is not None:
         lines.append(
-            f"host {cost.host_ms:.1f} ms a token, {cost.monitor_ms:.2f} ms of it... watched {cost.watched_ms:.1f} ms: {cost.overhead_pct:+.1f} % (medians of {cost.n_steps} steps)"
+            f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %; {cost.monitor_ms:.2f} ms inside "
+            f"our hooks; medians of {cost.n_steps} steps each, alternating)"
         )
     lines.append("A concept shown is over its alert threshold: set for 1 % false alarms on single tokens, so expect some.")
     summary(console, result, lines)
@@ -109,7 +113,7 @@ def watch(
 
 @app.command()
 def inspect(
-    pack: Annotated[str, typer.Argument(help="A probe pack: a folder, or a hub name.")],
+    pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""

@@ -69,17 +69,13 @@ class Engine:
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
         """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
-        raw = {site: x.to(self.device) for site, x in hidden.items()}
-        blocks = [prepare_input(raw[spec.site], spec, self.pack.dtype) for spec in self.pack.inputs]
-        # A sum is finite where all its terms are, unless finite terms overflow: then look at each.
-        n = len(blocks[0])
-        finite = np.ones(n, dtype=bool)
-        for x in (*raw.values(), *blocks):
-            total = x.sum(dim=-1, dtype=torch.float32)
-            ok = torch.isfinite(total)
-            if not bool(ok.all()):
-                ok = torch.isfinite(x).all(dim=-1)
-            finite &= ok.cpu().numpy()
+        blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.dtype) for spec in self.pack.inputs]
+        finite = np.ones(len(blocks[0]), dtype=bool)
+        for x in blocks:  # a hidden state that is not finite is not finite after normalisation either
+            ok = torch.isfinite(x.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
+            if not ok.all():  # finite terms may overflow a sum: look at each
+                ok = torch.isfinite(x).all(dim=-1).cpu().numpy()
+            finite &= ok
         return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), finite)
 
     def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:

@@ -66,6 +66,7 @@ class ConceptTree:
         self.first_parent[has] = self.parent_idx[self.parent_ptr[:-1][has]]
         self.has_children = np.diff(ptr) > 0
         self.has_parents = has
+        self._edge_child = idx[order]  # beside parent_idx
         # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
         self._segments = self.parent_ptr[:-1][has]
         bounds = np.searchsorted(self.level, np.arange(self.level[-1] + 2)) if n else np.zeros(1, dtype=np.int64)
@@ -173,6 +174,9 @@ class ConceptTree:
     def close(self, mask: Mask) -> Mask:
         """`mask [N, P]` with every ancestor of its probes added."""
         out = mask.copy()
+        # What pruning kept is closed already (a parent scores no less than its child): one look saves a walk up the levels.
+        if not (mask[:, self._edge_child] & ~mask[:, self.parent_idx]).any():
+            return out
         for parents, children, starts in self._below:
             out[:, parents] |= np.logical_or.reduceat(out[:, children], starts, axis=1)
         return out

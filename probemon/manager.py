@@ -22,7 +22,7 @@ from probemon.cascade import CascadePlan, expand_thresholds, retain
 from probemon.engine import Engine, Inputs
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
-from probemon.kernels import check_impl, default_impl
+from probemon.kernels import check_device, check_impl, default_impl
 from probemon.pack import ProbePack
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
@@ -44,12 +44,12 @@ class DynamicProbeManager:
     """
 
     def __init__(
-        self, pack: ProbePack, *, device: str = "cpu", impl: str | None = None, arena_bytes: int | None = None,
+        self, pack: ProbePack, *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
         cache_bytes: int = 256 << 20, strategy: str = "auto", **settings: Any,
     ) -> None:  # fmt: skip
         self.pack = pack
         self.config = CascadeConfig.of(settings)
-        self.device = torch.device(device)
+        self.device = check_device(device)
         self.impl = check_impl(impl or default_impl(self.device, pack.dtype), self.device, pack.dtype)
         self._alert = pack.alert_threshold.numpy()
         self._thresholds = expand_thresholds(

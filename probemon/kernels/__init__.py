@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 IMPLS = ("reference", "cpu", "numba", "triton")
 
 
+def check_device(device: str | torch.device) -> torch.device:
+    """The device, or a `ConfigError` where torch does not know it or it is not there."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
+        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
+
+
 def default_impl(device: torch.device, dtype: torch.dtype) -> str:
     """The implementation used where none is asked for: triton on a GPU, numba (else torch) on a CPU."""
     if device.type == "cuda":
@@ -97,4 +107,4 @@ def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack) -> Tenso
     return own
 
 
-__all__ = ["IMPLS", "check_impl", "default_impl", "exhaustive_reference", "prepare_input", "score_probes"]
+__all__ = ["IMPLS", "check_device", "check_impl", "default_impl", "exhaustive_reference", "prepare_input", "score_probes"]

@@ -6,6 +6,7 @@ Compiled code is cached on disk; the first call on a machine takes a few seconds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,6 @@ import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor
-
-from probemon.kernels.reference import sigmoid
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +35,13 @@ def _widen(bits: Array, shift: np.uint32, out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _logits(
+def _sigmoid(logit: np.float32) -> np.float32:
+    # One element at a time, through fp64: no vector body whose tail would differ.
+    return np.float32(1.0 / (1.0 + math.exp(-np.float64(logit))))
+
+
+@njit(cache=True, nogil=True)
+def _scores(
     x: Array, w1: Array, b1: Array, w2: Array, b2: Array, w3: Array, b3: Array, shift: np.uint32, n_layers: int,
     rows: Array, group_ptr: Array, group_slot: Array, out: Array,
 ) -> None:  # fmt: skip
@@ -58,7 +63,7 @@ def _logits(
                 first[i, j] = _dot(wide[:d], x[rows[begin + i]]) + b1[slot, j]
         if n_layers == 1:
             for i in range(n):
-                out[begin + i] = first[i, 0]
+                out[begin + i] = _sigmoid(first[i, 0])
             continue
         for i in range(n):
             for j in range(h1):
@@ -71,11 +76,11 @@ def _logits(
                     second[i, j] = z if z > 0 or z != z else np.float32(0.0)
             _widen(w3[slot], shift, bits[:h2])
             for i in range(n):
-                out[begin + i] = _dot(wide[:h2], second[i]) + b3[slot]
+                out[begin + i] = _sigmoid(_dot(wide[:h2], second[i]) + b3[slot])
         else:
             _widen(w3[slot], shift, bits[:h1])
             for i in range(n):
-                out[begin + i] = _dot(wide[:h1], first[i]) + b3[slot]
+                out[begin + i] = _sigmoid(_dot(wide[:h1], first[i]) + b3[slot])
 
 
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
@@ -89,7 +94,7 @@ def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
     sorted_slots = slot[order]
     starts = np.flatnonzero(np.concatenate([[True], sorted_slots[1:] != sorted_slots[:-1]])) if len(slot) else np.zeros(0, int)
     out = np.empty(len(slot), dtype=np.float32)
-    _logits(
+    _scores(
         hidden.to(torch.float32).contiguous().numpy(),
         bits["w1"], weights["b1"].numpy(),
         bits.get("w2", empty[:0]), weights["b2"].numpy() if "b2" in weights else _NO_BIAS2,
@@ -97,9 +102,9 @@ def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
         np.uint32(16 if bf16 else 0), n_layers,
         rows.numpy()[order], np.append(starts, len(slot)), sorted_slots[starts], out,
     )  # fmt: skip
-    logits = np.empty_like(out)
-    logits[order] = out
-    return sigmoid(torch.from_numpy(logits))
+    scores = np.empty_like(out)
+    scores[order] = out
+    return torch.from_numpy(scores)
 
 
 def _bits(tensor: Tensor) -> Array:

@@ -1,0 +1,176 @@
+"""The command line and the stream, on the real demo model, as a user runs them."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import n_hooks
+from rich.console import Console
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.bundled import load_bundled
+from probemon.errors import ConfigError
+from probemon.live import LiveView, PlainView, printable, summary
+from probemon.record import LAST
+
+PACK = "probes/wordnet-smollm2-135m"
+CHAT = [{"role": "user", "content": "Name two animals."}]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_bundled()
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return DynamicProbeManager(ProbePack.open(PACK))
+
+
+def cli(*arguments, **more):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "140"}
+    return subprocess.run([sys.executable, "-m", "probemon.cli", *arguments], capture_output=True, text=True, env=environment, **more)
+
+
+# -- stream --------------------------------------------------------------------------------------
+
+
+def test_stream_gives_every_token_with_the_scores_of_the_result(demo, manager):
+    model, tokenizer = demo
+    events = list(manager.stream(model, tokenizer, CHAT, include_prompt=True, max_new_tokens=8, do_sample=False))
+    result = events[-1].result
+    assert [e.position for e in events] == result.position.tolist() == list(range(len(events)))
+    assert [e.token_id for e in events] == result.token_id.tolist()
+    assert [e.phase for e in events] == ["prompt"] * (len(events) - 8) + ["generated"] * 8
+    for i, event in enumerate(events):
+        assert np.array_equal(event.scores.active_scores(0), result.scores.active_scores(i))
+        assert event.unseen == (LAST if i == len(events) - 1 else "")
+        assert event.leading(3) == result.leading(i, 3)
+    bare = model.generate(**tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True), max_new_tokens=8, do_sample=False)
+    assert bare[0].tolist() == [e.token_id for e in events]
+
+
+def test_streamed_animals_are_animals(demo, manager):
+    """What the whole thing is for, once, end to end: the animal probe fires on animals and on nothing else (of three it misses one)."""
+    model, tokenizer = demo
+    text = "The whale swam past the boat, and a dog barked at the old horse near the table."
+    with manager.attach(model, tokenizer, strict=True) as run, torch.no_grad():
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        model(ids)
+    result, animal = run.result(ids), manager.pack.find("animal")
+    fired = {tokenizer.decode([int(result.token_id[i])]).strip() for i in range(len(result)) if animal in result.scores.fired(i)}
+    assert {"whale", "dog"} <= fired <= {"whale", "dog", "horse"}
+
+
+def test_leaving_the_stream_stops_the_generation(demo, manager):
+    model, tokenizer = demo
+    before, threads = n_hooks(model), threading.active_count()
+    events = manager.stream(model, tokenizer, CHAT, max_new_tokens=2000, do_sample=False)
+    next(events)
+    events.close()
+    assert n_hooks(model) == before and threading.active_count() == threads
+    assert "generate" not in vars(model)
+
+
+def test_error_in_generate_reaches_the_consumer(demo, manager):
+    model, tokenizer = demo
+    with pytest.raises(NotImplementedError, match="beam search is not supported"):
+        list(manager.stream(model, tokenizer, CHAT, num_beams=2, max_new_tokens=3))
+    with pytest.raises(ConfigError, match="needs the model's tokenizer"):
+        manager.stream(model, None, CHAT)
+    with pytest.raises(ConfigError, match="one sequence"):
+        manager.stream(model, tokenizer, CHAT, num_return_sequences=2)
+
+
+# -- views ---------------------------------------------------------------------------------------
+
+
+def test_views_show_each_token_with_its_path(demo, manager):
+    model, tokenizer = demo
+    wide = Console(width=140, height=60, record=True, force_terminal=True, file=io.StringIO())
+    plain = Console(width=140, record=True, file=io.StringIO())
+    with LiveView(wide, title="t", n_rows=40) as live, PlainView(plain) as lines:
+        for event in manager.stream(model, tokenizer, CHAT, max_new_tokens=12, do_sample=False):
+            live.show(event)
+            lines.show(event)
+            result = event.result
+    wide.print(live.render())
+    shown, listed = wide.export_text(), plain.export_text().splitlines()
+    assert len(listed) == 12 and LAST in listed[-1]
+    named = 0
+    for i, line in zip(range(len(result) - 12, len(result)), listed, strict=True):
+        token = tokenizer.decode([int(result.token_id[i])])
+        assert line.split()[0] == str(result.position[i]) and printable(token).strip() in line
+        for concept in result.leading(i, 2):
+            named += 1
+            path = " > ".join(concept.path)
+            assert path in line and f"{concept.score:.2f} (alert {concept.threshold:.2f})" in line
+            assert path in shown
+    assert named > 0
+    summary(plain, result, ["a closing line"])
+    text = plain.export_text()
+    assert "a closing line" in text and text.count(" > ") >= 1
+
+
+@pytest.mark.parametrize("token, shown", [("\n", "\\n"), (" ", "' '"), ("\x1b[31m", "\\x1b[31m"), (" whale", " whale"), ("", "''")])
+def test_control_characters_never_reach_the_terminal(token, shown):
+    assert printable(token) == shown
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+
+def test_watch_prints_tokens_and_one_json_object_last():
+    done = cli("watch", "demo", PACK, "--prompt", "Tell me about dogs.", "--max-new-tokens", "10", "--json", check=True)
+    lines = done.stdout.strip().splitlines()
+    answer = json.loads(lines[-1])
+    assert answer["generated_tokens"] == 10 and answer["unseen_tokens"] == 1 and answer["dropped"] == 0
+    assert answer["probes_total"] == 363 and answer["tokens"] > 20 and answer["host_ms_per_token"] is None
+    assert 1 < answer["probes_active_per_token"] <= answer["probes_evaluated_per_token"] <= 363
+    assert "\x1b" not in done.stdout
+    assert sum(line.split()[0].isdigit() for line in lines[:-1] if line.split()) >= 10
+
+
+def test_inspect_says_what_is_in_the_pack():
+    answer = json.loads(cli("inspect", PACK, "--json", check=True).stdout)
+    assert answer["n_probes"] == 363 and answer["whole"] is True and answer["golden_error"] <= 1e-5
+    assert answer["quality"]["auroc_median"] >= 0.95
+    text = cli("inspect", PACK, check=True).stdout
+    assert "every file has its hash" in text and f"auroc_median {answer['quality']['auroc_median']:.3f}" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["inspect", "nowhere"], "nowhere"),
+        (["watch", "demo", "nowhere"], "nowhere"),
+        (["watch", "nowhere", PACK], "'nowhere' is neither a folder nor a model"),
+        (["watch", "demo", PACK, "--prompt", "  "], "the prompt is empty"),
+        (["watch", "demo", PACK, "--max-new-tokens", "0"], "--max-new-tokens is 0: give 1 or more"),
+        (["watch", "demo", PACK, "--max-new-tokens", "many"], "valid integer"),
+        (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
+        (["watch", "demo"], "Missing argument 'PACK'"),
+        (["observe"], "No such command 'observe'"),
+        (["inspect", PACK, "--jsno"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words):
+    done = cli(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+def test_damaged_pack_is_one_line_and_status_2(tmp_path):
+    import shutil
+
+    shutil.copytree(PACK, tmp_path / "p")
+    card = tmp_path / "p" / "README.md"
+    card.write_text(card.read_text().replace("a", "b", 1))
+    done = cli("inspect", str(tmp_path / "p"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "README.md" in done.stderr

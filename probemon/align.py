@@ -85,21 +85,21 @@ class Call:
             raise AlignmentError(
                 f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding cannot be told apart"
             )
-        columns = np.arange(self.frontier, end)
-        limit = end if self.prompt_columns is None else self.prompt_columns
+        limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
         found = []
-        for phase, part in ((PROMPT, columns[columns < limit]), (GENERATED, columns[columns >= limit])):
-            if not len(part):
+        for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
+            if first == stop:
                 continue
-            if phase == GENERATED and len(part) > 1:
-                raise AlignmentError(f"{len(part)} generated columns in one forward: this decoding mode is not understood")
-            real = np.ones((n_rows, len(part)), dtype=bool) if forward.mask is None else forward.mask[:, part] != 0
+            real = np.ones((n_rows, stop - first), dtype=bool) if forward.mask is None else forward.mask[:, first:stop] != 0
             if phase == GENERATED:
-                if self._n_sampled <= part[0] - limit:
-                    raise AlignmentError(f"column {part[0]} was forwarded before the stopping criteria saw it: rows that ended are unknown")
-                real = real & (part[0] <= self.last_column)[:, None]
+                if stop - first > 1:
+                    raise AlignmentError(f"{stop - first} generated columns in one forward: this decoding mode is not understood")
+                if self._n_sampled <= first - (self.prompt_columns or 0):
+                    raise AlignmentError(f"column {first} was forwarded before the stopping criteria saw it: rows that ended are unknown")
+                real &= (first <= self.last_column)[:, None]
             rows, at = np.nonzero(real)
-            found.append(Placed(rows, part[at], part[at] - forward.start, forward.ids[rows, part[at] - forward.start], phase))
+            offsets = at + (first - forward.start)
+            found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))
         self.frontier = end
         self.mask = forward.mask
         return found

@@ -72,7 +72,7 @@ class Engine:
         blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.dtype) for spec in self.pack.inputs]
         finite = np.ones(len(blocks[0]), dtype=bool)
         for x in blocks:  # a hidden state that is not finite is not finite after normalisation either
-            ok = torch.isfinite(x.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
+            ok = np.isfinite(x.sum(dim=-1, dtype=torch.float32).cpu().numpy())
             if not ok.all():  # finite terms may overflow a sum: look at each
                 ok = torch.isfinite(x).all(dim=-1).cpu().numpy()
             finite &= ok
@@ -99,7 +99,9 @@ class Engine:
     def everything(self, inputs: Inputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by the pack's score rule."""
         n, p = len(inputs), self.pack.n_probes
-        own = self.own_scores(inputs, np.repeat(np.arange(n), p), np.tile(self._every, n)).reshape(n, p)
+        rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
+        probes = self._every if n == 1 else np.tile(self._every, n)
+        own = self.own_scores(inputs, rows, probes).reshape(n, p)
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
     def evaluate(

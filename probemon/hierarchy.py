@@ -73,6 +73,12 @@ class ConceptTree:
         self.level_slices = [
             slice(int(a), int(b)) for a, b in itertools.pairwise(bounds) if b > a
         ]
+        # Level by level: the probes with parents, and their first parents.
+        self._with_parents = [
+            (here, self.first_parent[here])
+            for here in (np.arange(at.start, at.stop)[has[at]] for at in self.level_slices)
+            if len(here)
+        ]
         # Deepest level first: the inner probes, their children one after another, where each one's begin.
         self._below: list[tuple[Ints, Ints, Ints]] = []
         for at in reversed(self.level_slices):
@@ -183,10 +189,8 @@ class ConceptTree:
 
     def times_best_parent(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', level by level."""
-        for level in self.level_slices:
-            here = np.arange(level.start, level.stop)[self.has_parents[level]]
-            if len(here):
-                scores[:, here] *= self.best_parent(scores, here)
+        for here, first_parent in self._with_parents:
+            scores[:, here] *= scores[:, first_parent] if self.is_tree else self.best_parent(scores, here)
         return scores
 
     def times_best_parent_of(self, scores: npt.NDArray[np.float32], rows: Ints, probes: Ints) -> None:

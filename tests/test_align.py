@@ -18,22 +18,31 @@ def test_left_padding_is_not_a_token():
     assert listed(placed) == [(PROMPT, [(0, 2, 7), (1, 0, 4), (1, 1, 5), (1, 2, 6)])]
 
 
+def sampled(call, *done):
+    call.ended(np.array(done))
+
+
 def test_row_that_ended_is_not_fed_on():
-    call = Call(1, eos=frozenset({2}))
+    call = Call(1)
     call.place(Forward(0, np.array([[7], [8]]), None))
+    sampled(call, True, False)  # row 0's first token is its last: it is still a token
     assert listed(call.place(Forward(1, np.array([[2], [9]]), None))) == [(GENERATED, [(0, 1, 2), (1, 1, 9)])]
+    sampled(call, True, True)
     assert listed(call.place(Forward(2, np.array([[0], [9]]), None))) == [(GENERATED, [(1, 2, 9)])]
+    assert call.last_column.tolist() == [1, 2]
 
 
-def test_eos_in_the_prompt_ends_nothing():
-    call = Call(2, eos=frozenset({2}))
+def test_column_whose_row_ends_are_unknown_is_refused():
+    call = Call(2)
     call.place(Forward(0, np.array([[2, 5]]), None))
-    assert listed(call.place(Forward(2, np.array([[6]]), None))) == [(GENERATED, [(0, 2, 6)])]
+    with pytest.raises(AlignmentError, match="before the stopping criteria saw it"):
+        call.place(Forward(2, np.array([[6]]), None))
 
 
 def test_without_a_cache_only_the_new_column_counts():
     call = Call(2)
     call.place(Forward(0, np.array([[3, 4]]), None))
+    sampled(call, False)
     placed = call.place(Forward(0, np.array([[3, 4, 5]]), None))
     assert listed(placed) == [(GENERATED, [(0, 2, 5)])] and placed[0].offsets.tolist() == [2]
 
@@ -42,6 +51,7 @@ def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
     call = Call(9)
     assert listed(call.place(Forward(5, np.array([[1, 2]]), None))) == [(PROMPT, [(0, 5, 1), (0, 6, 2)])]
     assert listed(call.place(Forward(7, np.array([[3, 4]]), None))) == [(PROMPT, [(0, 7, 3), (0, 8, 4)])]
+    sampled(call, False)
     assert listed(call.place(Forward(9, np.array([[5]]), None))) == [(GENERATED, [(0, 9, 5)])]
 
 
@@ -58,5 +68,6 @@ def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
 def test_what_is_not_understood_is_refused(second):
     call = Call(3)
     call.place(Forward(0, np.array([[1, 2, 3]]), None))
+    sampled(call, False)
     with pytest.raises(AlignmentError):
         call.place(second)

@@ -10,6 +10,7 @@ implementations only the order of summation differs.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 IMPLS = ("reference", "cpu", "numba", "triton")
 
 
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def check_device(device: str | torch.device) -> torch.device:
     """The device, or a `ConfigError` where torch does not know it or it is not there."""
     try:
@@ -44,7 +50,7 @@ def default_impl(device: torch.device, dtype: torch.dtype) -> str:
         return "triton"
     if device.type == "cpu":
         readable = dtype in (torch.float32, torch.bfloat16)
-        return "numba" if readable and importlib.util.find_spec("numba") is not None else "cpu"
+        return "numba" if readable and _installed("numba") else "cpu"
     return "reference"
 
 
@@ -55,12 +61,12 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     if impl in ("cpu", "numba") and device.type != "cpu":
         raise KernelUnavailable(f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'")
     if impl == "numba":
-        if importlib.util.find_spec("numba") is None:
+        if not _installed("numba"):
             raise KernelUnavailable("impl='numba' needs numba: pip install 'probemon[cpu]', or use impl='cpu'")
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelUnavailable(f"impl='numba' reads float32 and bfloat16 packs, not {dtype}: use impl='cpu'")
     if impl == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not _installed("triton"):
             raise KernelUnavailable("impl='triton' needs triton, which is published for Linux only: use impl='cpu'")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise KernelUnavailable(

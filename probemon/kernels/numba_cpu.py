@@ -89,10 +89,15 @@ def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
     bf16 = weights["w1"].dtype == torch.bfloat16
     bits = {name: _bits(weights[name]) for name in ("w1", "w2", "w3") if name in weights}
     empty = bits["w1"]
-    slot = slots.numpy()
-    order = np.argsort(slot, kind="stable")
-    sorted_slots = slot[order]
-    starts = np.flatnonzero(np.concatenate([[True], sorted_slots[1:] != sorted_slots[:-1]])) if len(slot) else np.zeros(0, int)
+    slot, row = slots.numpy(), rows.numpy()
+    order = None
+    if len(slot) and not (slot[1:] > slot[:-1]).all():  # one state's probes come in order: nothing to sort or to group
+        order = np.argsort(slot, kind="stable")
+        slot, row = slot[order], row[order]
+        starts = np.flatnonzero(np.concatenate([[True], slot[1:] != slot[:-1]]))
+        group_ptr, group_slot = np.append(starts, len(slot)), slot[starts]
+    else:
+        group_ptr, group_slot = np.arange(len(slot) + 1), slot
     out = np.empty(len(slot), dtype=np.float32)
     _scores(
         hidden.to(torch.float32).contiguous().numpy(),
@@ -100,8 +105,10 @@ def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
         bits.get("w2", empty[:0]), weights["b2"].numpy() if "b2" in weights else _NO_BIAS2,
         bits.get("w3", empty[:0, 0]), weights["b3"].numpy() if "b3" in weights else _NO_BIAS3,
         np.uint32(16 if bf16 else 0), n_layers,
-        rows.numpy()[order], np.append(starts, len(slot)), sorted_slots[starts], out,
+        row, group_ptr, group_slot, out,
     )  # fmt: skip
+    if order is None:
+        return torch.from_numpy(out)
     scores = np.empty_like(out)
     scores[order] = out
     return torch.from_numpy(scores)

@@ -1,6 +1,22 @@
 """probemon: watch a language model from the inside, token by token."""
 
-from probemon.manager import DynamicProbeManager
-from probemon.pack import ProbePack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from probemon.manager import DynamicProbeManager
+    from probemon.pack import ProbePack
 
 __all__ = ["DynamicProbeManager", "ProbePack"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: transformers takes seconds, and who inspects a pack needs none of it.
+    if name == "DynamicProbeManager":
+        from probemon.manager import DynamicProbeManager
+
+        return DynamicProbeManager
+    if name == "ProbePack":
+        from probemon.pack import ProbePack
+
+        return ProbePack
+    raise AttributeError(f"module 'probemon' has no attribute {name!r}")

@@ -12,16 +12,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from probemon.errors import ConfigError, ProbemonError
-from probemon.pack import ProbePack
+
+if TYPE_CHECKING:
+    from probemon.pack import ProbePack
 
 PROMPT = "Tell me about whales and the ships that hunted them."
+
+# What `inspect` shows of a pack's quality; `--json` has all of it.
+_PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")
+_OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -49,6 +55,7 @@ def watch(
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
     from probemon.kernels import check_device
+    from probemon.pack import ProbePack
 
     check_device(device)
     opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
@@ -117,6 +124,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
+    from probemon.pack import ProbePack
+
     opened = ProbePack.from_pretrained(pack, verify=True)
     worst = opened.verify()
     manifest = opened.manifest
@@ -136,23 +145,25 @@ def inspect(
     console.print(f"[bold]{opened.name}[/bold]  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores")
     console.print(f"for {host.get('model_id')} ({host.get('n_layers')} layers, hidden size {host.get('hidden_size')}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
     _levels(console, opened)
-    overall = {k: v for k, v in (manifest.get("quality") or {}).items() if isinstance(v, (int, float))}
+    stated = manifest.get("quality") or {}
+    overall = {k: stated[k] for k in (*_PER_LEVEL, *_OVERALL) if isinstance(stated.get(k), (int, float))}
     console.print("quality: " + (", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in overall.items()) or "not stated"), markup=False)
     golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
     console.print(f"whole: every file has its hash, every weight is finite, {golden}", markup=False)
 
 
 def _levels(console: Console, pack: ProbePack) -> None:
-    quality = (pack.manifest.get("quality") or {}).get("levels") or {}
-    names = list(dict.fromkeys(key for level in quality.values() if isinstance(level, dict) for key in level))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("level", "probes", "for example", *names):
-        table.add_column(name, justify="left" if name == "for example" else "right")
+    quality = (pack.manifest.get("quality") or {}).get("per_level") or {}
+    names = [key for key in _PER_LEVEL if any(key in level for level in quality.values())]
+    table = Table(box=None, pad_edge=False, header_style="dim", title="AUROC on held-out words" if names else None, title_justify="left")
+    for name in ("level", "probes", *names):
+        table.add_column(name.removeprefix("auroc_").removesuffix("_median"), justify="right", no_wrap=True)
+    table.add_column("for example", no_wrap=True, overflow="ellipsis")
     for at in pack.tree.level_slices:
         level = str(int(pack.tree.level[at.start]))
         values = [quality.get(level, {}).get(name) for name in names]
         example = ", ".join(concept["name"] for concept in pack.concepts[at][:3])
-        table.add_row(level, str(at.stop - at.start), example, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
+        table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
     console.print(table)
 
 

@@ -165,16 +165,21 @@ class ProbePack:
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
         """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
-        chosen = slice(None) if probes is None else torch.as_tensor(probes)
-        for name, tensor in self.weights.items():
-            finite = torch.isfinite(tensor[chosen]).reshape(len(tensor[chosen]), -1).all(dim=1)
-            if not bool(finite.all()):
-                at = int((~finite).nonzero()[0])
-                probe = at if probes is None else int(probes[at])
-                raise PackCorrupt(
-                    f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
-                    f"is not finite: the pack is damaged or was trained to divergence"
-                )
+        wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
+        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
+            first, stop = int(run[0]), int(run[-1]) + 1
+            for name, tensor in self.weights.items():
+                rows = tensor[first:stop].reshape(stop - first, -1)
+                # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+                if bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
+                    continue
+                finite = torch.isfinite(rows).all(dim=1)
+                if not bool(finite.all()):
+                    probe = first + int((~finite).nonzero()[0])
+                    raise PackCorrupt(
+                        f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
+                        f"is not finite: the pack is damaged or was trained to divergence"
+                    )
 
     def verify(self, scorer: GoldenScorer | None = None) -> float | None:
         """Check every weight and replay the golden states; the largest score error, or None without golden states.

@@ -157,8 +157,9 @@ def _levels(console: Console, pack: ProbePack) -> None:
     names = [key for key in _PER_LEVEL if any(key in level for level in quality.values())]
     table = Table(box=None, pad_edge=False, header_style="dim", title="AUROC on held-out words" if names else None, title_justify="left")
     for name in ("level", "probes", *names):
-        table.add_column(name.removeprefix("auroc_").removesuffix("_median"), justify="right", no_wrap=True)
-    table.add_column("for example", no_wrap=True, overflow="ellipsis")
+        label = "median" if name == "auroc_median" else name.removeprefix("auroc_").removesuffix("_median")
+        table.add_column(label, justify="right", min_width=max(5, len(label)))
+    table.add_column("for example", no_wrap=True, overflow="ellipsis", ratio=1)
     for at in pack.tree.level_slices:
         level = str(int(pack.tree.level[at.start]))
         values = [quality.get(level, {}).get(name) for name in names]

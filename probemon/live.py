@@ -21,7 +21,8 @@ from rich.text import Text
 from probemon.result import ConceptScore, Result
 from probemon.stream import TokenEvent
 
-_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red", "bright_cyan", "bright_green", "bright_magenta")
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
+_CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
 _BAR = "▁▂▃▄▅▆▇█"
 
 
@@ -76,7 +77,7 @@ class LiveView:
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         found = event.leading(1)
-        self._text.append(event.token, style=f"bold {colour(found[0])}" if found else "")
+        self._text.append(event.token, style=style(found[0]) if found else "")
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -97,7 +98,7 @@ class LiveView:
                 table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
             for i, concept in enumerate(found):
                 table.add_row(
-                    Text(printable(event.token) if i == 0 else "", style=f"bold {colour(found[0])}"), path_text(concept),
+                    Text(printable(event.token) if i == 0 else "", style=style(found[0])), path_text(concept),
                     f"{concept.score:.2f}", f"{concept.threshold:.2f}", strength_bar(concept),
                 )  # fmt: skip
         per_token = self._n_active / max(1, self._n_tokens)
@@ -110,12 +111,17 @@ def colour(concept: ConceptScore) -> str:
     return _COLOURS[zlib.crc32(concept.path[0].encode()) % len(_COLOURS)]
 
 
+def style(concept: ConceptScore) -> str:
+    """Its colour, bold where it is clearly over its threshold."""
+    return f"{'bold' if concept.strength >= _CLEAR else 'dim'} {colour(concept)}"
+
+
 def path_text(concept: ConceptScore) -> Text:
     """The way from the root in grey, the concept itself in its colour."""
     text = Text()
     for name in concept.path[:-1]:
         text.append(f"{name} > ", style="dim")
-    return text.append(concept.name, style=f"bold {colour(concept)}")
+    return text.append(concept.name, style=style(concept))
 
 
 def strength_bar(concept: ConceptScore) -> Text:

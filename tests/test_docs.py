@@ -1,0 +1,82 @@
+"""The documents tell the truth: README's code runs, its figures are those of the result files, the tree is the tree."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
+
+
+def result(name):
+    return json.loads((ROOT / "docs/benchmarks" / name).read_text())
+
+
+def test_every_python_example_of_the_readme_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 4
+    (tmp_path / "probes").symlink_to(ROOT / "probes")
+    (tmp_path / "example.py").write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "organism > animal" in done.stdout and "'not_reached'" in done.stdout
+    assert (tmp_path / "my-pack/manifest.json").is_file()
+
+
+def test_overhead_in_the_readme_is_the_measured_one():
+    measured = result("demo_cpu.json")
+    for name in PACKS:
+        cost = measured["packs"][name]
+        line = f"| `{name}` | {cost['host_ms']:.1f} ms | {cost['watched_ms']:.1f} ms | {cost['overhead_pct']:+.1f} % | {cost['monitor_ms']:.2f} ms ({cost['inside_hooks_pct']:.1f} %) |"
+        assert line in README
+    assert measured["machine"]["commit"]
+
+
+def test_speedup_in_the_readme_is_the_measured_one():
+    profile = result("profile_cascade.json")
+    for name, words in (("no_pruning", "no pruning"), ("top_50", "top-50"), ("top_30", "top-30")):
+        twin, ours = profile["twin"][name]["mean_ms"], profile["ours"][name]["mean_ms"]
+        assert f"| {words} | {twin:.1f} ms | {ours:.2f} ms | {twin / ours:.1f}x |" in README
+    assert profile["speedup_top_30"] >= 10
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_quality_in_the_readme_is_the_packs_own(name):
+    manifest = json.loads((ROOT / "probes" / name / "manifest.json").read_text())
+    q, shape = manifest["quality"], manifest["architecture"]
+    size = sum(f["size"] for f in manifest["files"].values()) / 1e6
+    words = "linear" if not shape["hidden"] else "-".join(map(str, [*shape["hidden"], 1]))
+    line = f"| `{name}` | {q['n_probes']}, {words} | {size:.1f} MB | {q['auroc_median']:.3f} | {q['auroc_p10']:.3f} | {q['auroc_examples_median']:.3f} | {q['auroc_siblings_median']:.3f} |"
+    assert line in README
+
+
+def test_sober_figures_are_said_beside_the_flattering_ones():
+    q = json.loads((ROOT / "probes" / PACKS[0] / "manifest.json").read_text())["quality"]
+    assert f"the median is {q['auroc_siblings_examples_median']:.3f}" in README
+    assert 0.2 < q["precision_at_threshold"] < 0.3 and "about a quarter" in README
+
+
+def test_tree_in_the_architecture_is_the_tree():
+    text = (ROOT / "docs/architecture.md").read_text()
+    block = text.split("```")[1]
+    told = set(re.findall(r"^  (\w+(?:\.py|/))", block, flags=re.MULTILINE))
+    there = {f.name for f in (ROOT / "probemon").glob("*.py")} | {"kernels/"}
+    assert told == there - {"__init__.py"}
+    for path in re.findall(r"`((?:tests|scripts|docs)/[\w./]+)`", text + README):
+        assert (ROOT / path).exists(), path
+    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/decisions.md").read_text()):
+        assert any(f"def {test}(" in f.read_text() for f in (ROOT / "tests").glob("*.py")), test
+
+
+def test_every_result_file_names_its_commit_and_machine():
+    for path in (ROOT / "docs/benchmarks").glob("*.json"):
+        found = json.loads(path.read_text())
+        parts = list(found.values()) if "commit" not in str(list(found)) and "machine" not in found else [found]
+        for part in parts:
+            commit = part.get("commit") or part.get("machine", {}).get("commit")
+            assert commit and re.fullmatch(r"[0-9a-f]{40}", commit), path

@@ -77,7 +77,7 @@ class LiveView:
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         found = event.leading(1)
-        self._text.append(event.token, style=style(found[0]) if found else "")
+        self._text.append(event.token, style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -113,7 +113,7 @@ def colour(concept: ConceptScore) -> str:
 
 def style(concept: ConceptScore) -> str:
     """Its colour, bold where it is clearly over its threshold."""
-    return f"{'bold' if concept.strength >= _CLEAR else 'dim'} {colour(concept)}"
+    return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
 
 
 def path_text(concept: ConceptScore) -> Text:

@@ -63,7 +63,8 @@ class LiveView:
     def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
         self._console, self._title, self._k = console, title, n_concepts
         self._text = Text()
-        self._events: deque[TokenEvent] = deque(maxlen=max(4, min(n_rows, console.height - 12)))
+        self._n_rows = n_rows
+        self._events: deque[TokenEvent] = deque(maxlen=n_rows)
         self._n_tokens = self._n_active = 0
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
@@ -85,25 +86,35 @@ class LiveView:
         self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """The view as it stands."""
+        """The view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
+        tail = self._text[-4 * max(20, self._console.width - 4) :]
+        n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
+        room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
+        shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
+        for event in reversed(self._events):
+            found = event.leading(self._k)
+            room -= max(1, len(found))
+            if room < 0:
+                break
+            shown.insert(0, (event, found))
         table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
         table.add_column("token", width=14, no_wrap=True)
         table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column("score", width=5, justify="right")
         table.add_column("alert", width=5, justify="right", style="dim")
         table.add_column("strength", width=9)
-        for event in self._events:
-            found = event.leading(self._k)
+        width = self._console.width - 45  # what the other columns, gaps and the frame leave
+        for event, found in shown:
             if not found:
                 table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
             for i, concept in enumerate(found):
                 table.add_row(
-                    Text(printable(event.token) if i == 0 else "", style=style(found[0])), path_text(concept),
+                    Text(printable(event.token) if i == 0 else "", style=style(found[0])), path_text(concept, width),
                     f"{concept.score:.2f}", f"{concept.threshold:.2f}", strength_bar(concept),
                 )  # fmt: skip
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
-        return Panel(Group(self._text, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
+        return Panel(Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
 
 
 def colour(concept: ConceptScore) -> str:
@@ -116,10 +127,15 @@ def style(concept: ConceptScore) -> str:
     return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
 
 
-def path_text(concept: ConceptScore) -> Text:
-    """The way from the root in grey, the concept itself in its colour."""
+def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
+    """The way from the root in grey, the concept itself in its colour; where it is wider than `width` the middle goes first."""
+    above = list(concept.path[:-1])
+    kept = len(above)
+    while kept > 1 and sum(map(len, above)) + 3 * len(above) + len(concept.name) > width:
+        kept -= 1
+        above = [concept.path[0], "…", *concept.path[len(concept.path) - kept : -1]]
     text = Text()
-    for name in concept.path[:-1]:
+    for name in above:
         text.append(f"{name} > ", style="dim")
     return text.append(concept.name, style=style(concept))
 
@@ -142,13 +158,20 @@ def printable(token: str) -> str:
 
 
 def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
-    """The strongest concepts of the generated tokens, then what was looked at and what it cost."""
+    """The strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
     table = Table(box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left")
     table.add_column("token", no_wrap=True)
     table.add_column("concept, from the root", overflow="fold")
     for name in ("score", "alert", "strength"):
         table.add_column(name, justify="right", no_wrap=True)
-    for concept in [c for c in result.top(k, row=0, phase="generated") if c.fired]:
+    tree = result.pack.tree
+    chosen: list[ConceptScore] = []
+    for concept in result.top(result.pack.n_probes, row=0, phase="generated"):
+        near = tree.ancestors(concept.probe)
+        related = any(c.probe in near or concept.probe in tree.ancestors(c.probe) for c in chosen)
+        if concept.fired and not related and len(chosen) < k:
+            chosen.append(concept)
+    for concept in chosen:
         table.add_row(
             Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}", f"{concept.threshold:.2f}", f"{concept.strength:+.1f}"
         )

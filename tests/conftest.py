@@ -26,7 +26,7 @@ def make_model(seed=0, hidden=HIDDEN, layers=LAYERS):
     return LlamaForCausalLM(config).eval()
 
 
-def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, **changes):
+def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, dtype=torch.float32, **changes):
     """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states."""
     rng = np.random.default_rng(seed)
     concepts = []
@@ -38,6 +38,7 @@ def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0
         "w1": torch.randn(n, 5, HIDDEN, generator=g) / 4, "b1": torch.randn(n, 5, generator=g) / 2,
         "w3": torch.randn(n, 5, generator=g), "b3": torch.randn(n, generator=g) / 2 + 1.0,
     }  # fmt: skip
+    weights = {name: w.to(dtype) if name.startswith("w") else w for name, w in weights.items()}
     host = {"model_id": "tiny random llama", "hidden_size": HIDDEN, "n_layers": LAYERS, "fingerprint": fingerprint(model)}
     arguments = {
         "name": "random", "concepts": concepts, "weights": weights, "score_rule": rule, "host": host, "licence": "CC0-1.0",

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import HIDDEN, make_pack
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.arena import PagedArena, ResidentArena
@@ -144,7 +145,8 @@ def same(a, b):
 
 
 def run(manager, hidden):
-    return manager.score_tokens(hidden, prompt_len=len(hidden) // 2)
+    n_tokens = len(hidden) if isinstance(hidden, torch.Tensor) else len(next(iter(hidden.values())))
+    return manager.score_tokens(hidden, prompt_len=n_tokens // 2)
 
 
 @pytest.mark.parametrize("pack", [PACK, LINEAR], ids=["mlp", "linear"])
@@ -180,3 +182,23 @@ def test_choice_is_measured_and_said():
     assert strategy.step in ("descent", "exhaustive") and strategy.batch in ("descent", "exhaustive")
     assert "golden states" in strategy.why and "ms by descent" in strategy.why
     assert DynamicProbeManager(PACK, arena_bytes=40 * ONE).strategy.why == "the pack is paged"
+
+
+@pytest.mark.parametrize("rule", ["path", "independent"])
+@pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule, sites, dtype):
+    for seed in range(3):
+        pack = make_pack(tmp_path / str(seed), model, rule=rule, sites=sites, seed=seed, dtype=dtype)
+        hidden = {site: torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(seed + i)) for i, site in enumerate(sites)}
+        one = -(-pack.weight_bytes() // pack.n_probes)
+        for settings in ({}, {"max_loaded_probes": 9, "keep_top_k": 4}, {"load_threshold": 0.4, "aggressive_pruning": False}):
+            resident = DynamicProbeManager(pack, strategy="descent", **settings)
+            expected = run(resident, hidden)
+            assert expected.coverage.active.sum() > 0
+            assert same(run(DynamicProbeManager(pack, strategy="exhaustive", **settings), hidden), expected)
+            for n_slots in (int(resident.plan.always.sum()) + 1, 17):
+                manager = DynamicProbeManager(pack, arena_bytes=n_slots * one, cache_bytes=3 * one, **settings)
+                run(manager, {site: x.flip(0) for site, x in hidden.items()})
+                assert same(run(manager, hidden), expected)
+                manager.arena.check_integrity()

@@ -16,8 +16,9 @@ from rich.console import Console
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.errors import ConfigError
-from probemon.live import LiveView, PlainView, printable, summary
+from probemon.live import LiveView, PlainView, path_text, printable, summary
 from probemon.record import LAST
+from probemon.result import describe
 
 PACK = "probes/wordnet-smollm2-135m"
 CHAT = [{"role": "user", "content": "Name two animals."}]
@@ -121,6 +122,31 @@ def test_views_show_each_token_with_its_path(demo, manager):
 @pytest.mark.parametrize("token, shown", [("\n", "\\n"), (" ", "' '"), ("\x1b[31m", "\\x1b[31m"), (" whale", " whale"), ("", "''")])
 def test_control_characters_never_reach_the_terminal(token, shown):
     assert printable(token) == shown
+
+
+def test_narrow_path_keeps_the_root_and_the_concept():
+    concept = describe(ProbePack.open(PACK), ProbePack.open(PACK).find("bovid"), 0.5)
+    full = " > ".join(concept.path)
+    assert path_text(concept).plain == full == path_text(concept, len(full)).plain
+    widths = [len(path_text(concept, width).plain) for width in range(len(full) + 1)]
+    assert widths == sorted(widths)
+    for width in (0, 30, 50, len(full) - 1):
+        shown = path_text(concept, width).plain.split(" > ")
+        assert shown[:2] == ["organism", "…"] and shown[-1] == "bovid" and concept.path[-len(shown) + 2 :] == tuple(shown[2:])
+        assert width < 30 or len(" > ".join(shown)) <= width
+
+
+def test_small_terminal_shows_the_newest_token(demo, manager):
+    model, tokenizer = demo
+    small = Console(width=80, height=16, record=True, force_terminal=True, file=io.StringIO())
+    view = LiveView(small, title="t")
+    for event in manager.stream(model, tokenizer, CHAT, max_new_tokens=30, do_sample=False):
+        view.show(event)
+        with small.capture() as capture:
+            small.print(view.render())
+        shown = capture.get()
+        assert shown.count("\n") <= 16 and "tokens scored" in shown
+        assert not event.unseen or "unseen: " in shown
 
 
 # -- commands ------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_VECTORS = {
+    **dict.fromkeys(("child_ptr", "child_idx", "level", "input"), torch.int64),
+    **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
+}
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 
 # What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
@@ -61,6 +65,12 @@ class ProbePack:
         self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
         self.recommended: dict[str, Any] = manifest.get("recommended") or {}
         where = f"{directory / PROBES}"
+        for key, dtype in _VECTORS.items():
+            if tensors[key].dim() != 1 or tensors[key].dtype != dtype:
+                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype} {tuple(tensors[key].shape)}, expected a vector of {dtype}")
+        for key in Architecture.parameters():
+            if key in tensors and tensors[key].dtype not in (DTYPES.values() if key.startswith("w") else (torch.float32,)):
+                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype}, expected {'a float type' if key.startswith('w') else 'torch.float32'}")
         try:
             self.tree = ConceptTree(tensors["child_ptr"].numpy(), tensors["child_idx"].numpy(), tensors["level"].numpy())
         except HierarchyError as error:

@@ -1,0 +1,136 @@
+"""Packs whose hashes are right and whose contents are not: each is named when it is opened, or when a weight is first used."""
+
+import json
+
+import pytest
+import torch
+from conftest import HIDDEN
+from safetensors.torch import load_file, save_file
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.errors import HierarchyError, PackCorrupt, PackError, ProbeLoadError
+from probemon.packfile import sha256
+
+
+def forge(pack, target, change):
+    """A copy of a pack with some tensors changed and sizes and hashes made right again."""
+    target.mkdir()
+    manifest = json.loads((pack.directory / "manifest.json").read_text())
+    tensors = load_file(pack.directory / "probes.safetensors")
+    change(tensors)
+    for file in ("concepts.jsonl", "README.md"):
+        (target / file).write_bytes((pack.directory / file).read_bytes())
+    save_file({name: t.contiguous() for name, t in tensors.items()}, target / "probes.safetensors")
+    for file in manifest["files"]:
+        manifest["files"][file] = {"sha256": sha256(target / file), "size": (target / file).stat().st_size}
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return target
+
+
+def cycle(tensors):
+    # Probe 0's first child gets probe 0 as its only child.
+    ptr, idx = tensors["child_ptr"].tolist(), tensors["child_idx"].tolist()
+    child = idx[ptr[0]]
+    before = idx[: ptr[child]]
+    tensors["child_idx"] = torch.tensor([*before, 0, *idx[ptr[child] :]])
+    tensors["child_ptr"] = torch.tensor([p + (i > child) for i, p in enumerate(ptr)])
+
+
+def edge_to_nowhere(tensors):
+    tensors["child_idx"][0] = 4000
+
+
+def pointer_backwards(tensors):
+    tensors["child_ptr"][3] = 10**6
+
+
+def level_above_parent(tensors):
+    tensors["level"][-1] = 0
+
+
+def input_out_of_range(tensors):
+    tensors["input"][3] = 7
+
+
+def threshold_too_short(tensors):
+    tensors["alert_threshold"] = tensors["alert_threshold"][:-1]
+
+
+def other_width(tensors):
+    tensors["w1"] = tensors["w1"][:, :, :-1]
+
+
+def no_bias(tensors):
+    del tensors["b1"]
+
+
+def float_pointers(tensors):
+    tensors["child_ptr"] = tensors["child_ptr"].to(torch.float32) + 0.5
+
+
+def level_matrix(tensors):
+    tensors["level"] = tensors["level"][:, None]
+
+
+def integer_weights(tensors):
+    tensors["w1"] = tensors["w1"].to(torch.int32)
+
+
+def golden_of_another_width(tensors):
+    tensors["golden_hidden"] = tensors["golden_hidden"][:, :, :-1]
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (cycle, HierarchyError, "cycle through probes"),
+        (edge_to_nowhere, HierarchyError, r"child_idx must lie in 0\.\.39"),
+        (pointer_backwards, HierarchyError, "child_ptr must rise"),
+        (level_above_parent, PackError, "level"),
+        (input_out_of_range, PackCorrupt, "input must index"),
+        (threshold_too_short, PackCorrupt, "alert_threshold has shape"),
+        (other_width, PackCorrupt, "reads 15 values"),
+        (no_bias, PackCorrupt, "no tensor 'b1'"),
+        (float_pointers, PackCorrupt, "child_ptr"),
+        (level_matrix, PackCorrupt, "level"),
+        (integer_weights, PackCorrupt, "w1"),
+        (golden_of_another_width, PackCorrupt, "golden_hidden has shape"),
+    ],
+)
+def test_wrong_contents_with_right_hashes_are_named(pack, tmp_path, change, error, words):
+    with pytest.raises((error, HierarchyError), match=words) as caught:
+        ProbePack.open(forge(pack, tmp_path / "forged", change))
+    assert "probes.safetensors" in str(caught.value) or "concepts.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("arena_bytes", [None, 6000])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_not_finite_is_an_error_when_first_used(pack, tmp_path, value, arena_bytes):
+    def change(tensors):
+        tensors["w1"][11, 2, 3] = value
+
+    forged = ProbePack.open(forge(pack, tmp_path / "forged", change))  # opening touches no weight
+    with pytest.raises(ProbeLoadError, match=r"w1 of concept 'c\d+' \(probe 11\) is not finite"):
+        manager = DynamicProbeManager(forged, arena_bytes=arena_bytes, strategy="descent", load_threshold=-1.0)
+        manager.score_tokens(torch.randn(3, HIDDEN))
+    with pytest.raises(PackCorrupt, match=r"probe 11\) is not finite"):
+        ProbePack.open(forged.directory, verify=True)
+
+
+def test_large_finite_weights_are_not_mistaken_for_infinite(pack, tmp_path):
+    def change(tensors):
+        tensors["w1"][11] = 3e38  # each is finite, their sum is not
+
+    forged = ProbePack.open(forge(pack, tmp_path / "forged", change))
+    forged.check_finite()
+
+
+def test_truncation_inside_the_header_is_named(pack, tmp_path):
+    target = forge(pack, tmp_path / "forged", lambda tensors: None)
+    path = target / "probes.safetensors"
+    path.write_bytes(path.read_bytes()[:20])
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["probes.safetensors"] = {"sha256": sha256(path), "size": 20}
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackCorrupt, match="cannot be read as safetensors"):
+        ProbePack.open(target)

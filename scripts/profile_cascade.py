@@ -39,11 +39,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from probemon import DynamicProbeManager, ProbePack
-from probemon.types import RowState
-from profile_cascade.measure import commit, from_nothing, machine, paged_load, where_ours_goes
-from profile_cascade.report import show
-from profile_cascade.world import (
+from cascade_profile.measure import commit, from_nothing, machine, paged_load, where_ours_goes
+from cascade_profile.report import show
+from cascade_profile.world import (
     H1,
     H2,
     LOAD_THRESHOLD,
@@ -54,6 +52,8 @@ from profile_cascade.world import (
     write_files,
     write_pack,
 )
+from probemon import DynamicProbeManager, ProbePack
+from probemon.types import RowState
 
 PARTS = ("scoring_loaded", "child_lookup", "loading", "scoring_children", "sorting")
 LOAD_PARTS = ("file_read", "model_and_weights", "transfer")

@@ -12,10 +12,12 @@ one is asked for. Which arena holds the weights never changes a score.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,9 +42,10 @@ class ArenaStats:
 
 
 class Arena(Protocol):
-    """`weights`: stacked tensors by parameter, `[n_slots, ...]`."""
+    """`weights`: stacked tensors by parameter, `[n_slots, ...]`. `lock`: hold it while the slots of a wave are read."""
 
     weights: Mapping[str, Tensor]
+    lock: AbstractContextManager[Any]
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Positions in `probes` (distinct) and their slots, wave by wave. Raises `ProbeLoadError`, `ArenaFull`."""
@@ -73,6 +76,7 @@ class ResidentArena:
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device, check: Callable[[Ints], None]) -> None:
         self.weights: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in weights.items()}
+        self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
         self._source = weights
         self._check = check
         self._n = len(weights["w1"])
@@ -121,6 +125,7 @@ class PagedArena:
     def __init__(self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device) -> None:
         if n_slots < 1:
             raise ConfigError(f"n_slots is {n_slots}: an arena has at least one slot")
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self._store = store
         self._n_slots = n_slots
         self.weights: Mapping[str, Tensor] = {
@@ -156,12 +161,14 @@ class PagedArena:
         needed = len(self._pins.keys() | set(wanted))
         if needed > self._n_slots:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
-        self._bring(wanted)
-        self._pins.update(wanted)
+        with self.lock:
+            self._bring(wanted)
+            self._pins.update(wanted)
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
         """Take one `pin` back."""
-        _take_back(self._pins, probes)
+        with self.lock:
+            _take_back(self._pins, probes)
 
     def _bring(self, probes: list[int]) -> Ints:
         missing = [p for p in probes if p not in self._slot_of]

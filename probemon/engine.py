@@ -12,7 +12,6 @@ every probe at once and applies the same rule to the scores. Scores are bitwise 
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,7 +62,6 @@ class Engine:
         self.pack, self.arena, self.device, self.impl = pack, arena, device, impl
         self._resident = resident
         self._input = pack.input_index.numpy()
-        self._lock = threading.RLock()  # a wave's slots must not be given away by another thread
         self._every = np.arange(pack.n_probes)
         self.choice = Choice("descent", "descent", "not measured")
 
@@ -82,7 +80,7 @@ class Engine:
         """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once."""
         n = len(inputs)
         at = self._input[probes] * n + rows if len(self.pack.inputs) > 1 else rows
-        with self._lock:
+        with self.arena.lock:
             if self._resident:
                 for _ in self.arena.waves(probes):
                     return self._score(inputs, at, probes)

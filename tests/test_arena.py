@@ -1,6 +1,7 @@
 """One contract for both arenas, and promise 3: no arena, cache or load order changes a score."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -202,3 +203,12 @@ def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule
                 run(manager, {site: x.flip(0) for site, x in hidden.items()})
                 assert same(run(manager, hidden), expected)
                 manager.arena.check_integrity()
+
+
+def test_threads_sharing_a_paged_arena_get_their_own_answers():
+    hidden = PACK.golden_hidden[:, 0]
+    expected = run(DynamicProbeManager(PACK, strategy="descent"), hidden)
+    manager = DynamicProbeManager(PACK, arena_bytes=40 * ONE, cache_bytes=10 * ONE)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: same(run(manager, hidden), expected), range(12)))
+    manager.arena.check_integrity()

@@ -34,13 +34,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class Placed:
-    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it."""
+    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
+
+    `draft`: they were proposed and may be rejected yet.
+    """
 
     rows: Ints
     columns: Ints
     offsets: Ints
     ids: Ints
     phase: int
+    draft: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -50,11 +54,13 @@ class Placed:
 class Call:
     """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).
 
+    `speculative`: a forward may hold several generated columns, drafts until they are accepted (one row).
     `frontier`: columns seen so far, from `first_column` on; `mask`: the newest forward's, None for no padding;
     `last_column [B]`: where a row that ended early has its last token, `NEVER` before that.
     """
 
     prompt_columns: int | None
+    speculative: bool = False
     frontier: int = 0
     first_column: int = -1
     n_rows: int = 0
@@ -66,6 +72,8 @@ class Call:
         """Rows `[B]` whose token just sampled is their last: what follows in them is padding."""
         column = (self.prompt_columns or 0) + self._n_sampled
         self._n_sampled += 1
+        if self.speculative:  # several tokens may have been accepted at once
+            return
         self.last_column[done & (self.last_column == NEVER)] = column
 
     def place(self, forward: Forward) -> list[Placed]:
@@ -92,6 +100,11 @@ class Call:
                 continue
             real = np.ones((n_rows, stop - first), dtype=bool) if forward.mask is None else forward.mask[:, first:stop] != 0
             if phase == GENERATED:
+                if self.speculative:
+                    rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
+                    offsets = at + (first - forward.start)
+                    found.append(Placed(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
+                    continue
                 if stop - first > 1:
                     raise AlignmentError(f"{stop - first} generated columns in one forward: this decoding mode is not understood")
                 if self._n_sampled <= first - (self.prompt_columns or 0):

@@ -1,13 +1,13 @@
 """Rules on concepts: a score over a threshold for some tokens in a row makes an event, and an event an action.
 
     rule = Rule(probe=17, above=0.9, for_tokens=3, action="stop")
-    for row, i in rule.observe(placed, scores): ...         # the tokens at which it is met
+    for i, score in rule.observe(placed, scores, streaks): ...      # the tokens at which it is met
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,18 +33,17 @@ class Event:
     for_tokens: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rule:
-    """What to watch for. `streaks`: tokens in a row over the threshold, by row of the current generation."""
+    """What to watch for."""
 
     probe: int
     above: float
     for_tokens: int
     action: str | Callable[[Event], object]
-    streaks: dict[int, int] = field(default_factory=dict)
 
-    def observe(self, placed: Placed, scores: Scores) -> list[tuple[int, float]]:
-        """Entries of `placed` at which the streak reached `for_tokens`, with their scores.
+    def observe(self, placed: Placed, scores: Scores, streaks: dict[int, int]) -> list[tuple[int, float]]:
+        """Entries of `placed` at which the streak reached `for_tokens`, with their scores. `streaks`: by row, kept here.
 
         An unseen token neither counts nor breaks a streak: nothing is known of it.
         """
@@ -55,7 +54,7 @@ class Rule:
             active = scores.active(i)
             at = int(np.searchsorted(active, self.probe))
             score = float(scores.active_scores(i)[at]) if at < len(active) and active[at] == self.probe else 0.0
-            self.streaks[row] = self.streaks.get(row, 0) + 1 if score > self.above else 0
-            if self.streaks[row] == self.for_tokens:
+            streaks[row] = streaks.get(row, 0) + 1 if score > self.above else 0
+            if streaks[row] == self.for_tokens:
                 met.append((i, score))
         return met

@@ -14,22 +14,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
 
-_GROWING_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
+_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 _BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output."""
+    """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
+
+    `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
+    """
 
     columns: int
     offset: int
+    speculative: bool = False
+    chunked: bool = False
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -39,29 +45,29 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
     given = {**bound, **extra}
-    _refuse("assisted decoding (assistant_model)", given.get("assistant_model") is not None)
     _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
     _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
     _refuse("a prompt given as inputs_embeds", given.get("inputs_embeds") is not None)
     cache = given.get("past_key_values")
-    _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, DynamicCache))
+    _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, (DynamicCache, StaticCache)))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
     config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
-    _check_config(config, given)
+    speculative = _check_config(config, given) == GenerationMode.ASSISTED_GENERATION
+    chunked = config.prefill_chunk_size is not None
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     if ids is None:
-        return Prompt(1, 0)  # generate starts from one beginning-of-sequence token
+        return Prompt(1, 0, speculative, chunked)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])
     if ids.numel() == 0:
         raise ConfigError(f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token")
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
-        return Prompt(width, 0)
+        return Prompt(width, 0, speculative, chunked)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
-    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width)
+    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, speculative, chunked)
 
 
 def refuse_batched(name: str) -> None:
@@ -74,13 +80,14 @@ def batched_entries(model: Any) -> list[str]:
     return [name for name in _BATCHED if hasattr(model, name)]
 
 
-def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> None:
+def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> GenerationMode:
     mode = config.get_generation_mode(given.get("assistant_model"))
-    _refuse(f"{mode.value.replace('_', ' ')}", mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE))
+    _refuse(f"{mode.value.replace('_', ' ')}", mode not in _MODES)
     guidance = config.guidance_scale
     _refuse("classifier-free guidance (guidance_scale)", guidance is not None and guidance != 1)
     _refuse("token healing", bool(config.token_healing))
-    _refuse(f"cache_implementation={config.cache_implementation!r}", config.cache_implementation not in _GROWING_CACHES)
+    _refuse(f"cache_implementation={config.cache_implementation!r}", config.cache_implementation not in _CACHES)
+    return mode
 
 
 def _refuse(mode: str, present: bool) -> None:

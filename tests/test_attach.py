@@ -1,10 +1,13 @@
 """Promise 2: in every supported mode each score is on the right token of the right row, by one full forward a row."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, PAD, n_hooks
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from conftest import EOS, PAD, make_model, n_hooks
+from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
@@ -214,13 +217,9 @@ def test_output_that_is_not_ours_is_refused(manager, model):
 REFUSED = {
     "beam search": {"num_beams": 2},
     "beam sample": {"num_beams": 2, "do_sample": True},
-    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
-    "assistant_model": {"assistant_model": "the model itself"},
-    "assistant_early_exit": {"assistant_early_exit": 1},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
     "dola": {"dola_layers": "low"},
     "custom_generate": {"custom_generate": lambda *a, **k: None},
-    "static": {"cache_implementation": "static"},
     "paged": {"cache_implementation": "paged"},
     "quantized": {"cache_implementation": "quantized"},
     "guidance_scale": {"guidance_scale": 2.0},
@@ -233,9 +232,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_decoding_modes_are_refused_by_name(pack, model, name):
     options = {"input_ids": PROMPT, "max_new_tokens": 4, **NO_EOS, **REFUSED[name]}
-    if name == "assistant_model":
-        options["assistant_model"] = model
-    words = {"prompt_lookup_num_tokens": "assisted", "assistant_early_exit": "assisted", "beam sample": "beam"}.get(name, name)
+    words = {"beam sample": "beam"}.get(name, name)
     with DynamicProbeManager(pack).attach(model) as run:
         with pytest.raises(NotSupportedDecoding, match=f"(?i){words}.*not supported"):
             model.generate(**options)
@@ -250,11 +247,11 @@ def test_modes_hidden_in_a_configuration_are_refused_too(pack, model):
 
 
 def test_other_caches_and_batched_serving_are_refused(pack, model):
-    from transformers import StaticCache
+    from transformers import EncoderDecoderCache
 
     with DynamicProbeManager(pack).attach(model):
-        with pytest.raises(NotSupportedDecoding, match="StaticCache"):
-            model.generate(PROMPT, past_key_values=StaticCache(config=model.config, max_cache_len=32), max_new_tokens=2)
+        with pytest.raises(NotSupportedDecoding, match="EncoderDecoderCache"):
+            model.generate(PROMPT, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), max_new_tokens=2)
         with pytest.raises(NotSupportedDecoding, match="generate_batch"):
             model.generate_batch([PROMPT[0].tolist()])
         with pytest.raises(NotSupportedDecoding, match="inputs_embeds"):
@@ -262,7 +259,7 @@ def test_other_caches_and_batched_serving_are_refused(pack, model):
     assert model.generate_batch.__func__ is type(model).generate_batch
 
 
-def test_two_generations_at_once_are_refused(pack, model):
+def test_generation_inside_a_generation_is_refused(pack, model):
     with DynamicProbeManager(pack).attach(model) as run:
         failures = []
 
@@ -273,8 +270,69 @@ def test_two_generations_at_once_are_refused(pack, model):
                 failures.append(str(error))
 
         run.on("c0", above=-1.0, action=nested)
-        model.generate(PROMPT, max_new_tokens=2, do_sample=False, **NO_EOS)
-    assert len(failures) == 1 and "at once" in failures[0]
+        for options in ({}, {"prompt_lookup_num_tokens": 2}):
+            failures.clear()
+            out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **options, **NO_EOS)
+            assert len(failures) == 1 and "generate() inside generate()" in failures[0]
+            assert run.result(out).coverage.n_unseen == 1
+
+
+SPECULATIVE = {
+    "a draft model": {"assistant_model": make_model(seed=5)},
+    "a draft model that is nearly right": {"assistant_model": "nearly"},
+    "the model drafts for itself": {"assistant_model": "itself"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2},  # it repeats itself, so that there is something to look up
+    "early exit": {"assistant_early_exit": 2},
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_drafts_that_were_rejected_are_never_reported(manager, model, name, sampled):
+    options = {**SPECULATIVE[name], "do_sample": sampled, "max_new_tokens": 14, "min_new_tokens": 14, **NO_EOS}
+    if options.get("assistant_model") == "itself":
+        options["assistant_model"] = model
+    elif options.get("assistant_model") == "nearly":
+        options["assistant_model"] = copy.deepcopy(model)
+        options["assistant_model"].lm_head.weight.data *= 1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0))
+    prompt = torch.tensor([[1, 5, 9, 13, 7, 5, 9, 13, 7, 5, 9]])
+    widths = []
+    handle = model.model.register_forward_pre_hook(lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True)
+    torch.manual_seed(8)
+    _, result, out = watch(manager, model, input_ids=prompt, **options)
+    handle.remove()
+    assert max(widths[1:]) > 1  # tokens were drafted
+    length = len(out[0])
+    mine = check(manager, model, result, 0, out[0], 0, [(11, length - 12)])
+    assert [i for i in mine if result.coverage.unseen[i]] == [length - 1] and len(mine) == length
+
+
+def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
+    """transformers runs the whole sequence again, behind what the cache holds, when it drafts on a used cache."""
+    cache = DynamicCache()
+    options = {"do_sample": False, "past_key_values": cache, **NO_EOS}
+    with DynamicProbeManager(pack).attach(model):
+        first = model.generate(PROMPT, max_new_tokens=6, **options)
+        with pytest.raises(AlignmentError, match="the host's own answer is wrong too"):
+            model.generate(first, max_new_tokens=5, prompt_lookup_num_tokens=3, **options)
+
+
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"past_key_values": "static"}, {"cache_implementation": "static", "prefill_chunk_size": 2}], ids=str)  # fmt: skip
+def test_static_cache(manager, model, options):
+    if options.get("past_key_values") == "static":
+        options = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
+    _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
+    for row, first in enumerate([2, 0, 1]):
+        check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+def test_threads_generating_on_one_model_at_once(manager, model):
+    prompts = [torch.tensor([[1, 5 + k, 9, 13 + 2 * k]]) for k in range(6)]
+    with manager.attach(model) as run, ThreadPoolExecutor(3) as pool:
+        outs = list(pool.map(lambda p: model.generate(p, max_new_tokens=8, do_sample=False, **NO_EOS), prompts))
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert torch.equal(out, model.generate(prompt, max_new_tokens=8, do_sample=False, **NO_EOS))
+        check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(4, 7)])
 
 
 @pytest.mark.parametrize("ids, mask", [(torch.zeros(1, 0, dtype=torch.long), None), (BATCH, torch.tensor([[1] * 5, [0] * 5, [1] * 5]))])

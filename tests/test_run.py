@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from conftest import PAD, make_model, make_pack, n_hooks
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, NotSupportedDecoding, UnknownConcept
+from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, UnknownConcept
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
@@ -264,29 +266,26 @@ def test_watched_online_equals_a_paged_arena(pack, model):
     assert np.array_equal(results[0].probes, results[1].probes) and np.array_equal(results[0].values, results[1].values)
 
 
-def test_generate_from_another_thread_while_one_runs_is_refused(manager, model):
-    errors, inside, go = [], threading.Event(), threading.Event()
+def test_rules_keep_the_streaks_of_two_threads_apart(manager, model):
+    """Two threads take turns token by token: each one's streak is its own."""
+    events, turn = [], threading.Barrier(2)
 
-    def other():
-        inside.wait(20)
-        try:
-            model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
-        except NotSupportedDecoding as error:
-            errors.append(error)
-        go.set()
+    def met(event):
+        events.append((threading.get_ident(), event.column))
 
-    def pause(event):
-        inside.set()
-        assert go.wait(20)
+    def generate(prompt):
+        return model.generate(prompt, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Wait()]), **NO_EOS)
 
-    with manager.attach(model) as run:
-        run.on("c0", above=-1.0, action=pause)
-        thread = threading.Thread(target=other)
-        thread.start()
-        out = model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
-        thread.join()
-    assert len(errors) == 1
-    assert run.result(out).coverage.n_unseen == 1
+    class Wait(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            turn.wait(20)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with manager.attach(model) as run, ThreadPoolExecutor(2) as pool:
+        run.on("c0", above=-1.0, for_tokens=3, action=met)
+        outs = list(pool.map(generate, [PROMPT, PROMPT + 1]))
+    assert sorted(column for _, column in events) == [7, 7] and len({who for who, _ in events}) == 2
+    assert all(run.result(out).coverage.n_unseen == 1 for out in outs)
 
 
 # -- the result ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ columns not seen before are placed (without a cache every forward repeats the ol
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +37,7 @@ class Forward:
 class Placed:
     """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
 
-    `draft`: they were proposed and may be rejected yet.
+    `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
     """
 
     rows: Ints
@@ -45,9 +46,16 @@ class Placed:
     ids: Ints
     phase: int
     draft: bool = False
+    provisional: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def take(self, which: Ints) -> Placed:
+        """Some of them."""
+        return dataclasses.replace(
+            self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
+        )
 
 
 @dataclass

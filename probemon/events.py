@@ -20,6 +20,7 @@ class Event:
     """A rule was met: `for_tokens` generated tokens of `row` in a row scored over `above`, the last at `column`.
 
     `column` counts from the start of the padded sequence; `concept` is the id, `path` the names from the root.
+    `provisional`: it was met in a beam, which may not be the one that is returned.
     """
 
     concept: str
@@ -31,6 +32,7 @@ class Event:
     score: float
     above: float
     for_tokens: int
+    provisional: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from probemon.errors import ConfigError, NotSupportedDecoding
 
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION, *_BEAMS)
 _BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
@@ -30,12 +31,14 @@ class Prompt:
     """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
+    `n_beams`: rows a prompt is searched with.
     """
 
     columns: int
     offset: int
     speculative: bool = False
     chunked: bool = False
+    n_beams: int = 1
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -52,22 +55,25 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, (DynamicCache, StaticCache)))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
     config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
-    speculative = _check_config(config, given) == GenerationMode.ASSISTED_GENERATION
-    chunked = config.prefill_chunk_size is not None
+    mode = _check_config(config, given)
+    kind: dict[str, Any] = {
+        "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
+        "n_beams": int(config.num_beams) if mode in _BEAMS else 1,
+    }  # fmt: skip
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     if ids is None:
-        return Prompt(1, 0, speculative, chunked)  # generate starts from one beginning-of-sequence token
+        return Prompt(1, 0, **kind)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])
     if ids.numel() == 0:
         raise ConfigError(f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token")
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
-        return Prompt(width, 0, speculative, chunked)
+        return Prompt(width, 0, **kind)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
-    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, speculative, chunked)
+    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
 
 
 def refuse_batched(name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from probemon.align import NEVER, Call, Ints, Placed
+from probemon.beams import Beams
 from probemon.errors import AlignmentError
 from probemon.hierarchy import Mask
 from probemon.types import GENERATED, PROMPT, Scores
@@ -43,11 +44,14 @@ class Recording:
     earlier: Recording | None = None
     output: Any = None  # what generate() returned, once it has
     retained: Mask | None = None
+    beams: Beams | None = None
+    n_entries: int = 0
     placed: list[Placed] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
 
     def add(self, placed: Placed, scores: Scores) -> None:
         """One batch of tokens with their scores, entry by entry."""
+        self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
 
@@ -66,19 +70,43 @@ class Recording:
         phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
         prompt = length if self.call.prompt_columns is None else self.call.prompt_columns - self.offset
         phases[:, prompt:] = GENERATED
-        inside = column >= self.offset
-        index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
-        phases[row[inside], column[inside] - self.offset] = phase[inside]
-        real = self._real(n_rows, length)
+        if self.beams is None:
+            inside = column >= self.offset
+            index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
+            phases[row[inside], column[inside] - self.offset] = phase[inside]
+            real = self._real(n_rows, length)
+            last = np.full(n_rows, length - 1)
+        else:
+            real, last = self._follow_beams(self.beams, sequences, row, column, phase, index)
         at_row, at = np.nonzero(real)
         reasons = {}
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
-            is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == length - 1
+            is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
             before = at[i] + self.offset < self.call.first_column
             reasons[i] = LAST if is_last else BEFORE if before else GAP
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _follow_beams(
+        self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
+    ) -> tuple[Mask, Ints]:
+        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's last is."""
+        n_rows, length = sequences.shape
+        each = n_rows // (self.call.n_rows // beams.n_beams)
+        real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
+        prompt = np.flatnonzero((phase == PROMPT) & (column >= self.offset))
+        padding = self._real(self.call.n_rows, length)
+        for r in range(n_rows):
+            b = r // each
+            mine = prompt[row[prompt] == b * beams.n_beams]
+            index[r, column[mine] - self.offset] = mine
+            entries, n = beams.follow(b, sequences[r, beams.begin :])
+            index[r, beams.begin : beams.begin + len(entries)] = entries
+            last[r] = beams.begin + n - 1
+            real[r, : beams.begin] = padding[b * beams.n_beams, : beams.begin]
+            real[r, beams.begin : beams.begin + n] = True
+        return real, last
 
     def _real(self, n_rows: int, length: int) -> Mask:
         """Which entries of the output are tokens: not left padding, not what follows the end of a row."""
@@ -113,6 +141,8 @@ class Recording:
 
     def _mismatch(self, sequences: Ints) -> str | None:
         n_rows, length = sequences.shape
+        if self.beams is not None:
+            return self._beam_mismatch(self.beams, sequences)
         if n_rows != self.call.n_rows:
             return f"the output has {n_rows} rows, {self.call.n_rows} were watched: give the output of the watched generate()"
         if self.call.frontier < length + self.offset - 1:
@@ -130,4 +160,23 @@ class Recording:
                 f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward had "
                 f"{ids[i]}: this is not the output of the watched generate(), or it was edited"
             )
+        return None
+
+    def _beam_mismatch(self, beams: Beams, sequences: Ints) -> str | None:
+        n_rows, n_prompts = len(sequences), self.call.n_rows // beams.n_beams
+        if n_rows % n_prompts or n_rows > self.call.n_rows:
+            return f"the output has {n_rows} rows, {n_prompts} prompts were watched with {beams.n_beams} beams: give the output of that generate()"
+        each = n_rows // n_prompts
+        row, column, ids, phase, _ = self._joined(sequences.shape[1])
+        for i in np.flatnonzero((phase == PROMPT) & (column >= self.offset)).tolist():
+            r = int(row[i]) // beams.n_beams * each
+            if sequences[r, column[i] - self.offset] != ids[i]:
+                return f"row {r}, position {column[i] - self.offset}: the output has another token than the forward had"
+        for r in range(n_rows):
+            entries, n = beams.follow(r // each, sequences[r, beams.begin :])
+            if len(entries) < n - 1:
+                return (
+                    f"row {r}, position {beams.begin + len(entries)}: no beam had this sequence: this is not the output of the "
+                    "watched generate(), or it was edited"
+                )
         return None

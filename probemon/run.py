@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from probemon.align import Placed
-from probemon.errors import AlignmentError, ConfigError, HostMismatch
+from probemon.errors import AlignmentError, ConfigError, HostMismatch, NotSupportedDecoding
 from probemon.events import Event, Rule
+from probemon.generation import Prompt
 from probemon.host import find_layers, fingerprint, hidden_size
 from probemon.pack import ProbePack
 from probemon.record import Recording
@@ -48,7 +49,7 @@ class MonitorRun:
     def __init__(self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False) -> None:
         check_host(manager.pack, model, strict=strict)
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
-        self._watcher = Watcher(model, manager.pack.sites, manager.pack.n_probes, self._score)
+        self._watcher = Watcher(model, manager.pack.sites, manager.pack.n_probes, self._score, self._check)
         self._plan = manager.plan
         self._rules: list[Rule] = []
         self._listeners: list[Listener] = []
@@ -160,8 +161,9 @@ class MonitorRun:
             recording.retained[rows] = kept
         else:
             rows = placed.rows
+            origin = rows if generation is None or generation.origin is None else generation.origin[rows]
             scores, kept = self.manager.evaluate(
-                self._plan, self.manager.engine.inputs(states), recording.retained[rows], np.arange(len(rows))
+                self._plan, self.manager.engine.inputs(states), recording.retained[origin], np.arange(len(rows))
             )
             recording.retained[rows] = kept
         recording.add(placed, scores)
@@ -173,6 +175,10 @@ class MonitorRun:
                 generation.acting = False
         for listener in self._listeners:
             listener(placed, scores)
+
+    def _check(self, prompt: Prompt) -> None:
+        if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
+            raise NotSupportedDecoding("a stop cannot end one beam: what it would have continued comes from the others. Use a callable action")
 
     def _act(self, generation: Generation, placed: Placed, scores: Scores) -> None:
         pack = self.manager.pack
@@ -187,7 +193,7 @@ class MonitorRun:
                 rule.action(
                     Event(
                         concept["id"], concept["name"], tuple(pack.path(rule.probe)), row, int(placed.columns[i]),
-                        int(placed.ids[i]), score, rule.above, rule.for_tokens,
+                        int(placed.ids[i]), score, rule.above, rule.for_tokens, placed.provisional,
                     )
                 )  # fmt: skip
 

@@ -74,6 +74,8 @@ def stream(
         raise ConfigError("stream needs the model's tokenizer to encode the messages")
     if generate.get("num_return_sequences") not in (None, 1):
         raise ConfigError("stream follows one sequence: attach and use run.result for several")
+    if generate.get("num_beams") not in (None, 1):
+        raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
     run = manager.attach(model, tokenizer, strict=strict)
     inputs = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()}
     arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()

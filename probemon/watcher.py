@@ -13,6 +13,7 @@ threads may generate on one model at once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -30,12 +31,14 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.align import Call, Forward, Ints, Placed
+from probemon.beams import Beams
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.generation import Prompt, batched_entries, read_call, refuse_batched
 from probemon.hierarchy import Mask
 from probemon.host import find_layers
 from probemon.record import Recording
 from probemon.tap import Tap
+from probemon.types import PROMPT
 
 States = dict[str, Tensor]
 # Methods put before a model's own: whose they are, and what they shadow.
@@ -46,6 +49,7 @@ _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Watcher, Any]] = weakref.WeakKeyD
 class Generation:
     """One `generate()` that is running. `ids`, `mask`: of the whole sequence, for the next forward. `stop [B]`: rows an action stopped; `streaks`: of each rule, by row.
 
+    `origin`: with beams, the row that each row's history ran in before the newest forward.
     `drafts`: hidden states of tokens that were proposed and may be rejected; `drafting`: the model is proposing.
     """
 
@@ -58,6 +62,7 @@ class Generation:
     stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
     streaks: dict[int, dict[int, int]] = field(default_factory=dict)
     drafts: list[tuple[Placed, States]] = field(default_factory=list)
+    origin: Ints | None = None
 
 
 ScoreTokens = Callable[[Generation | None, Recording, Placed, States], None]
@@ -77,7 +82,9 @@ class _Thread(threading.local):
 class Watcher:
     """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
 
-    def __init__(self, model: Any, sites: list[str], n_probes: int, score: ScoreTokens) -> None:
+    def __init__(
+        self, model: Any, sites: list[str], n_probes: int, score: ScoreTokens, check: Callable[[Prompt], None] = lambda prompt: None
+    ) -> None:
         self.model = model
         self.recordings: list[Recording] = []
         self.forward_seconds: list[float] = []  # spent in our hooks, one entry a forward of the host
@@ -85,7 +92,7 @@ class Watcher:
         self.open = False
         self._decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
-        self._sites, self._n_probes, self._score = sites, n_probes, score
+        self._sites, self._n_probes, self._score, self._check = sites, n_probes, score, check
         self._tap = Tap(model, sites, self._tapped)
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._thread = _Thread()
@@ -159,7 +166,10 @@ class Watcher:
             finally:
                 outer.drafting -= 1
         prompt = read_call(self.model, args, kwargs)
+        self._check(prompt)
         recording = self._new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
+        if prompt.n_beams > 1:
+            recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         self._thread.generation = Generation(recording, prompt)
         with self._lock:
             self._n_running += 1
@@ -196,9 +206,14 @@ class Watcher:
         """The stopping criteria looked at ids `[B, L]`; `pads`: a row that ended is fed padding from now on."""
         if generation.prompt.speculative:
             self._commit(generation, ids)
+        call, beams = generation.recording.call, generation.recording.beams
         done = done | self.stopped(generation, done)
+        if beams is not None:
+            beams.ended(ids.detach().cpu().numpy(), done.cpu().numpy(), call.n_rows // beams.n_beams)
+            call.ended(np.zeros(call.n_rows, dtype=bool))
+            return done
         ends = done.cpu().numpy() if pads else np.zeros(len(done), dtype=bool)
-        generation.recording.call.ended(ends)
+        call.ended(ends)
         return done
 
     def stopped(self, generation: Generation | None, like: Tensor) -> Tensor:
@@ -228,8 +243,7 @@ class Watcher:
                     raise AlignmentError(
                         f"column {column}: a draft had token {placed.ids[i]}, the sequence has {accepted[0, column - offset]}, yet it was kept"
                     )
-                at = slice(i, i + 1)
-                one = Placed(placed.rows[at], placed.columns[at], placed.offsets[at], placed.ids[at], placed.phase)
+                one = dataclasses.replace(placed.take(np.array([i])), draft=False)
                 self._score(generation, generation.recording, one, {site: h[i : i + 1] for site, h in states.items()})
         call.frontier = min(call.frontier, last)
 
@@ -266,11 +280,25 @@ class Watcher:
             recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
             if generation is not None:
                 generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
+        if generation is not None and recording.beams is not None:
+            mine.waiting = [self._beam_tokens(generation, placed) for placed in mine.waiting]
         mine.states = [{} for _ in mine.waiting]
         mine.recording = recording
         if cache is not None:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
+
+    def _beam_tokens(self, generation: Generation, placed: Placed) -> Placed:
+        """A prompt is scored once, in the first of its beams; a generated token for every beam that has it."""
+        beams = generation.recording.beams
+        assert beams is not None and generation.ids is not None
+        if placed.phase == PROMPT:
+            return placed.take(np.flatnonzero(placed.rows % beams.n_beams == 0))
+        generation.origin = beams.advance(generation.ids, generation.recording.n_entries)
+        for streaks in generation.streaks.values():
+            before = dict(streaks)
+            streaks.update({row: before.get(int(origin), 0) for row, origin in enumerate(generation.origin)})
+        return dataclasses.replace(placed, provisional=True)
 
     def _plain_mask(self, mask: Any) -> Ints | None:
         if mask is None:

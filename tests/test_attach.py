@@ -215,8 +215,8 @@ def test_output_that_is_not_ours_is_refused(manager, model):
 
 
 REFUSED = {
-    "beam search": {"num_beams": 2},
-    "beam sample": {"num_beams": 2, "do_sample": True},
+    "constrained beam search": {"force_words_ids": [[4]], "num_beams": 2},
+    "group beam search": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
     "dola": {"dola_layers": "low"},
     "custom_generate": {"custom_generate": lambda *a, **k: None},
@@ -232,17 +232,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_decoding_modes_are_refused_by_name(pack, model, name):
     options = {"input_ids": PROMPT, "max_new_tokens": 4, **NO_EOS, **REFUSED[name]}
-    words = {"beam sample": "beam"}.get(name, name)
     with DynamicProbeManager(pack).attach(model) as run:
-        with pytest.raises(NotSupportedDecoding, match=f"(?i){words}.*not supported"):
+        with pytest.raises(NotSupportedDecoding, match=f"(?i){name}.*not supported"):
             model.generate(**options)
         with pytest.raises(AlignmentError, match="nothing was watched"):
             run.result(PROMPT)
 
 
 def test_modes_hidden_in_a_configuration_are_refused_too(pack, model):
-    config = GenerationConfig(num_beams=3, max_new_tokens=4)
-    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="beam"):
+    config = GenerationConfig(guidance_scale=3.0, max_new_tokens=4)
+    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="guidance"):
         model.generate(PROMPT, generation_config=config)
 
 
@@ -324,6 +323,78 @@ def test_static_cache(manager, model, options):
     _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+BEAMS = {
+    "beams": {},
+    "beams, sampled": {"do_sample": True, "temperature": 2.0},
+    "beams, all returned": {"num_return_sequences": 4},
+    "beams without a cache": {"use_cache": False},
+    "beams with their indices": {"return_dict_in_generate": True, "output_scores": True},
+    "beams and a length penalty": {"length_penalty": -3.0, "early_stopping": True, "num_return_sequences": 2},
+    "beams in a static cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("eos", [None, (3, 8, 17, 21, 30, 44)], ids=["to the limit", "ending early"])
+@pytest.mark.parametrize("name", BEAMS)
+def test_beams_are_resolved_at_the_end(manager, model, name, eos):
+    torch.manual_seed(9)
+    options = {"do_sample": False, **BEAMS[name], "eos_token_id": None if eos is None else list(eos), "pad_token_id": PAD}
+    with manager.attach(model) as run:
+        out = model.generate(BATCH, attention_mask=BATCH_MASK, max_new_tokens=7, num_beams=4, **options)
+    sequences = getattr(out, "sequences", out)
+    result, lines = run.result(out), sequences.tolist()
+    each = len(lines) // 3
+    ends = []
+    for row, line in enumerate(lines):
+        first = [2, 0, 1][row // each]
+        generated = line[5:]
+        n = next((i + 1 for i, t in enumerate(generated) if eos and t in eos), len(generated))
+        ends.append(n)
+        mine = check(manager, model, result, row, line, first, [(5 - first, n - 1)])
+        assert len(mine) == 5 - first + n and result.coverage.unseen[mine[-1]] == LAST
+    assert eos is None or min(ends) < 7
+    assert np.array_equal(run.result(sequences.clone()).scores.values, result.scores.values)
+
+
+def test_beam_output_that_is_not_ours_is_refused(pack, model):
+    with DynamicProbeManager(pack).attach(model) as run:
+        out = model.generate(PROMPT, max_new_tokens=6, num_beams=3, do_sample=False, **NO_EOS)
+    for place, words in ((2, "position 2: the output has another token"), (6, "no beam had this sequence")):
+        edited = out.clone()
+        edited[0, place] = (edited[0, place] + 1) % 61
+        with pytest.raises(AlignmentError, match=words):
+            run.result(edited)
+    with pytest.raises(AlignmentError, match="4 rows"):
+        run.result(out.repeat(4, 1))
+
+
+def test_rules_follow_a_beam_through_its_rows(pack, model):
+    """A rule's streak belongs to the sequence of tokens, not to the row it happens to be computed in."""
+    manager, events, probe = DynamicProbeManager(pack), [], pack.find("c9")
+    options = {"max_new_tokens": 9, "num_beams": 4, "do_sample": False, "num_return_sequences": 4, **NO_EOS}
+    with manager.attach(model) as run:
+        run.on("c9", above=2.0)
+        with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
+            model.generate(PROMPT, **options)
+    with manager.attach(model) as run:
+        run.on("c9", above=2.0, action=lambda event: None)
+        out = model.generate(PROMPT, **options)
+    result = run.result(out)
+    values = np.array([dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0) for i in range(len(result))])
+    above = float(np.median(values[result.phase == 1]))
+    with manager.attach(model) as run:
+        run.on("c9", above=above, for_tokens=2, action=events.append)
+        again = model.generate(PROMPT, **options)
+    assert torch.equal(out, again) and events and all(event.provisional for event in events)
+    met = {(event.column, event.token_id, round(event.score, 6)) for event in events}
+    for row in range(4):
+        streak = 0
+        for i in np.flatnonzero((result.row == row) & (result.phase == 1))[:-1]:
+            streak = streak + 1 if values[i] > above else 0
+            if streak == 2:
+                assert (int(result.position[i]), int(result.token_id[i]), round(float(values[i]), 6)) in met
 
 
 def test_threads_generating_on_one_model_at_once(manager, model):

@@ -268,6 +268,10 @@ class Watcher:
         if ids is None:
             raise NotSupportedDecoding("a forward with inputs_embeds has no token ids to place: give input_ids, or detach")
         start = 0 if cache is None else int(cache.get_seq_length())
+        if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
+            if generation is None or generation.ids is None:
+                raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
+            start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
         mask = self._plain_mask(given.get("attention_mask")) if generation is None else generation.mask
         forward = Forward(start, ids.detach().cpu().numpy().astype(np.int64), mask)
         recording = self._document(forward, cache) if generation is None else generation.recording

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, PAD, make_model, n_hooks
+from oracle import check, expected
 from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from probemon import DynamicProbeManager
@@ -22,47 +23,6 @@ BATCH_MASK = (BATCH != PAD).long()
 @pytest.fixture(params=["pack", "two_sites"])
 def manager(request):
     return DynamicProbeManager(request.getfixturevalue(request.param), keep_top_k=6)
-
-
-def states(model, pack, ids):
-    """Hidden states of one unpadded sequence by one plain forward: what every streamed score must agree with."""
-    with torch.no_grad():
-        out = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-        last = {}
-        handle = model.model.layers[-1].register_forward_hook(lambda m, a, o: last.update(h=o))  # before the final norm
-        model(torch.tensor([ids]), use_cache=False)
-        handle.remove()
-    layers = [*out.hidden_states[1:-1], last["h"]]
-    return {site: layers[int(site.split(".")[1])][0] for site in pack.sites}
-
-
-def expected(manager, model, ids, turns):
-    """Scores of one row; `turns`: [(prompt tokens, generated tokens seen), ...] one after another."""
-    hidden, parts, at = states(model, manager.pack, ids), [], 0
-    for n_prompt, n_generated in turns:
-        end = at + n_prompt + n_generated
-        scores = manager.score_tokens({site: h[at:end] for site, h in hidden.items()}, prompt_len=n_prompt)
-        parts += [("prompt" if i < n_prompt else "generated", scores, i) for i in range(end - at)]
-        at = end
-    return parts
-
-
-def check(manager, model, result, row, out_row, first, turns):
-    """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores."""
-    mine = np.flatnonzero(result.row == row)
-    oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns)
-    seen = [i for i in mine if not result.coverage.unseen[i]]
-    assert result.position[mine].tolist() == list(range(first, first + len(mine)))
-    assert result.token_id[mine].tolist() == out_row[first : first + len(mine)]
-    assert len(seen) == len(oracle)
-    for i, (phase, scores, t) in zip(seen, oracle, strict=True):
-        assert ("prompt", "generated")[result.phase[i]] == phase
-        assert result.scores.active(i).tolist() == scores.active(t).tolist()
-        assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
-    cover = result.coverage
-    total = cover.active + cover.dropped + cover.not_reached
-    assert (total[cover.seen] == manager.pack.n_probes).all() and (total[~cover.seen] == 0).all()
-    return mine
 
 
 def watch(manager, model, **options):

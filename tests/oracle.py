@@ -1,0 +1,51 @@
+"""The oracle of attribution: what was streamed against one plain forward of each final sequence, alone and unpadded."""
+
+import numpy as np
+import torch
+
+from probemon.host import find_layers
+
+
+def states(model, pack, ids):
+    """Hidden states of one unpadded sequence by one plain forward, `{site: [T, D]}`."""
+    _, layers = find_layers(model)
+    seen, handles = {}, []
+    for site in pack.sites:
+        layer = layers[int(site.split(".")[1])]
+        handles.append(layer.register_forward_hook(lambda m, a, out, site=site: seen.update({site: out[0] if isinstance(out, tuple) else out})))
+    try:
+        with torch.no_grad():
+            model(torch.tensor([ids]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {site: hidden[0] for site, hidden in seen.items()}
+
+
+def expected(manager, model, ids, turns):
+    """Scores of one row, token by token; `turns`: [(prompt tokens, generated tokens seen), ...] one after another."""
+    hidden, parts, at = states(model, manager.pack, ids), [], 0
+    for n_prompt, n_generated in turns:
+        end = at + n_prompt + n_generated
+        scores = manager.score_tokens({site: h[at:end] for site, h in hidden.items()}, prompt_len=n_prompt)
+        parts += [("prompt" if i < n_prompt else "generated", scores, i) for i in range(end - at)]
+        at = end
+    return parts
+
+
+def check(manager, model, result, row, out_row, first, turns):
+    """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores."""
+    mine = np.flatnonzero(result.row == row)
+    oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns)
+    seen = [i for i in mine if not result.coverage.unseen[i]]
+    assert result.position[mine].tolist() == list(range(first, first + len(mine)))
+    assert result.token_id[mine].tolist() == out_row[first : first + len(mine)]
+    assert len(seen) == len(oracle)
+    for i, (phase, scores, t) in zip(seen, oracle, strict=True):
+        assert ("prompt", "generated")[result.phase[i]] == phase
+        assert result.scores.active(i).tolist() == scores.active(t).tolist()
+        assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
+    cover = result.coverage
+    total = cover.active + cover.dropped + cover.not_reached
+    assert (total[cover.seen] == manager.pack.n_probes).all() and (total[~cover.seen] == 0).all()
+    return mine

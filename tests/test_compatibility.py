@@ -1,0 +1,154 @@
+"""Every architecture in every mode: exact by the oracle, or refused with a reason. Writes and checks docs/compatibility.md.
+
+    PROBEMON_WRITE_TABLE=1 python -m pytest tests/test_compatibility.py        # writes the table anew
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PAD, make_pack
+from oracle import check
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from probemon import DynamicProbeManager
+from probemon.errors import NotSupportedDecoding
+from probemon.packfile import write_text_atomically
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD, "initializer_range": 0.5,
+}  # fmt: skip
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
+ARCHITECTURES = {
+    "llama": {}, "qwen3": {}, "mistral": {"sliding_window": 4}, "gemma3_text": {"query_pre_attn_scalar": 8, **MIXED},
+    "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 128}, "gpt_neox": {}, "phi3": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16}, "bloom": {"n_layer": 3, "n_head": 2}, "mamba": {"state_size": 4},
+}  # fmt: skip
+PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
+BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.5}
+MODES = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "padded batch": {"batch": True, **GREEDY},
+    "early end": {"batch": True, "eos": True, **GREEDY},
+    "2 sequences": {"batch": True, "num_return_sequences": 2, **SAMPLED},
+    "no cache": {"batch": True, "use_cache": False, **GREEDY},
+    "second turn": {"turns": True, **GREEDY},
+    "chunked": {"batch": True, "prefill_chunk_size": 2, **GREEDY},
+    "beams": {"batch": True, "num_beams": 3, **GREEDY},
+    "beam sample": {"batch": True, "num_beams": 3, **SAMPLED},
+    "draft model": {"draft": True, **GREEDY},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, **GREEDY},
+    "early exit": {"assistant_early_exit": 2, **GREEDY},
+    "static cache": {"batch": True, "cache_implementation": "static", **GREEDY},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4, **GREEDY},
+    "guidance": {"guidance_scale": 2.0, **GREEDY},
+}  # fmt: skip
+NEW = 8
+TABLE: dict[str, dict[str, str]] = {}
+
+
+def make(name, seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name]})).eval()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def host(request, tmp_path_factory):
+    model = make(request.param)
+    pack = make_pack(tmp_path_factory.mktemp("packs") / "random", model, sites=("resid_post.0", "resid_post.2"))
+    return request.param, model, DynamicProbeManager(pack, keep_top_k=6)
+
+
+def generate(name, model, run_in, mode):
+    """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns), ...])` where the oracle should look."""
+    options = dict(MODES[mode])
+    batch, eos, turns, draft = (options.pop(key, False) for key in ("batch", "eos", "turns", "draft"))
+    common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": None}
+    if draft:
+        options["assistant_model"] = make(name, seed=0)
+        options["assistant_model"].get_output_embeddings().weight.data.mul_(1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0)))
+    inputs = {"input_ids": BATCH, "attention_mask": (BATCH != PAD).long()} if batch else {"input_ids": PROMPT}
+    if eos:
+        bare = model.generate(**inputs, **common, **GREEDY)
+        common["eos_token_id"] = int(bare[0, 7])
+    torch.manual_seed(6)
+    with run_in as run:
+        if turns:
+            cache = DynamicCache(config=model.config)
+            first = model.generate(PROMPT, past_key_values=cache, **common, **options)
+            ids = torch.cat([first, torch.tensor([[30, 31]])], dim=1)
+            out = model.generate(ids, past_key_values=cache, **common, **options)
+            return run, out, [(0, 0, [(5, NEW - 1), (3, NEW - 1)])]
+        out = model.generate(**inputs, **common, **options)
+    lines = []
+    each = len(out) // len(inputs["input_ids"])
+    for row, line in enumerate(out.tolist()):
+        first = int((inputs["input_ids"][row // each] == PAD).sum())
+        generated = line[5:]
+        n = generated.index(common["eos_token_id"]) + 1 if common["eos_token_id"] in generated else len(generated)
+        lines.append((row, first, [(5 - first, n - (n == len(generated)))]))
+    return run, out, lines
+
+
+@pytest.mark.filterwarnings("ignore")  # some hosts warn of kernels that are not installed
+@pytest.mark.parametrize("mode", MODES)
+def test_exact_or_refused_with_a_reason(host, mode):
+    name, model, manager = host
+    try:
+        run, out, lines = generate(name, model, manager.attach(model), mode)
+    except NotSupportedDecoding as refusal:
+        entry = f"refused: {str(refusal).split(' is not supported')[0]}"
+    except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+        model.config.num_hidden_layers = SIZES["num_hidden_layers"]  # transformers leaves it changed where an early exit fails
+        entry = f"refused by transformers: {str(error).splitlines()[0][:90]}"
+        with pytest.raises(type(error)):  # without us too
+            generate(name, model, Bare(), mode)
+        model.config.num_hidden_layers = SIZES["num_hidden_layers"]
+    else:
+        result = run.result(out)
+        for row, first, turns in lines:
+            check(manager, model, result, row, out[row].tolist(), first, turns)
+        assert len({row for row, _, _ in lines}) == len(out)
+        entry = "exact"
+    TABLE.setdefault(name, {})[mode] = entry
+
+
+class Bare:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return None
+
+
+def test_table_in_the_documents_is_what_was_found():
+    path = Path(__file__).parent.parent / "docs/compatibility.md"
+    if set(TABLE) != set(ARCHITECTURES) or any(set(row) != set(MODES) for row in TABLE.values()):
+        pytest.skip("only a part of the table was run")
+    notes: list[str] = []
+    lines = []
+    for name, row in TABLE.items():
+        cells = []
+        for mode in MODES:
+            if row[mode] == "exact":
+                cells.append("exact")
+            else:
+                if row[mode] not in notes:
+                    notes.append(row[mode])
+                cells.append(f"refused ({notes.index(row[mode]) + 1})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    text = "\n".join([
+        "# Compatibility", "",
+        "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/test_compatibility.py`, checked by every test run. *Exact*: every score of every token of",
+        "every row equals that of one plain forward over the final sequence alone, to within 1e-5 in fp32, none missing but the last generated token,",
+        "none extra. The hosts are tiny random models of three layers, tapped at the first and the last.", "",
+        "| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|", *lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), "",
+    ])  # fmt: skip
+    if os.environ.get("PROBEMON_WRITE_TABLE"):
+        write_text_atomically(path, text)
+    assert path.read_text() == text

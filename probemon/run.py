@@ -47,6 +47,7 @@ class MonitorRun:
     """
 
     def __init__(self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False) -> None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps a model; generate() runs the one inside
         check_host(manager.pack, model, strict=strict)
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self._watcher = Watcher(model, manager.pack.sites, manager.pack.n_probes, self._score, self._check)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from probemon.errors import ConfigError
@@ -48,6 +49,7 @@ class Tap:
         self._stack.close()
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
+        @torch.compiler.disable  # a compiled host leaves its graph here, instead of tracing through us
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             self._callback(site, hidden.detach())

@@ -106,7 +106,9 @@ class Watcher:
         return self._n_running > 0
 
     def __enter__(self) -> Watcher:
+        forget_compiled(self.model)
         with ExitStack() as stack:
+            stack.callback(forget_compiled, self.model)
             stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.enter_context(self._tap)
             stack.callback(self._decoder.register_forward_hook(self._after, with_kwargs=True).remove)
@@ -254,6 +256,8 @@ class Watcher:
 
     # -- one forward -----------------------------------------------------------------------------
 
+    # Not traced: a compiled host leaves its graph for our hooks, at the cost of a break for each.
+    @torch.compiler.disable
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         begin = time.perf_counter()
         mine = self._thread
@@ -342,6 +346,7 @@ class Watcher:
             mine.waiting, mine.states = [], []
         mine.seconds += time.perf_counter() - begin
 
+    @torch.compiler.disable
     def _after(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         mine = self._thread
         if mine.recording is None:
@@ -356,6 +361,13 @@ class Watcher:
             self._by_cache[cache] = mine.recording
         mine.recording = None
         self.forward_seconds.append(mine.seconds)
+
+
+def forget_compiled(model: Any) -> None:
+    """Make a compiled host compile again: a graph does not notice that hooks came or went."""
+    by_generate = vars(model).pop("_compiled_call", None) is not None
+    if by_generate or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        torch._dynamo.reset()
 
 
 def _check_ids(generation: Generation, forward: Forward) -> None:

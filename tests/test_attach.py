@@ -8,7 +8,14 @@ import pytest
 import torch
 from conftest import EOS, PAD, make_model, n_hooks
 from oracle import check, expected
-from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
@@ -283,6 +290,60 @@ def test_static_cache(manager, model, options):
     _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+def compiled(**more):
+    config = CompileConfig(mode="default", backend="eager", **more)
+    config._compile_all_devices = True  # on a CPU generate() compiles only if told so
+    return {"cache_implementation": "static", "compile_config": config, "do_sample": False, "max_new_tokens": 6, **NO_EOS}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attached", ["before", "after", "twice"])
+def test_compiled_decode_is_seen_whenever_we_attach(pack, attached):
+    """A hook added after compiling is skipped silently by torch: the host is made to compile again."""
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    if attached != "before":
+        bare = model.generate(PROMPT, **compiled())
+    if attached == "twice":
+        with manager.attach(model):
+            model.generate(PROMPT, **compiled())
+    _, result, out = watch(manager, model, input_ids=PROMPT, **compiled())
+    assert "_compiled_call" not in vars(model)
+    check(manager, model, result, 0, out[0], 0, [(5, 5)])
+    again = model.generate(PROMPT, **compiled())
+    assert again.tolist() == out and (attached == "before" or bare.tolist() == out)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_compiled_hosts_are_seen_or_told_loudly(pack):
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    model.model.compile(backend="eager")
+    model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
+    _, result, out = watch(manager, model, input_ids=PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+    torch._dynamo.reset()
+    check(manager, make_model(), result, 0, out[0], 0, [(5, 4)])
+    whole = torch.compile(make_model(), backend="eager")
+    _, result, out = watch(manager, whole, input_ids=PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+    check(manager, make_model(), result, 0, out[0], 0, [(5, 4)])
+    torch._dynamo.reset()
+    hidden = make_model()
+    hidden.model.forward = torch.compile(hidden.model.forward, backend="eager")
+    hidden.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
+    try:  # torch may see the new hooks or not; it must never be quiet
+        _, result, out = watch(manager, hidden, input_ids=PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+    except AlignmentError as error:
+        assert "without reaching" in str(error) or "past our hooks" in str(error)
+    else:
+        check(manager, make_model(), result, 0, out[0], 0, [(5, 4)])
+    torch._dynamo.reset()
+
+
+def test_one_whole_graph_is_refused(pack, model):
+    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="fullgraph"):
+        model.generate(PROMPT, **compiled(fullgraph=True))
 
 
 BEAMS = {

@@ -50,7 +50,6 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     given = {**bound, **extra}
     _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
     _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
-    _refuse("a prompt given as inputs_embeds", given.get("inputs_embeds") is not None)
     cache = given.get("past_key_values")
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, (DynamicCache, StaticCache)))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
@@ -62,6 +61,12 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     }  # fmt: skip
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
+    embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
+    if embeds is not None and embeds.shape[1] == 0:
+        raise ConfigError(f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token")
+    if embeds is not None and n_ids == 0:
+        return Prompt(int(embeds.shape[1]), int(embeds.shape[1]), **kind)  # the output holds only what is generated
+    _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
     if ids is None:
         return Prompt(1, 0, **kind)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])

@@ -41,6 +41,7 @@ from probemon.tap import Tap
 from probemon.types import PROMPT
 
 States = dict[str, Tensor]
+NO_ID = -1
 # Methods put before a model's own: whose they are, and what they shadow.
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Watcher, Any]] = weakref.WeakKeyDictionary()
 
@@ -269,9 +270,11 @@ class Watcher:
         if given.get("cu_seq_lens_q") is not None:
             raise NotSupportedDecoding("continuous batching: the rows of a packed forward cannot be told apart. Detach, or use generate()")
         ids, cache = given.get("input_ids"), given.get("past_key_values")
-        if ids is None:
-            raise NotSupportedDecoding("a forward with inputs_embeds has no token ids to place: give input_ids, or detach")
         start = 0 if cache is None else int(cache.get_seq_length())
+        if ids is None:
+            if generation is None:
+                raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
+            ids = _ids_of_embeds(generation, given["inputs_embeds"])
         if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
             if generation is None or generation.ids is None:
                 raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
@@ -368,6 +371,13 @@ def forget_compiled(model: Any) -> None:
     by_generate = vars(model).pop("_compiled_call", None) is not None
     if by_generate or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         torch._dynamo.reset()
+
+
+def _ids_of_embeds(generation: Generation, embeds: Tensor) -> Tensor:
+    """The ids a prompt of embeddings stands for, where `generate` was given them; -1 where it was not."""
+    if generation.ids is not None and generation.ids.shape[1] == embeds.shape[1]:
+        return torch.from_numpy(generation.ids)
+    return torch.full(embeds.shape[:2], NO_ID)
 
 
 def _check_ids(generation: Generation, forward: Forward) -> None:

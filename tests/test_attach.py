@@ -192,7 +192,7 @@ REFUSED = {
     "guidance_scale": {"guidance_scale": 2.0},
     "token healing": {"token_healing": True},
     "synced_gpus": {"synced_gpus": True},
-    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 16), "input_ids": None},
+    "inputs_embeds beside 5 input_ids": {"inputs_embeds": torch.zeros(1, 3, 16)},
 }
 
 
@@ -290,6 +290,32 @@ def test_static_cache(manager, model, options):
     _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"eos_token_id": [3, 8, 17, 21, 30, 44]}], ids=str)
+def test_prompt_given_as_embeddings(manager, model, with_ids, options):
+    """Without ids the output holds only what is generated; the prompt's states still begin the generation."""
+    embeds = model.get_input_embeddings()(BATCH).detach()
+    options = {"max_new_tokens": 6, "do_sample": False, **NO_EOS, **options, **({"input_ids": BATCH} if with_ids else {})}
+    _, result, out = watch(manager, model, inputs_embeds=embeds, attention_mask=BATCH_MASK, **options)
+    assert len(out[0]) <= (11 if with_ids else 6)
+    for row, first in enumerate([2, 0, 1]):
+        generated = out[row][5:] if with_ids else out[row]
+        n = next((i + 1 for i, t in enumerate(generated) if t in (options["eos_token_id"] or [])), len(generated))
+        seen = n - (n == len(generated) or "num_beams" in options)
+        full = [*BATCH[row].tolist(), *generated]
+        if with_ids:
+            check(manager, model, result, row, full, first, [(5 - first, seen)])
+            continue
+        mine = np.flatnonzero(result.row == row)
+        assert result.position[mine].tolist() == list(range(n)) and result.token_id[mine].tolist() == generated[:n]
+        oracle = expected(manager, model, full[first : 5 + seen], [(5 - first, seen)])[5 - first :]
+        for i, (phase, scores, t) in zip(mine, oracle, strict=False):
+            assert ("prompt", "generated")[result.phase[i]] == phase == "generated"
+            assert result.scores.active(i).tolist() == scores.active(t).tolist()
+            assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
+        assert [bool(result.coverage.unseen[i]) for i in mine] == [False] * seen + [True] * (n - seen)
 
 
 def compiled(**more):

@@ -15,7 +15,9 @@ from torch import nn
 
 from probemon.errors import ConfigError, NotSupportedHost
 
-SITE = re.compile(r"^(resid_post)\.(\d+)$")
+SITE = re.compile(r"^(resid_post|attn_out|mlp_out)\.(\d+)$")
+# What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
+_BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
 _SAMPLES = 16
 
 
@@ -60,8 +62,27 @@ def parse_site(site: str) -> tuple[str, int]:
     """`'resid_post.15'` -> `('resid_post', 15)`."""
     match = SITE.match(site)
     if match is None:
-        raise ConfigError(f"site {site!r} is not supported: expected 'resid_post.N', N a 0-based layer of the host")
+        raise ConfigError(
+            f"site {site!r} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host"
+        )
     return match.group(1), int(match.group(2))
+
+
+def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
+    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`, `NotSupportedHost`."""
+    kind, at = parse_site(site)
+    if at >= len(layers):
+        raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
+    layer = layers[at]
+    if kind == "resid_post":
+        return layer
+    if type(layer).__name__ == "BloomBlock":
+        raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} adds the residual stream inside its blocks, so this output has no place of its own")
+    children = dict(layer.named_children())
+    for name in _BLOCKS[kind]:
+        if name in children:
+            return children[name]
+    raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}")
 
 
 def fingerprint(model: Any) -> str:

@@ -16,23 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.errors import ConfigError
-from probemon.host import find_layers, parse_site
+from probemon.host import find_layers, site_module
 
 Callback = Callable[[str, Tensor], None]
 
 
 class Tap:
-    """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based)."""
+    """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
+
+    `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
+    """
 
     def __init__(self, model: Any, sites: Sequence[str], callback: Callback) -> None:
         _, layers = find_layers(model)
         self._targets: list[tuple[str, nn.Module]] = []
         for site in sites:
-            _, layer = parse_site(site)
-            if layer >= len(layers):
-                raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
-            self._targets.append((site, layers[layer]))
+            self._targets.append((site, site_module(layers, site)))
         self._callback = callback
         self._stack = ExitStack()
 

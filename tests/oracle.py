@@ -11,7 +11,11 @@ def states(model, pack, ids):
     _, layers = find_layers(model)
     seen, handles = {}, []
     for site in pack.sites:
-        layer = layers[int(site.split(".")[1])]
+        kind, at = site.split(".")
+        layer = layers[int(at)]
+        if kind != "resid_post":
+            names = {"attn_out": ("self_attn", "attn", "attention"), "mlp_out": ("mlp",)}[kind]
+            layer = next(getattr(layer, name) for name in names if hasattr(layer, name))
         handles.append(layer.register_forward_hook(lambda m, a, out, site=site: seen.update({site: out[0] if isinstance(out, tuple) else out})))
     try:
         with torch.no_grad():
@@ -44,7 +48,8 @@ def check(manager, model, result, row, out_row, first, turns):
     for i, (phase, scores, t) in zip(seen, oracle, strict=True):
         assert ("prompt", "generated")[result.phase[i]] == phase
         assert result.scores.active(i).tolist() == scores.active(t).tolist()
-        assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
+        worst = float(np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max(initial=0))
+        assert worst < 1e-5, f"row {row}, position {result.position[i]}: a score is off by {worst:.2g}"
     cover = result.coverage
     total = cover.active + cover.dropped + cover.not_reached
     assert (total[cover.seen] == manager.pack.n_probes).all() and (total[~cover.seen] == 0).all()

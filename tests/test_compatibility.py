@@ -13,7 +13,7 @@ from oracle import check
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from probemon import DynamicProbeManager
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.packfile import write_text_atomically
 
 SIZES = {
@@ -116,6 +116,25 @@ def test_exact_or_refused_with_a_reason(host, mode):
         assert len({row for row, _, _ in lines}) == len(out)
         entry = "exact"
     TABLE.setdefault(name, {})[mode] = entry
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sites", [("mlp_out.1", "attn_out.1", "resid_post.0"), ("attn_out.2",)], ids="+".join)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_sites_inside_a_layer(name, sites, tmp_path):
+    model = make(name)
+    # Not normalised: what attention gives can be near zero, and normalising would blow up the host's own last bits.
+    pack = make_pack(tmp_path / "p", model, sites=sites, inputs=[{"site": site, "norm": "none"} for site in sites])
+    manager = DynamicProbeManager(pack)
+    lacking = {"opt": "mlp_out.1", "bloom": "", "mamba": ""}.get(name)
+    if lacking is not None and any(site.startswith(lacking) for site in sites):
+        with pytest.raises(NotSupportedHost, match="|".join(sites)):
+            manager.attach(model)
+        return
+    for mode in ("padded batch", "beams", "prompt lookup"):
+        run, out, lines = generate(name, model, manager.attach(model), mode)
+        for row, first, turns in lines:
+            check(manager, model, run.result(out), row, out[row].tolist(), first, turns)
 
 
 class Bare:

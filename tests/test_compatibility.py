@@ -24,7 +24,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attenti
 ARCHITECTURES = {
     "llama": {}, "qwen3": {}, "mistral": {"sliding_window": 4}, "gemma3_text": {"query_pre_attn_scalar": 8, **MIXED},
     "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 128}, "gpt_neox": {}, "phi3": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2, **MIXED},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16}, "bloom": {"n_layer": 3, "n_head": 2}, "mamba": {"state_size": 4},
 }  # fmt: skip
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])

@@ -108,6 +108,11 @@ class MonitorRun:
         self._watcher.stop_all = True
 
     @property
+    def recordings(self) -> list[Recording]:
+        """What was recorded, one entry a `generate()` (or a document of plain forwards), oldest first."""
+        return self._watcher.recordings
+
+    @property
     def forward_seconds(self) -> list[float]:
         """Seconds spent in our hooks, one entry a forward of the host."""
         return self._watcher.forward_seconds

@@ -202,3 +202,27 @@ def test_damaged_pack_is_one_line_and_status_2(tmp_path):
     card.write_text(card.read_text().replace("a", "b", 1))
     done = cli("inspect", str(tmp_path / "p"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "README.md" in done.stderr
+
+
+# -- other ways to run the model --------------------------------------------------------------------
+
+
+def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
+    from transformers import TextIteratorStreamer, pipeline
+
+    model, tokenizer = demo
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with manager.attach(model, tokenizer) as run:
+        text = pipe("Whales are", max_new_tokens=6, do_sample=False, return_full_text=True)[0]["generated_text"]
+        streamer = TextIteratorStreamer(tokenizer)
+        inputs = tokenizer("Whales are", return_tensors="pt")
+        thread = threading.Thread(target=model.generate, kwargs={**inputs, "streamer": streamer, "max_new_tokens": 6, "do_sample": False})
+        thread.start()
+        streamed = "".join(streamer)
+        thread.join()
+        out = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert tokenizer.decode(out[0], skip_special_tokens=True) == text and streamed == tokenizer.decode(out[0])
+    first, second, third = (run.result(recording.output) for recording in run.recordings)
+    for other in (first, second):
+        assert other.token_id.tolist() == third.token_id.tolist() and other.coverage.n_unseen == 1
+        assert np.array_equal(other.scores.values, third.scores.values)

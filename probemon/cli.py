@@ -47,6 +47,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, alternating.")] = False,
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token."""
@@ -54,10 +55,16 @@ def watch(
         raise ConfigError("the prompt is empty: say something with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
+    if threads < 0:
+        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
+    import torch
+
     from probemon.kernels import check_device
     from probemon.pack import ProbePack
 
     check_device(device)
+    if threads:
+        torch.set_num_threads(threads)
     opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
     say = Console(stderr=True)
     with say.status(f"loading {model}") if say.is_terminal else _quiet():

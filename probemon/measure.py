@@ -1,6 +1,6 @@
 """What watching costs: generation watched and bare, alternating in one process.
 
-    cost = overhead(manager, model, inputs, n_tokens=16, n_pairs=6)
+    cost = overhead(manager, model, inputs, n_tokens=6, n_pairs=16)
     cost.host_ms, cost.monitor_ms, cost.overhead_pct
 """
 
@@ -46,10 +46,13 @@ class _Clock(StoppingCriteria):
 
 
 def overhead(
-    manager: DynamicProbeManager, model: Any, inputs: Mapping[str, Any], *, n_tokens: int = 16, n_pairs: int = 6,
+    manager: DynamicProbeManager, model: Any, inputs: Mapping[str, Any], *, n_tokens: int = 6, n_pairs: int = 16,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Overhead:  # fmt: skip
-    """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and as often watched, the order turned each time."""
+    """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and as often watched, the order turned each time.
+
+    Turns are short, so that what else runs on the machine falls on both alike.
+    """
     steps: dict[bool, list[float]] = {False: [], True: []}
     inside: list[float] = []
 

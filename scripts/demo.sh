@@ -3,4 +3,5 @@
 # Options: --prompt TEXT, --max-new-tokens N, --plain, --json.
 set -euo pipefail
 . "$(dirname "$0")/env.sh" >&2
-exec .venv/bin/python -m probemon.cli watch demo probes/wordnet-smollm2-135m --measure "$@"
+# One thread: a step of several stalls whenever another process takes a core, and its time then says nothing.
+exec .venv/bin/python -m probemon.cli watch demo probes/wordnet-smollm2-135m --measure --threads 1 "$@"

@@ -181,6 +181,7 @@ def test_inspect_says_what_is_in_the_pack():
         (["watch", "nowhere", PACK], "'nowhere' is neither a folder nor a model"),
         (["watch", "demo", PACK, "--prompt", "  "], "the prompt is empty"),
         (["watch", "demo", PACK, "--max-new-tokens", "0"], "--max-new-tokens is 0: give 1 or more"),
+        (["watch", "demo", PACK, "--threads", "-1"], "--threads is -1: give 1 or more"),
         (["watch", "demo", PACK, "--max-new-tokens", "many"], "valid integer"),
         (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
         (["watch", "demo"], "Missing argument 'PACK'"),

@@ -85,6 +85,8 @@ def expand_thresholds(
         return calibrated
     if isinstance(rule, str):
         raise ConfigError(f"load_threshold {rule!r}: give a number, 'auto', 'exact' or 'calibrated'")
+    if isinstance(rule, bool) or not isinstance(rule, (int, float, np.number)):
+        raise ConfigError(f"load_threshold {rule!r}: give a number, 'auto', 'exact' or 'calibrated'")
     return np.full(tree.n, rule, dtype=np.float32)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from probemon.errors import ConfigError, ProbemonError
@@ -108,7 +109,7 @@ def watch(
             f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %; {cost.monitor_ms:.2f} ms inside "
             f"our hooks; medians of {cost.n_steps} steps each, alternating)"
         )
-    lines.append("A concept shown is over its alert threshold: set for 1 % false alarms on single tokens, so expect some.")
+    lines.append("A concept shown is over its own alert threshold; false alarms are expected, at the rate the pack's card states.")
     summary(console, result, lines)
     if as_json:
         print(
@@ -149,7 +150,7 @@ def inspect(
         return
     console = Console(soft_wrap=True, highlight=False)
     host = manifest["host"]
-    console.print(f"[bold]{opened.name}[/bold]  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores")
+    console.print(f"{opened.name}  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores", markup=False)
     console.print(f"for {host.get('model_id')} ({host.get('n_layers')} layers, hidden size {host.get('hidden_size')}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
     _levels(console, opened)
     stated = manifest.get("quality") or {}
@@ -171,6 +172,7 @@ def _levels(console: Console, pack: ProbePack) -> None:
         level = str(int(pack.tree.level[at.start]))
         values = [quality.get(level, {}).get(name) for name in names]
         example = ", ".join(concept["name"] for concept in pack.concepts[at][:3])
+        example = escape(example)
         table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
     console.print(table)
 
@@ -191,9 +193,9 @@ def load_model(name: str, device: str, say: Any) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         return model.eval().to(torch.device(device)), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
 
 
 class _quiet:

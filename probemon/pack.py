@@ -27,6 +27,7 @@ from probemon.errors import (
     PackCorrupt,
     PackError,
     PackVersionError,
+    ProbemonError,
     UnknownConcept,
     closest,
 )
@@ -101,7 +102,17 @@ class ProbePack:
         `verify=True` also hashes every file, checks every weight and replays the golden scores.
         Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `HierarchyError`) naming the file.
         """
-        directory = Path(path)
+        try:
+            return cls._open(Path(path), verify)
+        except ProbemonError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+            # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
+            first = (str(error).splitlines() or [""])[0][:200]
+            raise PackCorrupt(f"{path} is malformed ({type(error).__name__}: {first}): fetch the pack again") from error
+
+    @classmethod
+    def _open(cls, directory: Path, verify: bool) -> ProbePack:
         if not (directory / MANIFEST).is_file():
             if not directory.is_dir():
                 raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}")
@@ -388,6 +399,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise PackCorrupt(f"{path}: {key!r} is missing or not a {kind.__name__}: fetch the pack again")
     if manifest["score_rule"] not in SCORE_RULES:
         raise PackError(f"{path}: score_rule is {manifest['score_rule']!r}, expected one of {', '.join(SCORE_RULES)}")
+    for key in ("recommended", "quality", "provenance"):
+        if not isinstance(manifest.get(key) or {}, dict):
+            raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
     for spec in manifest["inputs"]:
         if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
             raise PackError(f"{path}: input {spec!r}: expected site, norm ({', '.join(NORMS)}) and eps")
@@ -405,13 +419,18 @@ def _read_concepts(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             concept = json.loads(line)
         except json.JSONDecodeError as error:
             raise PackCorrupt(f"{path} line {number} is not valid JSON ({error}): fetch the pack again") from None
         if not isinstance(concept, dict) or not {"id", "name", "level", "parents"} <= set(concept):
             raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
+        kinds = {"id": str, "name": str, "level": int, "parents": list}
+        wrong = [key for key, kind in kinds.items() if not isinstance(concept[key], kind)]
+        if wrong or not all(isinstance(parent, str) for parent in concept["parents"]):
+            raise PackCorrupt(f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again")
         concepts.append(concept)
     return concepts
 

@@ -141,6 +141,8 @@ class Recording:
 
     def _mismatch(self, sequences: Ints) -> str | None:
         n_rows, length = sequences.shape
+        if self.output is not None and self.output.shape[1] != length:
+            return f"the output has {length} columns, the watched generate() returned {self.output.shape[1]}: give its output whole"
         if self.beams is not None:
             return self._beam_mismatch(self.beams, sequences)
         if n_rows != self.call.n_rows:

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from probemon.align import Placed
-from probemon.errors import AlignmentError, ConfigError, HostMismatch, NotSupportedDecoding
+from probemon.arena import PagedArena
+from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, NotSupportedDecoding
 from probemon.events import Event, Rule
 from probemon.generation import Prompt
 from probemon.host import find_layers, fingerprint, hidden_size
@@ -85,6 +86,12 @@ class MonitorRun:
             raise ConfigError(f"action is {action!r}: give 'stop' or a callable that takes the event")
         probes = [rule.probe for rule in self._rules] + [probe]
         plan = self.manager.plan_with(probes)
+        arena = self.manager.arena
+        if isinstance(arena, PagedArena) and int(plan.always.sum()) >= arena.stats().n_slots:
+            raise ArenaFull(
+                f"with {pack.concepts[probe]['id']} (and its ancestors) {int(plan.always.sum())} probes are always active, the arena has "
+                f"{arena.stats().n_slots} slots and needs one more: raise arena_bytes"
+            )
         if self._watcher.open:
             self.manager.arena.pin(np.flatnonzero(plan.always))
             self.manager.arena.unpin(np.flatnonzero(self._plan.always))
@@ -104,7 +111,7 @@ class MonitorRun:
         self._listeners.append(listener)
 
     def stop(self) -> None:
-        """End every row of the running generation at its next token; may be called from another thread."""
+        """End every row of the running generation at its next token, or of the next one if none runs; from any thread."""
         self._watcher.stop_all = True
 
     @property

@@ -50,7 +50,7 @@ class Tap:
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
         @torch.compiler.disable  # a compiled host leaves its graph here, instead of tracing through us
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = output[0] if isinstance(output, (tuple, list)) else output
             self._callback(site, hidden.detach())
 
         return hook

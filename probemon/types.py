@@ -36,6 +36,10 @@ class InputSpec:
     def __post_init__(self) -> None:
         if self.norm not in NORMS:
             raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
+        if not isinstance(self.site, str):
+            raise PackError(f"site {self.site!r}: expected a name such as 'resid_post.15'")
+        if not _is_number(self.eps) or not 0 <= self.eps < math.inf:
+            raise PackError(f"eps {self.eps!r} of {self.site}: expected a small number, 0 or more")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -19,6 +19,7 @@ import inspect
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from transformers import StoppingCriteriaList
 
 from probemon.align import Call, Forward, Ints, Placed
 from probemon.beams import Beams
-from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, batched_entries, read_call, refuse_batched
 from probemon.hierarchy import Mask
 from probemon.host import find_layers
@@ -69,11 +70,23 @@ class Generation:
 ScoreTokens = Callable[[Generation | None, Recording, Placed, States], None]
 
 
+class _Inside(threading.local):
+    """By model, how many runs are following the `generate()` that this thread is in."""
+
+    def __init__(self) -> None:
+        self.models: Counter[int] = Counter()
+
+
+_INSIDE = _Inside()
+
+
 class _Thread(threading.local):
     """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
 
     def __init__(self) -> None:
         self.generation: Generation | None = None
+        self.foreign = False  # the next forward is of a generate() that began before this run attached
+        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens
         self.recording: Recording | None = None
         self.waiting: list[Placed] = []
         self.states: list[States] = []
@@ -176,16 +189,19 @@ class Watcher:
         self._thread.generation = Generation(recording, prompt)
         with self._lock:
             self._n_running += 1
+        _INSIDE.models[id(self.model)] += 1
         try:
             out = original(*args, **kwargs)
         finally:
+            _INSIDE.models[id(self.model)] -= 1
             self._thread.generation = self._thread.recording = None
             with self._lock:
                 self._n_running -= 1
                 # Reset here, not at the start: a stop that came before the first token is still meant.
                 self.stop_all = self.stop_all and self._n_running > 0
         recording.output = sequences = getattr(out, "sequences", out)
-        if recording.call.frontier < sequences.shape[1] + recording.offset - 1:
+        # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
+        if self.open and recording.call.frontier < sequences.shape[1] + recording.offset - 1:
             raise AlignmentError(
                 f"generate() returned {sequences.shape[1]} columns, the taps saw {max(recording.call.frontier, 0)}: the host ran "
                 "forwards past our hooks (was it compiled before probemon was attached?), so nothing is reported"
@@ -194,6 +210,8 @@ class Watcher:
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._thread.generation
+        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
+        self._thread.foreign = generation is None
         if generation is not None and not generation.drafting:
             mask, ids = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
             generation.ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
@@ -203,6 +221,11 @@ class Watcher:
     def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._thread.generation
+        if generation is None and not _INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+            raise NotSupportedDecoding(
+                "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
+                "call model.generate(...) inside the with block"
+            )
         return criteria if generation is None or generation.drafting else _Watched(criteria, self, generation)
 
     def sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
@@ -263,8 +286,8 @@ class Watcher:
         begin = time.perf_counter()
         mine = self._thread
         mine.recording, mine.waiting, mine.states = None, [], []
-        generation = mine.generation
-        if generation is not None and generation.drafting:
+        generation, foreign, mine.foreign = mine.generation, mine.foreign, False
+        if foreign or (generation is not None and generation.drafting):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
@@ -294,7 +317,7 @@ class Watcher:
         if generation is not None and recording.beams is not None:
             mine.waiting = [self._beam_tokens(generation, placed) for placed in mine.waiting]
         mine.states = [{} for _ in mine.waiting]
-        mine.recording = recording
+        mine.recording, mine.shape = recording, forward.ids.shape
         if cache is not None:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
@@ -336,6 +359,11 @@ class Watcher:
         if mine.recording is None:
             return
         begin = time.perf_counter()
+        if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
+            raise NotSupportedHost(
+                f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "
+                "[rows, tokens, hidden size]: which state is whose is unknown"
+            )
         for placed, states in zip(mine.waiting, mine.states, strict=True):
             rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (placed.rows, placed.offsets))
             states[site] = hidden[rows, offsets]  # a copy: the host may reuse its memory

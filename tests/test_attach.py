@@ -91,6 +91,33 @@ def test_padding_that_looks_like_the_end_of_sequence(manager, model):
     check(manager, model, result, 1, out[1], 0, [(5, 7)])
 
 
+def test_row_that_a_criterion_ends_is_not_padded_without_an_end_of_sequence(manager, model):
+    """generate goes on sampling for it, so what follows are tokens like the others."""
+
+    class StopRowZero(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 7, False, False])
+
+    _, result, out = watch(
+        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False,
+        stopping_criteria=StoppingCriteriaList([StopRowZero()]), **NO_EOS,
+    )  # fmt: skip
+    for row, first in enumerate([2, 0, 1]):
+        check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, max_new_tokens=6, do_sample=False, past_key_values=cache, **NO_EOS)
+        cache.crop(-3)  # seven of ten columns stay
+        ids = torch.cat([first[:, :8], torch.tensor([[30, 31]])], dim=1)  # the same beginning, then another way
+        second = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        third = model.generate(torch.cat([second, PROMPT[:, :1]], dim=1), max_new_tokens=2, do_sample=False, past_key_values=cache, **NO_EOS)
+    check(manager, model, run.result(second), 0, second[0].tolist(), 0, [(5, 2), (3, 2)])
+    check(manager, model, run.result(third), 0, third[0].tolist(), 0, [(5, 2), (3, 2), (2, 1)])
+
+
 def test_several_sequences_a_prompt(manager, model):
     torch.manual_seed(5)
     _, result, out = watch(
@@ -173,6 +200,8 @@ def test_output_that_is_not_ours_is_refused(manager, model):
         run.result(edited)
     with pytest.raises(AlignmentError, match="2 rows, 1 were watched"):
         run.result(torch.cat([out, out]))
+    with pytest.raises(AlignmentError, match="6 columns"):
+        run.result(out[:, :6])
     with pytest.raises(AlignmentError, match="12 columns"):
         run.result(torch.cat([out, out[:, :3]], dim=1))
     with pytest.raises(ConfigError, match="give what generate"):
@@ -290,6 +319,67 @@ def test_static_cache(manager, model, options):
     _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+@pytest.mark.parametrize("how", ["looked up before", "on the class"])
+def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
+    """It would be taken for a document: phases, ends of rows and rules would all be wrong, and nobody told."""
+    early = model.generate if how == "looked up before" else lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
+    with manager.attach(model) as run:
+        with pytest.raises(NotSupportedDecoding, match=r"call model\.generate\(\.\.\.\) inside the with block"):
+            early(BATCH, attention_mask=BATCH_MASK, max_new_tokens=4, **NO_EOS)
+        out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+    check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 3)])
+
+
+def test_attached_in_the_middle_of_a_generation_reports_nothing_of_it(manager, model):
+    class Attach(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 7:
+                run.__enter__()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    run = manager.attach(model)
+    out = model.generate(PROMPT, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Attach()]), **NO_EOS)
+    later = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
+    run.__exit__(None, None, None)
+    with pytest.raises(AlignmentError):
+        run.result(out)
+    check(manager, model, run.result(later), 0, later[0].tolist(), 0, [(5, 3)])
+
+
+def test_run_that_detaches_spoils_no_other_and_no_generation(manager, model):
+    class Leave(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 8:
+                leaving.__exit__(None, None, None)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with manager.attach(model) as staying:
+        leaving = manager.attach(model)
+        leaving.__enter__()
+        out = model.generate(PROMPT, max_new_tokens=7, do_sample=False, stopping_criteria=StoppingCriteriaList([Leave()]), **NO_EOS)
+    assert torch.equal(out, model.generate(PROMPT, max_new_tokens=7, do_sample=False, **NO_EOS))
+    check(manager, model, staying.result(out), 0, out[0].tolist(), 0, [(5, 6)])
+    with pytest.raises(AlignmentError, match="the watched forwards end at column 7"):
+        leaving.result(out)
+
+
+def test_threads_with_runs_of_their_own(manager, model):
+    def work(k):
+        prompt = torch.tensor([[1, 5 + k, 9, 13 + 2 * k]])
+        with manager.attach(model) as run:
+            return prompt, run, model.generate(prompt, max_new_tokens=6, do_sample=False, **NO_EOS)
+
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(work, range(9)))
+    assert "generate" not in vars(model)
+    whole = 0
+    for prompt, run, out in done:
+        assert torch.equal(out, model.generate(prompt, max_new_tokens=6, do_sample=False, **NO_EOS))
+        check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(4, 5)])
+        whole += 1
+    assert whole == 9
 
 
 @pytest.mark.parametrize("with_ids", [False, True])

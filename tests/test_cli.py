@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -74,7 +75,9 @@ def test_leaving_the_stream_stops_the_generation(demo, manager):
     before, threads = n_hooks(model), threading.active_count()
     events = manager.stream(model, tokenizer, CHAT, max_new_tokens=2000, do_sample=False)
     next(events)
+    begin = time.monotonic()
     events.close()
+    assert time.monotonic() - begin < 30  # 2,000 tokens would take minutes
     assert n_hooks(model) == before and threading.active_count() == threads
     assert "generate" not in vars(model)
 

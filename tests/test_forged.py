@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import HIDDEN
+from conftest import HIDDEN, make_pack
 from safetensors.torch import load_file, save_file
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.errors import HierarchyError, PackCorrupt, PackError, ProbeLoadError
+from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
 from probemon.packfile import sha256
 
 
@@ -134,3 +134,55 @@ def test_truncation_inside_the_header_is_named(pack, tmp_path):
     (target / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(PackCorrupt, match="cannot be read as safetensors"):
         ProbePack.open(target)
+
+
+def test_line_breaks_of_unicode_in_a_definition_are_kept(model, tmp_path):
+    concepts = [{"id": f"c{i}", "name": f"n{i}", "parents": [], "definition": "a\u2028b\u0085c\u000bd"} for i in range(40)]
+    written = make_pack(tmp_path / "p", model, concepts=concepts)
+    assert written.concepts[7]["definition"] == "a\u2028b\u0085c\u000bd"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recommended": 5}, {"recommended": [1]}, {"quality": "good"}, {"inputs": [{"site": 5}]}, {"inputs": [{"site": "resid_post.1", "eps": "a"}]},
+        {"inputs": [{"site": "resid_post.1", "eps": -5}]}, {"inputs": [{"site": "resid_post.1", "eps": float("nan")}]}, {"inputs": [{"norm": "none"}]},
+        {"files": {"x" * 5000: {"sha256": "0", "size": 1}}}, {"files": {"README.md": 5}}, {"host": {"hidden_size": []}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_forged_manifest_is_one_error_that_names_the_pack(pack, tmp_path, changes):
+    target = forge(pack, tmp_path / "forged", lambda tensors: None)
+    manifest = json.loads((target / "manifest.json").read_text())
+    (target / "manifest.json").write_text(json.dumps(manifest | changes))
+    with pytest.raises(PackError):
+        ProbePack.open(target)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "{", "[]", "\ufeff{}", '{"format_version": ' + "1" * 5000 + "}"], ids=lambda t: t[:5])
+def test_text_that_is_no_manifest_is_one_error(pack, tmp_path, text):
+    target = forge(pack, tmp_path / "forged", lambda tensors: None)
+    (target / "manifest.json").write_text(text)
+    with pytest.raises(PackError):
+        ProbePack.open(target)
+
+
+@pytest.mark.parametrize("change", [{"id": 5}, {"name": ["a"]}, {"name": None}, {"parents": None}, {"parents": [5]}, {"level": "0"}], ids=str)
+def test_forged_concept_is_named_by_its_line(pack, tmp_path, change):
+    target = forge(pack, tmp_path / "forged", lambda tensors: None)
+    lines = (target / "concepts.jsonl").read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | change)
+    (target / "concepts.jsonl").write_text("\n".join(lines) + "\n")
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["concepts.jsonl"]["size"] = (target / "concepts.jsonl").stat().st_size
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackCorrupt, match="line 3"):
+        ProbePack.open(target)
+
+
+def test_unusable_recommendation_is_named(pack, tmp_path):
+    target = forge(pack, tmp_path / "forged", lambda tensors: None)
+    manifest = json.loads((target / "manifest.json").read_text())
+    (target / "manifest.json").write_text(json.dumps(manifest | {"recommended": {"load_threshold": {}}}))
+    with pytest.raises(ConfigError, match="load_threshold"):
+        DynamicProbeManager(ProbePack.open(target))

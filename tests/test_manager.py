@@ -89,3 +89,29 @@ def test_bad_arguments_are_named():
         DynamicProbeManager(pack, max_loaded_probes=3)
     with pytest.raises(ConfigError, match=r"expected \[N, 576\]"):
         DynamicProbeManager(pack).score_tokens(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
+@pytest.mark.parametrize("arena_bytes", [None, 8000])
+def test_every_probe_reads_its_own_site(two_sites, strategy, arena_bytes):
+    """Against plain fp64 arithmetic, probe by probe: the engine is not asked about itself."""
+    if arena_bytes is not None and strategy == "exhaustive":
+        return
+    generator = torch.Generator().manual_seed(3)
+    hidden = {site: torch.randn(5, 16, generator=generator) for site in two_sites.sites}
+    own = np.zeros((5, two_sites.n_probes))
+    for p in range(two_sites.n_probes):
+        x = hidden[two_sites.inputs[int(two_sites.input_index[p])].site].double()
+        x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+        h = (x @ two_sites.weights["w1"][p].double().T + two_sites.weights["b1"][p].double()).clamp(min=0)
+        own[:, p] = torch.sigmoid(h @ two_sites.weights["w3"][p].double() + two_sites.weights["b3"][p].double())
+    path = own.copy()
+    for p in range(two_sites.n_probes):
+        above = two_sites.tree.parents(p)
+        if len(above):
+            path[:, p] = own[:, p] * path[:, above].max(axis=1)
+    manager = DynamicProbeManager(two_sites, strategy=strategy, arena_bytes=arena_bytes)
+    scores = manager.score_tokens(hidden)
+    assert np.abs(manager.score_all(hidden).numpy() - path).max() < 1e-5
+    for t in range(5):
+        assert np.abs(scores.active_scores(t) - path[t, scores.active(t)]).max() < 1e-5

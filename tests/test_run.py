@@ -244,10 +244,16 @@ def test_rule_over_the_limit_is_refused(pack, model):
 
 def test_rule_that_a_paged_arena_cannot_pin_is_refused(pack, model):
     one = -(-pack.weight_bytes() // pack.n_probes)
-    manager = DynamicProbeManager(pack, arena_bytes=5 * one)
-    with manager.attach(model) as run, pytest.raises(ArenaFull, match="raise arena_bytes"):
-        run.on("c39")
-    manager.arena.check_integrity()
+    needed = len(pack.tree.ancestors(pack.find("c39")) | set(pack.tree.roots.tolist()) | {pack.find("c39")})
+    for n_slots in (5, needed):  # too few; one too few
+        manager = DynamicProbeManager(pack, arena_bytes=n_slots * one)
+        pinned = manager.arena.stats().n_pinned
+        with manager.attach(model) as run:
+            with pytest.raises(ArenaFull, match="needs one more: raise arena_bytes"):
+                run.on("c39")
+            model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
+        assert manager.arena.stats().n_pinned == pinned
+        manager.arena.check_integrity()
 
 
 def test_rule_without_a_threshold_needs_one(model, tmp_path):

@@ -1,0 +1,105 @@
+"""Break attribution on purpose, one line at a time, and show that the tests notice.
+
+    python scripts/mutate_alignment.py --out docs/benchmarks/mutations.json
+
+Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
+ends the script with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from probemon.packfile import write_text_atomically
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ["tests/test_align.py", "tests/test_attach.py", "tests/test_run.py"]
+# (file, the line as it is, the line broken, what it breaks)
+MUTATIONS = [
+    ("align.py", "found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
+     "found.append(Placed(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))", "every column one too far"),
+    ("align.py", "offsets = at + (first - forward.start)\n            found", "offsets = at\n            found", "offsets count from the new columns"),
+    ("align.py", "forward.mask[:, first:stop] != 0", "forward.mask[:, first:stop] == forward.mask[:, first:stop]", "padding is taken for tokens"),
+    ("align.py", "real &= (first <= self.last_column)[:, None]", "real &= (first < self.last_column)[:, None]", "a row's last token is lost"),
+    ("align.py", "real &= (first <= self.last_column)[:, None]", "pass", "rows that ended are fed on"),
+    ("align.py", "        self.frontier = end\n", "        self.frontier = width\n", "the frontier forgets the cache"),
+    ("align.py", "max(self.frontier, min(end, self.prompt_columns))", "max(self.frontier, min(end, self.prompt_columns - 1))", "a prompt token is called generated"),
+    ("watcher.py", "states[site] = hidden[rows, offsets]", "states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
+    ("watcher.py", "start = 0 if cache is None else int(cache.get_seq_length())", "start = 0", "the cache's length is ignored"),
+    ("watcher.py", "recording.earlier = self._known(cache, len(forward.ids))", "recording.earlier = None", "the first turn is forgotten"),
+    ("watcher.py", "                if column >= last:\n                    break\n", "", "rejected drafts are kept"),
+    ("watcher.py", "call.frontier = min(call.frontier, last)", "pass", "the frontier stays beyond rejected drafts"),
+    ("watcher.py", "if placed.draft and generation is not None:", "if False:", "drafts are reported at once"),
+    ("watcher.py", "outer.drafting += 1", "outer.drafting += 0", "the model's own drafts are taken for its output"),
+    ("watcher.py", "call.ended(ends)", "call.ended(np.zeros_like(ends))", "no row ever ends"),
+    ("watcher.py", "pads = any(hasattr", "pads = True or any(hasattr", "rows end where generate does not pad them"),
+    ("watcher.py", "before.get(int(origin), 0)", "before.get(row, 0)", "streaks stay with the row of a beam"),
+    ("beams.py", "parent, origin[row] = known", "parent, origin[row] = known[0], row", "a beam's retained set stays with its row"),
+    ("beams.py", "b = row // self.n_beams", "b = row % self.n_beams", "beams belong to the wrong prompt"),
+    ("beams.py", "self.finished.add((i // each,", "self.finished.add((i % each,", "hypotheses end in the wrong prompt"),
+    ("run.py", "recording.retained[rows] = kept\n        else", "pass\n        else", "the prompt hands nothing to the generation"),
+    ("run.py", "(len(placed) - 1 - last).tolist()", "last.tolist()", "another token's retained set begins the generation"),
+    ("run.py", "            recording.retained[rows] = kept\n        recording.add", "        recording.add", "retained sets are not carried"),
+    ("record.py", "limits += [before] * len(begin.placed)", "limits += [10**9] * len(begin.placed)", "columns of an earlier turn are taken twice"),
+    ("record.py", "real[:, :known] = mask[:, self.offset : self.offset + known] != 0", "pass", "padding appears in the result"),
+    ("record.py", "return real & (np.arange(length) <= last[:, None])", "return real", "padding after the end appears in the result"),
+]  # fmt: skip
+
+
+def main() -> int:
+    """Run the unbroken tests, then each mutation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as room:
+        copy = Path(room)
+        for name in ("probemon", "tests", "probes"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        if failed(copy):
+            print("the tests fail without any mutation", file=sys.stderr)
+            return 2
+        caught = []
+        for file, before, after, what in tqdm(MUTATIONS, disable=None):
+            path = copy / "probemon" / file
+            text = path.read_text()
+            if text.count(before) != 1:
+                print(f"{file}: {before!r} occurs {text.count(before)} times, expected once", file=sys.stderr)
+                return 2
+            path.write_text(text.replace(before, after))
+            caught.append({"file": file, "what": what, "caught_by": failed(copy)})
+            path.write_text(text)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+    survived = [one["what"] for one in caught if not one["caught_by"]]
+    found = {"n_mutations": len(caught), "n_caught": len(caught) - len(survived), "mutations": caught, "commit": commit or None}
+    print(json.dumps(found, indent=1))
+    if arguments.out:
+        write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
+    return 1 if survived else 0
+
+
+def failed(copy: Path) -> str:
+    """The first test that fails in the copy, or an empty string."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not compil", *TESTS]
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return "ran out of time"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0].split(" ")[1] if lines else "could not be imported"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -325,6 +325,19 @@ def test_top_is_the_best_of_every_token_by_strength(manager, model):
     assert result.position[result.at(1, 3)] == 3
 
 
+def test_top_ranks_by_strength_over_each_threshold_or_by_score_without_one(model, tmp_path):
+    thresholds = torch.linspace(0.1, 0.9, 40)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
+    for name, alert in (("calibrated", thresholds), ("not calibrated", torch.full((40,), float("nan")))):
+        own = make_pack(tmp_path / name, model, alert_threshold=alert)
+        with DynamicProbeManager(own, load_threshold=0.2).attach(model) as run:
+            out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
+        top = run.result(out).top(40)
+        by_score = [c.probe for c in sorted(top, key=lambda c: (-c.score, c.probe))]
+        by_strength = [c.probe for c in sorted(top, key=lambda c: (-c.strength, c.probe))]
+        assert [c.probe for c in top] == (by_strength if name == "calibrated" else by_score)
+        assert name != "calibrated" or by_strength != by_score
+
+
 def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)

@@ -105,10 +105,11 @@ class Result:
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
         threshold = self.pack.alert_threshold.numpy()[probes]
-        rank = np.where(np.isnan(threshold), values - 1e9, _strength(values, threshold))
+        bare = np.isnan(threshold)  # ranked by score, after those that have a strength
+        rank = np.where(bare, values.astype(np.float64), _strength(values, threshold))
         best: list[ConceptScore] = []
         taken: set[int] = set()
-        for i in np.lexsort((entry_token[entries], probes, -rank)).tolist():
+        for i in np.lexsort((entry_token[entries], probes, -rank, bare)).tolist():
             if len(best) == k:
                 break
             probe, token = int(probes[i]), int(entry_token[entries[i]])
@@ -164,6 +165,6 @@ class Result:
 
 def _strength(score: Any, threshold: Any) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
-        s, t = np.float64(score), np.float64(threshold)
+        s, t = np.asarray(score, dtype=np.float64), np.asarray(threshold, dtype=np.float64)
         return np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t)
 

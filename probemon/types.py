@@ -114,6 +114,9 @@ class CascadeConfig:
         for key in settings:
             if key not in known:
                 raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        for key in ("base_layers", "always_on"):
+            if key in settings and (isinstance(settings[key], str) or not hasattr(settings[key], "__iter__")):
+                raise ConfigError(f"{key} is {settings[key]!r}: give a list, even of one")
         tuples = {key: tuple(settings[key]) for key in ("base_layers", "always_on") if key in settings}
         return cls(**{**settings, **tuples})
 

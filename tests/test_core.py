@@ -284,6 +284,9 @@ def test_unknown_and_ambiguous_concepts_are_explained(toy):
 def test_unknown_setting_names_the_nearest():
     with pytest.raises(UnknownSetting, match="keep_top_k"):
         CascadeConfig.of({"keep_topk": 3})
+    for wrong in ({"always_on": "c1"}, {"always_on": 5}, {"base_layers": 0}, {"base_layers": None}):
+        with pytest.raises(ConfigError, match="give a list, even of one"):
+            CascadeConfig.of(wrong)
     with pytest.raises(ConfigError, match="keep_top_k is -1"):
         CascadeConfig.of({"keep_top_k": -1})
 

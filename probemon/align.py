@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.errors import AlignmentError
+from probemon.hierarchy import Ints
 from probemon.types import GENERATED, PROMPT
 
-Ints = npt.NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.errors import AlignmentError
+from probemon.hierarchy import Ints
 
-Ints = npt.NDArray[np.int64]
 Key = tuple[int, bytes]
 
 

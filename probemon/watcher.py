@@ -14,7 +14,6 @@ threads may generate on one model at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import threading
 import time
@@ -38,13 +37,12 @@ from probemon.generation import Prompt, batched_entries, read_call, refuse_batch
 from probemon.hierarchy import Mask
 from probemon.host import find_layers
 from probemon.record import Recording
+from probemon.shadow import shadow
 from probemon.tap import Tap
 from probemon.types import PROMPT
 
 States = dict[str, Tensor]
 NO_ID = -1
-# Methods put before a model's own: whose they are, and what they shadow.
-_SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Watcher, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -127,11 +125,11 @@ class Watcher:
             stack.enter_context(self._tap)
             stack.callback(self._decoder.register_forward_hook(self._after, with_kwargs=True).remove)
             if hasattr(self.model, "generate"):
-                self._shadow(stack, "generate", self._generate)
-                self._shadow(stack, "prepare_inputs_for_generation", self._prepare)
-                self._shadow(stack, "_get_stopping_criteria", self._criteria)
+                shadow(stack, self, "generate", self._generate)
+                shadow(stack, self, "prepare_inputs_for_generation", self._prepare)
+                shadow(stack, self, "_get_stopping_criteria", self._criteria)
                 for name in batched_entries(self.model):
-                    self._shadow(stack, name, lambda original, *args, name=name, **kwargs: refuse_batched(name))
+                    shadow(stack, self, name, lambda original, *args, name=name, **kwargs: refuse_batched(name))
             self._stack = stack.pop_all()
         self.open = True
         return self
@@ -141,30 +139,6 @@ class Watcher:
     ) -> None:
         self.open = False
         self._stack.close()
-
-    def _shadow(self, stack: ExitStack, name: str, around: Callable[..., Any]) -> None:
-        """Put `around(original, ...)` before a method, on the instance; undone, what was there before shows again."""
-        attributes = vars(self.model)
-        original, previous = getattr(self.model, name), attributes.get(name)
-
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            # Another run may have shadowed this one and outlived it: then it only passes through.
-            return around(original, *args, **kwargs) if self.open else original(*args, **kwargs)
-
-        def restore() -> None:
-            if attributes.get(name) is not method:
-                return
-            below = previous
-            while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
-                below = _SHADOWS[below][1]  # its run closed first and could not take it away
-            del attributes[name]
-            if below is not None:
-                attributes[name] = below
-
-        _SHADOWS[method] = (self, previous)
-        attributes[name] = method
-        stack.callback(restore)
 
     # -- one generate() --------------------------------------------------------------------------
 

@@ -1,0 +1,51 @@
+"""Shadow: put a method before a model's own, on the instance, and take it away again without trace.
+
+    with ExitStack() as stack:
+        shadow(stack, owner, "generate", around)        # model.generate(...) is around(original, ...)
+
+Owners that shadow one model may leave in any order: who left first is skipped when the others do.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+
+class Owner(Protocol):
+    """Whose shadow it is; once it is no longer `open`, its shadows only pass through."""
+
+    model: Any
+    open: bool
+
+
+# Whose each shadow is, and what it shadows.
+_SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
+
+
+def shadow(stack: ExitStack, owner: Owner, name: str, around: Callable[..., Any]) -> None:
+    """Put `around(original, ...)` before a method; undone by `stack`, what was there before shows again."""
+    attributes = vars(owner.model)
+    original, previous = getattr(owner.model, name), attributes.get(name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        # Another run may have shadowed this one and outlived it: then it only passes through.
+        return around(original, *args, **kwargs) if owner.open else original(*args, **kwargs)
+
+    def restore() -> None:
+        if attributes.get(name) is not method:
+            return
+        below = previous
+        while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
+            below = _SHADOWS[below][1]  # its run closed first and could not take it away
+        del attributes[name]
+        if below is not None:
+            attributes[name] = below
+
+    _SHADOWS[method] = (owner, previous)
+    attributes[name] = method
+    stack.callback(restore)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +69,7 @@ def watch(
         torch.set_num_threads(threads)
     opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
     say = Console(stderr=True)
-    with say.status(f"loading {model}") if say.is_terminal else _quiet():
+    with say.status(f"loading {model}") if say.is_terminal else nullcontext():
         host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False))
     from probemon.live import LiveView, PlainView, View, summary
     from probemon.manager import DynamicProbeManager
@@ -93,8 +94,8 @@ def watch(
     cost = None
     if measure:
         inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
-        with say.status("measuring the overhead") if say.is_terminal else _quiet() as status:
-            cost = overhead(manager, host, inputs, progress=lambda line: status.update(line) if say.is_terminal else None)
+        with say.status("measuring the overhead") if say.is_terminal else nullcontext() as status:
+            cost = overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
     generated = result.phase == 1
     cover = result.coverage
     seen = cover.seen
@@ -135,7 +136,7 @@ def inspect(
     from probemon.pack import ProbePack
 
     opened = ProbePack.from_pretrained(pack, verify=True)
-    worst = opened.verify()
+    worst = opened.golden_error
     manifest = opened.manifest
     about = {
         "name": opened.name, "directory": str(opened.directory), "licence": manifest["licence"], "host": manifest["host"],
@@ -171,8 +172,7 @@ def _levels(console: Console, pack: ProbePack) -> None:
     for at in pack.tree.level_slices:
         level = str(int(pack.tree.level[at.start]))
         values = [quality.get(level, {}).get(name) for name in names]
-        example = ", ".join(concept["name"] for concept in pack.concepts[at][:3])
-        example = escape(example)
+        example = escape(", ".join(concept["name"] for concept in pack.concepts[at][:3]))
         table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
     console.print(table)
 
@@ -196,14 +196,6 @@ def load_model(name: str, device: str, say: Any) -> tuple[Any, Any]:
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
         raise ConfigError(f"{name!r} is {where} and cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
-
-
-class _quiet:
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
 
 
 def main() -> None:

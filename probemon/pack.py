@@ -85,6 +85,7 @@ class ProbePack:
         self.expand_threshold = tensors["expand_threshold"].to(torch.float32)
         self.golden_hidden = tensors.get("golden_hidden")
         self.golden_scores = tensors.get("golden_scores")
+        self.golden_error: float | None = None  # found by `verify`
         self._check(where)
         self._by_name: dict[str, list[int]] = {}
         for i, concept in enumerate(concepts):
@@ -219,6 +220,7 @@ class ProbePack:
                 f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most 1e-5): "
                 "the weights are not those the pack was published with"
             )
+        self.golden_error = worst
         return worst
 
     # -- asking ----------------------------------------------------------------------------------

@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import transformers
 from tqdm import tqdm
@@ -27,6 +24,7 @@ from probemon.cli import PROMPT
 from probemon.measure import overhead
 from probemon.packfile import write_text_atomically
 from probemon.stream import encode
+from provenance import commit, machine
 
 PACKS = ("probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp")
 
@@ -41,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_bundled()
     inputs = encode(tokenizer, [{"role": "user", "content": PROMPT}])
-    found: dict[str, Any] = {"host": "SmolLM2-135M-Instruct, bf16", "batch": 1, "packs": {}, "machine": machine()}
+    found: dict[str, Any] = {"host": "SmolLM2-135M-Instruct, bf16", "batch": 1, "packs": {}, "machine": {**machine(), "transformers": transformers.__version__, "commit": commit()}}
     for path in PACKS:
         pack = ProbePack.open(path)
         manager = DynamicProbeManager(pack)
@@ -55,17 +53,6 @@ def main() -> None:
         print(pack.name, found["packs"][pack.name])
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
     print(f"wrote {arguments.out}")
-
-
-def machine() -> dict[str, Any]:
-    """What a reader needs to judge the figures."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "cpu": names[0] if names else platform.processor(), "n_cpus": os.cpu_count(), "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "numpy": numpy.__version__, "commit": commit or None,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

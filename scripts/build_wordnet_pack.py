@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -66,9 +65,10 @@ def keep_figures(file: Path, name: str, entry: dict[str, Any]) -> None:
 def machine() -> dict[str, Any]:
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    from provenance import commit
+
     return {
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+        "commit": commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "versions": versions(),

@@ -20,6 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from probemon.packfile import write_text_atomically
+from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/test_align.py", "tests/test_attach.py", "tests/test_run.py"]
@@ -78,9 +79,8 @@ def main() -> int:
             path.write_text(text.replace(before, after))
             caught.append({"file": file, "what": what, "caught_by": failed(copy)})
             path.write_text(text)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
     survived = [one["what"] for one in caught if not one["caught_by"]]
-    found = {"n_mutations": len(caught), "n_caught": len(caught) - len(survived), "mutations": caught, "commit": commit or None}
+    found = {"n_mutations": len(caught), "n_caught": len(caught) - len(survived), "mutations": caught, "commit": commit()}
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

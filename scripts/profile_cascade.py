@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cascade_profile.measure import commit, from_nothing, machine, paged_load, where_ours_goes
+from cascade_profile.measure import from_nothing, paged_load, where_ours_goes
 from cascade_profile.report import show
 from cascade_profile.world import (
     H1,
@@ -54,6 +54,7 @@ from cascade_profile.world import (
 )
 from probemon import DynamicProbeManager, ProbePack
 from probemon.types import RowState
+from provenance import commit, machine
 
 PARTS = ("scoring_loaded", "child_lookup", "loading", "scoring_children", "sorting")
 LOAD_PARTS = ("file_read", "model_and_weights", "transfer")

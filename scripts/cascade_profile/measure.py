@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -90,18 +87,3 @@ def from_nothing(folder: Path, states: Tensor, make: Callable[[ProbePack], Dynam
         scores.append(found)
     t3 = time.perf_counter()
     return {"open_ms": round((t1 - t0) * 1e3, 2), "manager_ms": round((t2 - t1) * 1e3, 2), "tokens_ms": round((t3 - t2) * 1e3, 2)}
-
-
-def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-    }  # fmt: skip
-
-
-def commit() -> str | None:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else None

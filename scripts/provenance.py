@@ -1,0 +1,29 @@
+"""Where and from what a result file was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """Processor, threads and versions."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+    }  # fmt: skip
+
+
+def commit() -> str | None:
+    """The commit checked out, or None outside a repository."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else None

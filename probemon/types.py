@@ -280,6 +280,28 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of one generation, as soon as they are scored: what a sink receives.
+
+    `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of what
+    `generate` returns); `phase` PROMPT or GENERATED; `provisional`: of beams, of which few will be returned; `scores` of
+    N states, with their coverage; `request`: the id of a request of continuous batching, else "".
+    """
+
+    generation: int
+    row: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]
+    token_id: npt.NDArray[np.int64]
+    phase: int
+    provisional: bool
+    scores: Scores
+    request: str = ""
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
 class RowState:
     """The retained set R of every row: `retained [B, P]` bool. `None` where a step takes one means empty sets."""
 

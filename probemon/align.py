@@ -84,6 +84,12 @@ class Call:
             return
         self.last_column[done & (self.last_column == NEVER)] = column
 
+    def skip(self, column: int, n_rows: int) -> None:
+        """Columns before `column` were run without being shown here: go on after them."""
+        if self.first_column < 0:
+            self.first_column, self.n_rows, self.last_column = 0, n_rows, np.full(n_rows, NEVER)
+        self.frontier = column
+
     def place(self, forward: Forward) -> list[Placed]:
         """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape

@@ -78,6 +78,26 @@ class AlignmentError(ProbemonError, RuntimeError):
     """Hidden states and tokens do not match up; nothing is reported rather than something wrong."""
 
 
+class ConceptRaised(ProbemonError, RuntimeError):
+    """A rule with action="raise" was met; `.event` says which concept at which token."""
+
+    def __init__(self, message: str, event: object) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class CallbackFailed(ProbemonError, RuntimeError):
+    """Callbacks or sinks raised while a run watched; the generation went on. `.failures` has every one of them."""
+
+    def __init__(self, message: str, failures: list[Exception]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class SinkFailed(ProbemonError, RuntimeError):
+    """A sink is stuck, used out of turn, or cannot put its file in place; says where what it has is."""
+
+
 class MissingExtra(ProbemonError, ImportError):
     """An optional dependency is needed; names the extra to install."""
 

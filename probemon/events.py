@@ -1,26 +1,31 @@
-"""Rules on concepts: a score over a threshold for some tokens in a row makes an event, and an event an action.
+"""Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event.
 
-    rule = Rule(probe=17, above=0.9, for_tokens=3, action="stop")
-    for i, score in rule.observe(placed, scores, streaks): ...      # the tokens at which it is met
+    rule = Rule(probe=17, above=0.9, for_tokens=3, aggregator=Ema(0.3), action="stop")
+    for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from probemon.aggregate import Aggregator
 from probemon.align import Placed
 from probemon.types import Scores
+
+ACTIONS = ("stop", "raise")
 
 
 @dataclass(frozen=True)
 class Event:
-    """A rule was met: `for_tokens` generated tokens of `row` in a row scored over `above`, the last at `column`.
+    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at `column`.
 
-    `column` counts from the start of the padded sequence; `concept` is the id, `path` the names from the root.
-    `provisional`: it was met in a beam, which may not be the one that is returned.
+    `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
+    start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
+    run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
     """
 
     concept: str
@@ -33,6 +38,10 @@ class Event:
     above: float
     for_tokens: int
     provisional: bool = False
+    aggregate: str = "each"
+    value: float = 0.0
+    generation: int = 0
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,14 @@ class Rule:
     probe: int
     above: float
     for_tokens: int
+    aggregator: Aggregator
     action: str | Callable[[Event], object]
 
-    def observe(self, placed: Placed, scores: Scores, streaks: dict[int, int]) -> list[tuple[int, float]]:
-        """Entries of `placed` at which the streak reached `for_tokens`, with their scores. `streaks`: by row, kept here.
+    def observe(self, placed: Placed, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
+        """Entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
 
-        An unseen token neither counts nor breaks a streak: nothing is known of it.
+        `states`: by row, replaced here and never changed in place. An unseen token neither counts nor breaks a streak:
+        nothing is known of it.
         """
         met = []
         for i, row in enumerate(placed.rows.tolist()):
@@ -56,7 +67,11 @@ class Rule:
             active = scores.active(i)
             at = int(np.searchsorted(active, self.probe))
             score = float(scores.active_scores(i)[at]) if at < len(active) and active[at] == self.probe else 0.0
-            streaks[row] = streaks.get(row, 0) + 1 if score > self.above else 0
-            if streaks[row] == self.for_tokens:
-                met.append((i, score))
+            state, streak = states.get(row, (self.aggregator.begin(), 0))
+            state, values = self.aggregator.add(state, np.array([score]))
+            value = float(values[0])
+            streak = streak + 1 if value > self.above else 0
+            states[row] = state, streak
+            if streak == self.for_tokens:
+                met.append((i, score, value))
         return met

@@ -1,19 +1,24 @@
 """What probemon needs to know about a host model: its decoder, its layers, its fingerprint.
 
+    model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
     decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
     fingerprint(model)                         # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load
+    host_state(model)                          # adapters, quantisation, devices: what changes scores without changing the model
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from probemon.errors import ConfigError, NotSupportedHost
+from probemon.types import HostState
 
 SITE = re.compile(r"^(resid_post|attn_out|mlp_out)\.(\d+)$")
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
@@ -36,26 +41,42 @@ def hidden_size(model: Any) -> int:
     return int(text_config(model).hidden_size)
 
 
+def unwrap(model: Any) -> Any:
+    """The transformers model inside the wrappers of torch.compile and PEFT. Raises `NotSupportedHost`."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            for name, config in getattr(model, "peft_config", {}).items():
+                if getattr(config, "is_prompt_learning", False):
+                    raise NotSupportedHost(f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use a LoRA-like adapter")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the host has an encoder beside its decoder (t5, bart): the decoder is what is watched."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The base module whose forward runs the decoder, and its list of layers (0-based)."""
+    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its decoder's.
+
+    The list is the shallowest of the right length. Raises `NotSupportedHost`.
+    """
     config = text_config(model)
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotSupportedHost(f"{type(model).__name__} is an encoder-decoder: only decoder-only hosts are supported")
-    n_layers = int(config.num_hidden_layers)
+    names = ("num_decoder_layers", "decoder_layers") if is_encoder_decoder(model) else ()
+    n_layers = next((int(getattr(config, name)) for name in (*names, "num_hidden_layers") if getattr(config, name, None) is not None), 0)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    found = [
-        (name, module)
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers and "." not in name
-    ]
-    if len(found) != 1:
-        raise NotSupportedHost(
-            f"expected one list of {n_layers} layers directly under {type(decoder).__name__}, "
-            f"found {[name for name, _ in found]}"
-        )
-    layers = found[0][1]
-    assert isinstance(layers, nn.ModuleList)
-    return decoder, layers
+    for base in (decoder, getattr(model, "base_model", decoder)):
+        found = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
+        shallowest = [module for depth, module in found if depth == min(depth for depth, _ in found)]
+        if len(shallowest) == 1:
+            return base, shallowest[0]
+    raise NotSupportedHost(
+        f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its modules are the layers is unknown"
+    )
 
 
 def parse_site(site: str) -> tuple[str, int]:
@@ -88,15 +109,63 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
 def fingerprint(model: Any) -> str:
     """A name for the host's weights: sha256 over 16 spread samples of every decoder parameter, as bf16.
 
-    Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint.
-    Milliseconds, not seconds: it tells one checkpoint from another, it does not prove integrity.
+    Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint; adapters do
+    not count. Milliseconds, not seconds: it tells one checkpoint from another, it does not prove integrity.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     digest = hashlib.sha256()
-    for name, parameter in sorted(decoder.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES)
-        sample = flat[::step][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
-        digest.update(f"{name}:{tuple(parameter.shape)}:".encode())
+    for name, shape, sample in sorted(_samples(decoder), key=lambda entry: entry[0]):
+        digest.update(f"{name}:{shape}:".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return f"bf16-samples:{digest.hexdigest()[:32]}"
+
+
+def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    for prefix, module in decoder.named_modules():
+        if any(part.startswith("lora_") for part in prefix.split(".")):
+            continue
+        with _in_memory(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.startswith("lora_"):
+                    continue
+                whole = parameter.detach()
+                if not hasattr(whole, "__tensor_flatten__"):
+                    flat = whole.reshape(-1)
+                else:  # a quantised or sharded tensor of a class of its own has few operations
+                    flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
+                sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
+                full = f"{prefix}.{name}".lstrip(".").replace(".base_layer.", ".")
+                yield full, tuple(parameter.shape), sample
+
+
+def _in_memory(module: nn.Module) -> Any:
+    """For the time of the block, parameters that accelerate keeps elsewhere are here."""
+    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, execution_device="cpu")
+
+
+def host_state(model: Any) -> HostState:
+    """What changes a host's hidden states without its being another model, as it is now."""
+    adapters: set[str] = set()
+    merged: set[str] = set()
+    disabled = False
+    for module in model.modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters") and hasattr(module, "base_layer"):  # a layer of PEFT's
+            adapters |= set(module.active_adapters)
+            merged |= set(module.merged_adapters)
+            disabled |= bool(module.disable_adapters)
+    parameters = list(model.parameters())
+    # torchao's tensors are subclasses; other quantisers say so in the configuration.
+    kinds = {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
+    quantiser = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantiser is not None:
+        kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
+    return HostState(
+        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=tuple(sorted(adapters)) if not disabled else (),
+        adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
+        devices=tuple(sorted({"offloaded" if p.device.type == "meta" else str(p.device) for p in parameters})),
+        n_ranks=int(getattr(model, "tp_size", None) or 1),
+    )  # fmt: skip

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from probemon.pack import ProbePack
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
 from probemon.stream import TokenEvent, stream
-from probemon.types import CascadeConfig, Coverage, RowState, Scores
+from probemon.types import CascadeConfig, Coverage, Gap, RowState, Scores
 
 Hidden = Tensor | Mapping[str, Tensor]
 
@@ -119,13 +119,16 @@ class DynamicProbeManager:
             parts.append(torch.from_numpy(scores))
         return torch.cat(parts)
 
-    def attach(self, model: Any, tokenizer: Any = None, *, strict: bool = False) -> MonitorRun:
+    def attach(
+        self, model: Any, tokenizer: Any = None, *, strict: bool = False, on_gap: str | Callable[[Gap], object] = "raise",
+        callback_errors: str = "raise", keep_tokens: int | None = None,
+    ) -> MonitorRun:  # fmt: skip
         """A context manager that watches an unchanged Hugging Face model: see `MonitorRun`.
 
         A pack for another hidden size or layer count is a `HostMismatch`; other weights than those the pack was
         made for warn, or are refused with `strict=True`.
         """
-        return MonitorRun(self, model, tokenizer, strict=strict)
+        return MonitorRun(self, model, tokenizer, strict=strict, on_gap=on_gap, callback_errors=callback_errors, keep_tokens=keep_tokens)
 
     def stream(
         self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,

@@ -65,7 +65,7 @@ def overhead(
             with manager.attach(model) as run:
                 model.generate(**inputs, **options)
             if keep:
-                inside.extend(run.forward_seconds[1:])
+                inside.extend(list(run.forward_seconds)[1:])
         else:
             model.generate(**inputs, **options)
         if keep:

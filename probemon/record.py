@@ -3,6 +3,7 @@
     recording = Recording(Call(prompt_columns=12), offset=0, n_probes=363)
     recording.add(placed, scores)
     tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
+    recording.forget(n)                           # drops the scores of at least n of its oldest tokens
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from probemon.align import NEVER, Call, Ints, Placed
 from probemon.beams import Beams
 from probemon.errors import AlignmentError
 from probemon.hierarchy import Mask
-from probemon.types import GENERATED, PROMPT, Scores
+from probemon.types import GENERATED, PROMPT, HostState, Scores
 
 LAST = "the last generated token is never run by the host"
 BEFORE = "it was in the cache before this run attached"
 GAP = "no forward of the host showed it"
+FORGOTTEN = "it was scored and not kept (keep_tokens)"
+_PIECES = 256  # batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,11 @@ class Tokens:
 
 @dataclass
 class Recording:
-    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from."""
+    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
+
+    `number`: which one of its run; `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
+    before `forgotten`.
+    """
 
     call: Call
     offset: int
@@ -45,7 +52,13 @@ class Recording:
     output: Any = None  # what generate() returned, once it has
     retained: Mask | None = None
     beams: Beams | None = None
+    host: HostState | None = None
+    number: int = 0
+    request: str = ""
     n_entries: int = 0
+    n_forgotten: int = 0
+    forgotten: int = 0
+    _n_small: int = 0
     placed: list[Placed] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
 
@@ -54,6 +67,26 @@ class Recording:
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
+        self._n_small += 1
+        if self._n_small == _PIECES:
+            self._join(_PIECES)
+
+    def forget(self, n: int) -> int:
+        """Drop the scores of at least `n` of the oldest tokens (all, if there are fewer); how many were dropped."""
+        dropped, pieces = 0, 0
+        while dropped < n and pieces < len(self.placed):
+            columns = self.placed[pieces].columns
+            self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
+            dropped, pieces = dropped + len(columns), pieces + 1
+        del self.placed[:pieces], self.scores[:pieces]
+        self.n_forgotten += dropped
+        self._n_small = min(self._n_small, len(self.placed))
+        return dropped
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens whose scores are here."""
+        return self.n_entries - self.n_forgotten
 
     def matches(self, sequences: Ints) -> bool:
         """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
@@ -79,14 +112,28 @@ class Recording:
         else:
             real, last = self._follow_beams(self.beams, sequences, row, column, phase, index)
         at_row, at = np.nonzero(real)
-        reasons = {}
+        reasons, forgotten = {}, self._forgotten_before()
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
             is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
-            before = at[i] + self.offset < self.call.first_column
-            reasons[i] = LAST if is_last else BEFORE if before else GAP
+            at_column = at[i] + self.offset
+            reasons[i] = LAST if is_last else FORGOTTEN if at_column < forgotten else BEFORE if at_column < self.call.first_column else GAP
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _join(self, n: int) -> None:
+        """Make one piece of the newest `n`, where they are of one phase."""
+        self._n_small = 0
+        placed = self.placed[-n:]
+        if any(p.phase != placed[0].phase for p in placed):
+            return
+        rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
+        self.placed[-n:] = [Placed(rows, columns, offsets, ids, placed[0].phase, provisional=placed[0].provisional)]
+        self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
+
+    def _forgotten_before(self) -> int:
+        """Columns before this one may have been scored and forgotten."""
+        return max(self.forgotten, 0 if self.earlier is None else self.earlier._forgotten_before())
 
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
@@ -102,7 +149,8 @@ class Recording:
             mine = prompt[row[prompt] == b * beams.n_beams]
             index[r, column[mine] - self.offset] = mine
             entries, n = beams.follow(b, sequences[r, beams.begin :])
-            index[r, beams.begin : beams.begin + len(entries)] = entries
+            # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
+            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1)
             last[r] = beams.begin + n - 1
             real[r, : beams.begin] = padding[b * beams.n_beams, : beams.begin]
             real[r, beams.begin : beams.begin + n] = True

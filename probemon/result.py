@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.errors import ConfigError, MissingExtra
+from probemon.hierarchy import Ints, Mask
 from probemon.pack import ProbePack
 from probemon.record import Tokens
-from probemon.types import PHASES, Coverage, Scores
+from probemon.types import PHASES, Coverage, HostState, Scores
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,27 @@ def leading(pack: ProbePack, scores: Scores, t: int, k: int) -> list[ConceptScor
     return chosen
 
 
+@dataclass(frozen=True)
+class Aggregate:
+    """A running score: `values[i]` float64 after the token at `positions[i]`; `n_inactive` tokens counted as 0."""
+
+    aggregate: str
+    positions: Ints
+    values: Doubles
+    n_inactive: int
+
+
 class Result:
     """Every real token of the output in the order of row, then position, each with its scores.
 
     `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
     output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
-    Padding and what follows the end of a row are not tokens.
+    `host`: adapters, quantisation and devices of the model when it was watched. Padding and what follows the end of a
+    row are not tokens.
     """
 
-    def __init__(self, pack: ProbePack, tokenizer: Any, tokens: Tokens) -> None:
-        self.pack = pack
+    def __init__(self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None) -> None:
+        self.pack, self.host = pack, host
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self._tokenizer = tokenizer
@@ -97,10 +110,7 @@ class Result:
         chosen = self.row == row
         if not chosen.any():
             raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
-        if phase is not None:
-            if phase not in PHASES:
-                raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
-            chosen &= self.phase == PHASES.index(phase)
+        chosen = self._of_phase(chosen, phase)
         entry_token = np.repeat(np.arange(len(self.row)), np.diff(self.scores.ptr))
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
@@ -121,6 +131,21 @@ class Result:
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
         """The firing concepts of one token by strength, at most `k`, none above or below a stronger one of the list."""
         return leading(self.pack, self.scores, index, k)
+
+    def aggregate(self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated") -> Aggregate:
+        """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
+
+        A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`: "prompt",
+        "generated" or None for both. Raises `UnknownConcept`, `ConfigError`.
+        """
+        probe, aggregator = self.pack.find(concept), named(aggregate)
+        chosen = self._of_phase(self.row == row, phase) & self.coverage.seen
+        tokens, column = np.flatnonzero(chosen), np.zeros(len(self), dtype=np.float32)
+        entry_token = np.repeat(np.arange(len(self)), np.diff(self.scores.ptr))
+        mine = self.scores.probes == probe
+        column[entry_token[mine]] = self.scores.values[mine]
+        n_inactive = len(tokens) - int(np.isin(tokens, entry_token[mine]).sum())
+        return Aggregate(str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive)
 
     def to_arrow(self) -> Any:
         """A `pyarrow.Table` with a line for each token and active concept. Needs the extra `corpus`.
@@ -156,6 +181,14 @@ class Result:
     def __repr__(self) -> str:
         totals = self.coverage.totals()
         return f"Result({totals['tokens']} tokens, {totals['unseen']} unseen, {len(self.scores.values)} scores)"
+
+    def _of_phase(self, chosen: Mask, phase: str | None) -> Mask:
+        if phase is None:
+            return chosen
+        if phase not in PHASES:
+            raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
+        found: Mask = chosen & (self.phase == PHASES.index(phase))
+        return found
 
     def _where(self, token: int) -> dict[str, Any]:
         token_id = int(self.token_id[token])

@@ -11,8 +11,12 @@ retains, asks the rules, and keeps the recordings that `result` reads.
 
 from __future__ import annotations
 
+import fnmatch
+import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,81 +26,135 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from probemon.aggregate import Aggregator, Each, named
 from probemon.align import Placed
 from probemon.arena import PagedArena
-from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, NotSupportedDecoding
-from probemon.events import Event, Rule
+from probemon.errors import (
+    AlignmentError,
+    ArenaFull,
+    CallbackFailed,
+    ConceptRaised,
+    ConfigError,
+    HostMismatch,
+    NotSupportedDecoding,
+    UnknownConcept,
+)  # fmt: skip
+from probemon.events import ACTIONS, Event, Rule
 from probemon.generation import Prompt
-from probemon.host import find_layers, fingerprint, hidden_size
+from probemon.hold import HeldStreamer
+from probemon.host import find_layers, fingerprint, hidden_size, unwrap
 from probemon.pack import ProbePack
 from probemon.record import Recording
 from probemon.result import Result
-from probemon.types import GENERATED, PROMPT, Scores
-from probemon.watcher import Generation, States, Watcher
+from probemon.running import Generation, States
+from probemon.sinks import Delivery, Sink
+from probemon.types import GENERATED, PROMPT, Gap, Scores, TokenBatch
+from probemon.watcher import Watcher
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
 
 Listener = Callable[[Placed, Scores], None]
+LOG = logging.getLogger("probemon")
 
 
 class MonitorRun:
     """One attachment. Everything is resolved in the constructor, so a bad pack or host leaves nothing behind.
 
-    Raises `HostMismatch` (hidden size, layer count; with `strict` also another model's weights, which
-    otherwise warn), `NotSupportedHost`.
+    `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
+    with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
+    `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many of the newest
+    tokens keep their scores (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
+    model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
     """
 
-    def __init__(self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False) -> None:
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps a model; generate() runs the one inside
+    def __init__(
+        self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False,
+        on_gap: str | Callable[[Gap], object] = "raise", callback_errors: str = "raise", keep_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        if on_gap != "raise" and not callable(on_gap):
+            raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
+        if callback_errors not in ("raise", "report"):
+            raise ConfigError(f'callback_errors is {callback_errors!r}: give "raise" or "report"')
+        if keep_tokens is not None and (not isinstance(keep_tokens, int) or isinstance(keep_tokens, bool) or keep_tokens < 1):
+            raise ConfigError(f"keep_tokens is {keep_tokens!r}: it counts tokens, so give 1 or more, or None for all")
+        model = unwrap(model)
         check_host(manager.pack, model, strict=strict)
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
-        self._watcher = Watcher(model, manager.pack.sites, manager.pack.n_probes, self._score, self._check)
+        self.gaps: list[Gap] = []
+        self.failures: list[Exception] = []
+        self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
+        self._watcher = Watcher(
+            model, manager.pack.sites, manager.pack.n_probes, self._score, check=self._check, on_gap=None if on_gap == "raise" else self._gap
+        )
         self._plan = manager.plan
         self._rules: list[Rule] = []
         self._listeners: list[Listener] = []
+        self._deliveries: list[Delivery] = []
         self._stack = ExitStack()
         self._entered = False
 
     # -- the face --------------------------------------------------------------------------------
 
     def on(
-        self, concept: str | int, *, above: float | None = None, for_tokens: int = 1,
-        action: str | Callable[[Event], object] = "stop",
+        self, concept: str | int | re.Pattern[str] | Sequence[str | int], *, above: float | None = None, for_tokens: int = 1,
+        aggregate: str | Aggregator | None = None, action: str | Callable[[Event], object] = "stop",
     ) -> None:  # fmt: skip
         """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
 
-        `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), a
-        callable gets the `Event`. `above` defaults to the alert threshold. The concept is evaluated at every
-        token from now on. Raises `UnknownConcept`, `ConfigError`.
+        `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
+        with `*`): a rule for each. `aggregate` compares a running score instead of each token's own: "mean", "max",
+        "attention" or one of `probemon.aggregate`. `action`: "stop" ends that row of the generation (the token
+        sampled meanwhile is still in the output), "raise" ends `generate` with `ConceptRaised`, a callable gets the
+        `Event`. `above` defaults to the alert threshold, which is for single tokens: with an aggregate give one.
+        The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
-        pack = self.manager.pack
-        probe = pack.find(concept)
-        if above is None:
-            above = float(pack.alert_threshold[probe])
-            if np.isnan(above):
+        pack, aggregator = self.manager.pack, named(aggregate)
+        probes = find_all(pack, concept)
+        if above is None and aggregator != Each():
+            raise ConfigError(f"the alert thresholds of {pack.name} are for single tokens, not for {aggregator}: give above=")
+        levels = [float(pack.alert_threshold[probe]) if above is None else above for probe in probes]
+        for probe, level in zip(probes, levels, strict=True):
+            if above is None and np.isnan(level):
                 raise ConfigError(f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name}: give above=")
-        if not isinstance(above, (int, float)) or isinstance(above, bool) or np.isnan(above):
-            raise ConfigError(f"above is {above!r}: give a score between 0 and 1")
+            if not isinstance(level, (int, float)) or isinstance(level, bool) or np.isnan(level):
+                raise ConfigError(f"above is {above!r}: give a score between 0 and 1")
         if not isinstance(for_tokens, int) or isinstance(for_tokens, bool) or for_tokens < 1:
             raise ConfigError(f"for_tokens is {for_tokens!r}: it counts tokens in a row, so give 1 or more")
-        if action != "stop" and not callable(action):
-            raise ConfigError(f"action is {action!r}: give 'stop' or a callable that takes the event")
-        probes = [rule.probe for rule in self._rules] + [probe]
-        plan = self.manager.plan_with(probes)
+        if action not in ACTIONS and not callable(action):
+            raise ConfigError(f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)")
+        plan = self.manager.plan_with([*(rule.probe for rule in self._rules), *probes])
         arena = self.manager.arena
         if isinstance(arena, PagedArena) and int(plan.always.sum()) >= arena.stats().n_slots:
             raise ArenaFull(
-                f"with {pack.concepts[probe]['id']} (and its ancestors) {int(plan.always.sum())} probes are always active, the arena has "
-                f"{arena.stats().n_slots} slots and needs one more: raise arena_bytes"
+                f"with {', '.join(pack.concepts[probe]['id'] for probe in probes)} (and ancestors) {int(plan.always.sum())} probes are always active, "
+                f"the arena has {arena.stats().n_slots} slots and needs one more: raise arena_bytes"
             )
         if self._watcher.open:
             self.manager.arena.pin(np.flatnonzero(plan.always))
             self.manager.arena.unpin(np.flatnonzero(self._plan.always))
         self._plan = plan
-        self._rules.append(Rule(probe, float(above), for_tokens, action))
+        self._rules += [Rule(probe, float(level), for_tokens, aggregator, action) for probe, level in zip(probes, levels, strict=True)]
+
+    def hold(self, streamer: Any, *, show_last: bool = False) -> HeldStreamer:
+        """`generate(streamer=run.hold(streamer))`: shows a token only once its own score is known and no rule stopped at it.
+
+        The last token generated has no score and stays hidden, unless `show_last`: see `HeldStreamer`.
+        """
+        return HeldStreamer(streamer, self._watcher.current, show_last)
+
+    def add_sink(self, sink: Sink, *, max_batches: int = 1024) -> Delivery:
+        """Send every batch of tokens to a sink, in a thread of its own, until the block ends.
+
+        At most `max_batches` wait; what comes while so many wait is dropped and counted in `.stats()`.
+        """
+        if not self._watcher.open:
+            raise ConfigError("a sink is added inside the with block, whose end closes it")
+        delivery = Delivery(sink, [concept["id"] for concept in self.manager.pack.concepts], max_batches=max_batches)
+        self._deliveries.append(delivery)
+        return delivery
 
     @property
     def stopping_criteria(self) -> StoppingCriteriaList:
@@ -107,7 +165,7 @@ class MonitorRun:
         return StoppingCriteriaList([_Stopped(self._watcher)])
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(placed, scores)` with every batch of tokens as soon as it is scored."""
+        """Call `listener(placed, scores)` with every batch of tokens as soon as it is scored, in the thread that generates."""
         self._listeners.append(listener)
 
     def stop(self) -> None:
@@ -120,8 +178,8 @@ class MonitorRun:
         return self._watcher.recordings
 
     @property
-    def forward_seconds(self) -> list[float]:
-        """Seconds spent in our hooks, one entry a forward of the host."""
+    def forward_seconds(self) -> deque[float]:
+        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
         return self._watcher.forward_seconds
 
     def result(self, out: Any) -> Result:
@@ -139,7 +197,7 @@ class MonitorRun:
         newest_first = self._watcher.recordings[::-1]
         recording = next((r for r in newest_first if r.output is sequences), None)
         recording = recording or next((r for r in newest_first if r.matches(ids)), newest_first[0])
-        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids))
+        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host)
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -159,35 +217,73 @@ class MonitorRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        for delivery in self._deliveries:
+            delivery.close()
+            stats = delivery.stats()
+            if isinstance(stats.error, Exception):
+                self._failed("a sink", stats.error)
+            if stats.n_dropped:
+                LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
+        if self.failures and self._raise_failures and error is None:
+            first = self.failures[0]
+            raise CallbackFailed(
+                f"{len(self.failures)} callbacks or sinks failed while the generation went on, the first with {type(first).__name__}: {first}. "
+                'callback_errors="report" only reports them', self.failures,
+            ) from first  # fmt: skip
 
     # -- scoring ---------------------------------------------------------------------------------
 
-    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States) -> None:
+    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
         if not len(placed):
             return
         assert recording.retained is not None
-        if placed.phase == PROMPT:
+        n_probes, report_top_k = self.manager.pack.n_probes, self.manager.config.report_top_k
+        rows = placed.rows
+        origin = rows if generation is None or generation.origin is None or placed.phase == PROMPT else generation.origin[rows]
+        if isinstance(states, str):
+            scores = Scores.nothing(len(placed), n_probes, states, report_top_k)
+            recording.retained[rows] = recording.retained[origin]
+        elif placed.phase == PROMPT:
             # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
-            rows, last = np.unique(placed.rows[::-1], return_index=True)
+            found, last = np.unique(rows[::-1], return_index=True)
             kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist())
-            scores = Scores.join(parts, self.manager.pack.n_probes, self.manager.config.report_top_k)
-            recording.retained[rows] = kept
+            scores = Scores.join(parts, n_probes, report_top_k)
+            recording.retained[found] = kept
         else:
-            rows = placed.rows
-            origin = rows if generation is None or generation.origin is None else generation.origin[rows]
             scores, kept = self.manager.evaluate(
                 self._plan, self.manager.engine.inputs(states), recording.retained[origin], np.arange(len(rows))
             )
             recording.retained[rows] = kept
         recording.add(placed, scores)
-        if generation is not None and placed.phase == GENERATED:
-            generation.acting = True
-            try:
-                self._act(generation, placed, scores)
-            finally:
-                generation.acting = False
+        self._forget()
+        if generation is not None:
+            generation.scored_columns = int(placed.columns.max()) + 1
+            if placed.phase == GENERATED and self._rules:
+                generation.acting = True
+                try:
+                    self._act(generation, placed, scores)
+                finally:
+                    generation.acting = False
         for listener in self._listeners:
-            listener(placed, scores)
+            self._call("a listener", listener, placed, scores)
+        if self._deliveries:
+            batch = TokenBatch(
+                recording.number, rows, placed.columns - recording.offset, placed.ids, placed.phase, placed.provisional, scores, recording.request
+            )
+            for delivery in self._deliveries:
+                delivery.put(batch)
+
+    def _forget(self) -> None:
+        """Drop the oldest scores beyond `keep_tokens`, and the recordings of which nothing is left."""
+        if self._keep_tokens is None:
+            return
+        recordings = self._watcher.recordings
+        surplus = sum(recording.n_kept for recording in recordings) - self._keep_tokens
+        while surplus > 0:
+            oldest = next(recording for recording in recordings if recording.n_kept)
+            surplus -= oldest.forget(surplus)
+        while not recordings[0].n_kept and recordings[0].output is not None:
+            del recordings[0]
 
     def _check(self, prompt: Prompt) -> None:
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
@@ -196,19 +292,39 @@ class MonitorRun:
     def _act(self, generation: Generation, placed: Placed, scores: Scores) -> None:
         pack = self.manager.pack
         for number, rule in enumerate(self._rules):
-            for i, score in rule.observe(placed, scores, generation.streaks.setdefault(number, {})):
-                row = int(placed.rows[i])
+            for i, score, value in rule.observe(placed, scores, generation.rule_states.setdefault(number, {})):
+                row, column = int(placed.rows[i]), int(placed.columns[i])
+                concept = pack.concepts[rule.probe]
+                event = Event(
+                    concept["id"], concept["name"], tuple(pack.path(rule.probe)), row, column, int(placed.ids[i]), score, rule.above,
+                    rule.for_tokens, placed.provisional, str(rule.aggregator), value, generation.recording.number, generation.recording.request,
+                )  # fmt: skip
+                if callable(rule.action):
+                    self._call("an action", rule.action, event)
+                    continue
+                generation.stop_column = column if generation.stop_column is None else min(column, generation.stop_column)
                 if rule.action == "stop":
                     generation.stop[row] = True
-                    continue
-                assert callable(rule.action)
-                concept = pack.concepts[rule.probe]
-                rule.action(
-                    Event(
-                        concept["id"], concept["name"], tuple(pack.path(rule.probe)), row, int(placed.columns[i]),
-                        int(placed.ids[i]), score, rule.above, rule.for_tokens, placed.provisional,
-                    )
-                )  # fmt: skip
+                elif generation.raising is None:
+                    generation.raising = ConceptRaised(
+                        f"{event.name} ({event.concept}) was over {rule.above} at {rule.for_tokens} tokens in a row, the last at row {row}, column {column}", event
+                    )  # fmt: skip
+
+    def _gap(self, gap: Gap) -> None:
+        self.gaps.append(gap)
+        assert callable(self._on_gap)
+        self._call("on_gap", self._on_gap, gap)
+
+    def _call(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
+        """A callback of the user's must not spoil the generation: what it raises is kept for the end."""
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._failed(what, error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.failures.append(error)
+        LOG.error("%s failed, the generation went on: %s: %s", what, type(error).__name__, error)
 
 
 class _Stopped(StoppingCriteria):
@@ -216,8 +332,24 @@ class _Stopped(StoppingCriteria):
         self._watcher = watcher
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        like = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return self._watcher.stopped(self._watcher.current(), like)
+        return self._watcher.stopped(torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device))
+
+
+def find_all(pack: ProbePack, concept: str | int | re.Pattern[str] | Sequence[str | int]) -> list[int]:
+    """Probes of a name, id, number, list of these, or pattern over names and ids; each once. Raises `UnknownConcept`."""
+    if isinstance(concept, (list, tuple, set, frozenset)):
+        if not concept:
+            raise ConfigError("run.on got an empty list of concepts: give at least one")
+        return list(dict.fromkeys(probe for one in concept for probe in find_all(pack, one)))
+    pattern = concept if isinstance(concept, re.Pattern) else None
+    if isinstance(concept, str) and "*" in concept:
+        pattern = re.compile(fnmatch.translate(concept))
+    if pattern is None:
+        return [pack.find(concept)]  # type: ignore[arg-type]
+    found = [i for i, c in enumerate(pack.concepts) if pattern.fullmatch(c["id"]) or pattern.fullmatch(c["name"])]
+    if not found:
+        raise UnknownConcept(f"no concept of {pack.name} matches {pattern.pattern if isinstance(concept, re.Pattern) else concept!r}: a pattern is held against whole names and ids")
+    return found
 
 
 def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:

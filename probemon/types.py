@@ -199,6 +199,12 @@ class Coverage:
         return Coverage(n_probes=self.n_probes, unseen=texts, **arrays)
 
     @staticmethod
+    def nothing(n: int, n_probes: int, reason: str) -> Coverage:
+        """Of `n` states that were not seen, for one reason."""
+        none = np.zeros(n, dtype=np.int64)
+        return Coverage(n_probes, none, none, none, none, none, (reason,) * n)
+
+    @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
         """Several, one after another."""
         empty = np.zeros(0, dtype=np.int64)
@@ -266,6 +272,12 @@ class Scores:
         return slice(int(self.ptr[t]), int(self.ptr[t + 1]))
 
     @staticmethod
+    def nothing(n: int, n_probes: int, reason: str, report_top_k: int = 10) -> Scores:
+        """Of `n` states that were not seen, for one reason."""
+        empty = Scores.join([], n_probes, report_top_k)
+        return dataclasses.replace(empty, ptr=np.zeros(n + 1, dtype=np.int64), coverage=Coverage.nothing(n, n_probes, reason))
+
+    @staticmethod
     def join(parts: Sequence[Scores], n_probes: int, report_top_k: int = 10) -> Scores:
         """Several, one after another."""
         sizes = np.concatenate([[0], *(np.diff(part.ptr) for part in parts)]).astype(np.int64)
@@ -277,6 +289,34 @@ class Scores:
             coverage=Coverage.join([part.coverage for part in parts], n_probes),
             report_top_k=report_top_k,
         )
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What changes a host's hidden states without its being another model, when a generation began.
+
+    `adapters`: PEFT's, active; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
+    `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
+    """
+
+    model: str
+    dtype: str
+    adapters: tuple[str, ...]
+    adapters_disabled: tuple[str, ...]
+    adapters_merged: tuple[str, ...]
+    quantisation: str
+    devices: tuple[str, ...]
+    n_ranks: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Columns `first` to `last` of a generation (its number in the run) were run by the host and not seen, and why."""
+
+    generation: int
+    first: int
+    last: int
+    reason: str
 
 
 @dataclass(frozen=True)

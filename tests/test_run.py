@@ -228,7 +228,7 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
         ({"concept": 4000}, UnknownConcept, r"it has 0\.\.39"),
         ({"concept": "c1", "above": float("nan")}, ConfigError, "give a score between 0 and 1"),
         ({"concept": "c1", "for_tokens": 0}, ConfigError, "give 1 or more"),
-        ({"concept": "c1", "action": "halt"}, ConfigError, "'stop' or a callable"),
+        ({"concept": "c1", "action": "halt"}, ConfigError, "'stop', 'raise' or a callable"),
     ],
 )
 def test_bad_rule_is_named(manager, model, arguments, error, words):

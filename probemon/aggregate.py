@@ -1,0 +1,238 @@
+"""Aggregators: what the scores of the tokens so far say together, online and offline bit for bit the same.
+
+    aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), ...
+    state = aggregator.begin()
+    state, values = aggregator.add(state, scores)           # scores [K] of one token of one row -> values [K] float64
+    running = over(aggregator, scores)                      # scores [T, K] -> [T, K] float64, by the same steps
+
+A state is a value: no array in it is ever written (all are read-only), so a copied beam shares it and a rejected draft
+is undone by going back to the older one. It is O(K), for the rolling ones O(n * K), and does not grow with the tokens.
+A token that was not seen has no score: leave it out. An inactive probe's score is 0, which is a score.
+Every operation is element by element, so a concept's values do not depend on the concepts beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.errors import ConfigError, closest
+
+State = tuple[Any, ...]
+Doubles = npt.NDArray[np.float64]
+
+
+@runtime_checkable
+class Aggregator(Protocol):
+    """Running score of K concepts; `str()` of it is the stable name under which its thresholds are kept."""
+
+    def begin(self) -> State:
+        """The state before any token."""
+
+    def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
+        """The state after one more token, and the running score [K] float64, of scores [K]; `state` is left as it was."""
+
+
+class _Stepped:
+    """An aggregator by its `_step`: from a state and new scores [K] float64, its own copy, to the next state and values."""
+
+    def begin(self) -> State:
+        return ()
+
+    def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
+        new, values = self._step(state, _checked(state, scores))
+        for part in (values, *new):
+            if isinstance(part, np.ndarray):
+                part.flags.writeable = False
+        return new, values
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Each(_Stepped):
+    """No aggregation: the token's own score. State: that score [K], only to know K."""
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        return (x,), x
+
+    def __str__(self) -> str:
+        return "each"
+
+
+@dataclass(frozen=True)
+class Mean(_Stepped):
+    """Mean since the start. State: number of tokens, sum [K]."""
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        count, total = state or (0, 0.0)
+        return (count + 1, total + x), (total + x) / (count + 1)
+
+    def __str__(self) -> str:
+        return "mean"
+
+
+@dataclass(frozen=True)
+class Max(_Stepped):
+    """Maximum since the start. State: that maximum [K]."""
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        best = np.maximum(state[0], x) if state else x
+        return (best,), best
+
+    def __str__(self) -> str:
+        return "max"
+
+
+@dataclass(frozen=True)
+class Ema(_Stepped):
+    """Exponential moving average `s = weight * x + (1 - weight) * s`, from the first score on. State: s [K]."""
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        weight = _number(self.weight)
+        if not 0 < weight <= 1:
+            raise ConfigError(f"weight is {self.weight!r}: it is the newest token's share, so give more than 0 and at most 1")
+        object.__setattr__(self, "weight", weight)  # a float, so that Ema(1) and Ema(1.0) have one name
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        s = self.weight * x + (1 - self.weight) * state[0] if state else x
+        return (s,), s
+
+    def __str__(self) -> str:
+        return f"ema({self.weight})"
+
+
+@dataclass(frozen=True)
+class RollingMean(_Stepped):
+    """Mean of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", _count(self.n))
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        window = (*state, x)[-self.n :]
+        # Anew from the oldest on: a sum carried along would drift. Not np.sum, which adds in another order where K is 1.
+        return window, reduce(np.add, window) / len(window)
+
+    def __str__(self) -> str:
+        return f"rolling_mean({self.n})"
+
+
+@dataclass(frozen=True)
+class RollingMax(_Stepped):
+    """Maximum of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", _count(self.n))
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        window = (*state, x)[-self.n :]
+        return window, reduce(np.maximum, window)
+
+    def __str__(self) -> str:
+        return f"rolling_max({self.n})"
+
+
+@dataclass(frozen=True)
+class Attention(_Stepped):
+    """Mean of the scores so far, weighted by softmax(score / temperature): the maximum as it nears 0, the mean as it grows.
+
+    Auto-pool with alpha = 1 / temperature: McFee, Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled
+    sound event detection" (arXiv:1804.10070). State: maximum m [K], sums [K] of w and w * score, w = exp((score - m) / temperature).
+    """
+
+    temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        temperature = _number(self.temperature)
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature!r}: scores are divided by it, so give a finite number over 0")
+        object.__setattr__(self, "temperature", temperature)
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        if not state:
+            return (x, np.ones_like(x), x), x
+        m, weights, weighted = state
+        with np.errstate(over="ignore"):  # a quotient too large for a float64 is a weight of 0
+            lesser = np.exp(-np.abs(x - m) / self.temperature)  # of whichever of x and m is not the new maximum
+        old, new = np.where(x > m, lesser, 1.0), np.where(x > m, 1.0, lesser)
+        weights, weighted = old * weights + new, old * weighted + new * x
+        return (np.maximum(m, x), weights, weighted), weighted / weights  # weights >= 1, that of the maximum
+
+    def __str__(self) -> str:
+        return f"attention({self.temperature})"
+
+
+def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
+    """Running scores [T, K] float64 of scores [T, K], the tokens of one row in order: `add`, token by token."""
+    if np.ndim(scores) != 2:
+        raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts")
+    running = np.empty(scores.shape)
+    state = aggregator.begin()
+    for t, token in enumerate(scores):
+        state, running[t] = aggregator.add(state, token)
+    return running
+
+
+_NAMES: dict[str, Callable[[], Aggregator]] = {"mean": Mean, "max": Max, "attention": Attention}
+_NEEDS = {"ema": "Ema(weight=...)", "rolling_mean": "RollingMean(n=...)", "rolling_max": "RollingMax(n=...)"}
+
+
+def named(aggregate: Aggregator | str | None) -> Aggregator:
+    """The aggregator meant by `None` (each token's own score), "mean", "max", "attention" or an aggregator itself."""
+    if aggregate is None:
+        return Each()
+    if isinstance(aggregate, str) and aggregate in _NAMES:
+        return _NAMES[aggregate]()
+    if isinstance(aggregate, str) and aggregate in _NEEDS:
+        raise ConfigError(f"aggregate is {aggregate!r}, which needs a parameter: give {_NEEDS[aggregate]}")
+    if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):  # a class has the methods too
+        return aggregate
+    near = closest(aggregate, [*_NAMES, *_NEEDS]) if isinstance(aggregate, str) else ""
+    choices = ", ".join([*map(repr, _NAMES), *_NEEDS.values()])
+    raise ConfigError(f"aggregate is {aggregate!r}{near}: give None for each token's own score, {choices} or an aggregator")
+
+
+def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
+    """Scores [K] as float64 in memory of their own: a view would keep a whole document, and change with its owner."""
+    x: Doubles = np.array(scores, dtype=np.float64, order="C")
+    if x.ndim != 1:
+        raise ConfigError(f"scores have shape {x.shape}: give [K], the concepts of one row at one token")
+    if state and state[-1].shape != x.shape:
+        raise ConfigError(f"{len(x)} scores after {len(state[-1])}: the concepts of a row stay the same, so begin() anew for others")
+    if not np.isfinite(x).all():
+        at = int(np.flatnonzero(~np.isfinite(x))[0])
+        raise ConfigError(
+            f"score {at} of {len(x)} is {x[at]}: a score is a finite number; an unseen token has no score and is to be left out"
+        )
+    x += 0.0  # -0.0 becomes 0.0: which of the two a maximum returns is not defined
+    return x
+
+
+def _number(value: object) -> float:
+    """The number that `value` is; NaN for what is none, such as a flag or a text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _count(n: object) -> int:
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise ConfigError(f"n is {n!r}: it counts tokens, so give 1 or more")
+    return int(n)

@@ -1,0 +1,136 @@
+"""Generation: one `generate()` that is being followed, from its prompt to its last token.
+
+    generation = Generation(recording, prompt)
+    generation.check_ids(forward)                       # the host runs the sequence's tokens at their own columns
+    placed = generation.beam_tokens(placed)             # with beams: which row each one's history ran in
+    generation.drafts.append((placed, states))          # proposed tokens wait ...
+    for placed, states in generation.accepted(ids): ... # ... until the stopping criteria are shown the sequence
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from probemon.align import Forward, Ints, Placed
+from probemon.errors import AlignmentError
+from probemon.generation import Prompt
+from probemon.hierarchy import Mask
+from probemon.record import Recording
+from probemon.types import PROMPT
+
+States = dict[str, Tensor]
+NO_ID = -1
+
+
+@dataclass
+class Generation:
+    """`ids`, `mask`: of the whole sequence, for the next forward. `stop [B]`: rows an action stopped; `raising`: what an action raises.
+
+    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it have their scores.
+
+    `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
+    before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
+    rejected; `drafting`: the model is proposing; `acting`: an action is being called.
+    """
+
+    recording: Recording
+    prompt: Prompt
+    ids: Ints | None = None
+    mask: Ints | None = None
+    drafting: int = 0
+    acting: bool = False
+    raising: BaseException | None = None
+    stop_column: int | None = None
+    scored_columns: int = 0
+    stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
+    origin: Ints | None = None
+
+    def sequence(self, ids: Any, mask: Any) -> None:
+        """What `generate` is about to run: the whole sequence and its mask, or None where there is none."""
+        self.ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
+        self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
+
+    def ids_of_embeds(self, embeds: Tensor) -> Tensor:
+        """The ids a prompt of embeddings `[B, T, D]` stands for, where `generate` was given them; -1 where it was not."""
+        if self.ids is not None and self.ids.shape[1] == embeds.shape[1]:
+            return torch.from_numpy(self.ids)
+        return torch.full(embeds.shape[:2], NO_ID)
+
+    def check_ids(self, forward: Forward) -> None:
+        """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers does not)."""
+        ids, offset = self.ids, self.prompt.offset
+        if ids is None or self.prompt.chunked:
+            return
+        end = forward.start + forward.ids.shape[1]
+        if ids.shape[1] + offset != end or not np.array_equal(ids[:, max(0, forward.start - offset) :], forward.ids[:, max(0, offset - forward.start) :]):
+            raise AlignmentError(
+                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + offset}: "
+                "these are not the sequence's tokens at their own places, so the host's own answer is wrong too. Start with an empty cache"
+            )
+
+    def beam_tokens(self, placed: Placed) -> Placed:
+        """A prompt is scored once, in the first of its beams; a generated token for every beam that has it."""
+        beams = self.recording.beams
+        assert beams is not None and self.ids is not None
+        if placed.phase == PROMPT:
+            return placed.take(np.flatnonzero(placed.rows % beams.n_beams == 0))
+        self.origin = beams.advance(self.ids, self.recording.n_entries)
+        for number, before in self.rule_states.items():
+            self.rule_states[number] = {row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}
+        return dataclasses.replace(placed, provisional=True)
+
+    def accepted(self, ids: Tensor) -> Iterator[tuple[Placed, States | str]]:
+        """Drafts that are in the accepted sequence `ids [1, L]`, one token after another; the others are forgotten."""
+        call, offset = self.recording.call, self.recording.offset
+        kept = ids.detach().cpu().numpy()
+        last = offset + kept.shape[1] - 1  # the newest token comes from the logits: it was not run
+        drafts, self.drafts = self.drafts, []
+        for placed, states in drafts:
+            for i in range(len(placed)):
+                column = int(placed.columns[i])
+                if column >= last:
+                    break
+                if kept[0, column - offset] != placed.ids[i]:
+                    raise AlignmentError(
+                        f"column {column}: a draft had token {placed.ids[i]}, the sequence has {kept[0, column - offset]}, yet it was kept"
+                    )
+                one = dataclasses.replace(placed.take(np.array([i])), draft=False)
+                yield one, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
+        call.frontier = min(call.frontier, last)
+
+    def ended(self, ids: Tensor, done: Tensor, pads: bool) -> None:
+        """The stopping criteria said `done` of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        call, beams = self.recording.call, self.recording.beams
+        ends = done.cpu().numpy()
+        if beams is not None:
+            beams.ended(ids.detach().cpu().numpy(), ends, call.n_rows // beams.n_beams)
+            ends = np.zeros(call.n_rows, dtype=bool)
+        call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
+
+    def stopped(self, like: Tensor) -> Tensor:
+        """Rows that an action stopped, as a mask like `like [B]`."""
+        return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
+
+
+class Watched(StoppingCriteriaList):
+    """generate's own criteria; `sampled(ids, done, pads)` is told which rows have ended, and may end more."""
+
+    def __init__(self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor, bool], Tensor]) -> None:
+        super().__init__(criteria)
+        self._inner, self._sampled = criteria, sampled
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        done = self._inner(input_ids, scores, **kwargs)
+        # generate pads rows that ended exactly where one of its criteria knows the end-of-sequence token.
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in self)
+        return self._sampled(input_ids, done, pads)

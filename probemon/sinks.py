@@ -1,0 +1,407 @@
+"""Sinks: where scores go as they come. `Delivery` keeps a slow sink from slowing the step.
+
+    delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
+    delivery.put(batch)                        # never waits, never raises for the sink's faults
+    delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
+    delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
+
+A sink is anything with the three methods of `Sink`. The files here appear under their name whole, at `close`, or
+not at all: until then they stand beside it under a hidden one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.types import PHASES, TokenBatch
+
+
+class SinkFailed(ProbemonError, RuntimeError):
+    """A sink is stuck, used out of turn, or cannot put its file in place; says where what it has is."""
+
+
+class Sink(Protocol):
+    """Receives scores. All three are called from one thread; after `open` or `write` raised, only `close` is."""
+
+    def open(self, concepts: Sequence[str]) -> None:
+        """Once, before anything is written. `concepts`: ids by probe number."""
+
+    def write(self, batch: TokenBatch) -> None:
+        """Tokens of one generation, in the order they were scored."""
+
+    def close(self) -> None:
+        """Finish; harmless when it is not open."""
+
+
+class MemorySink:
+    """The newest tokens, at most `max_tokens`: `sink.batches`, `len(sink)`; older ones are counted in `sink.n_forgotten`.
+
+    Holds less than twice `max_tokens` at any time; may be read from other threads while it is written.
+    """
+
+    def __init__(self, max_tokens: int = 10_000) -> None:
+        self.max_tokens = _at_least(1, "max_tokens", max_tokens)
+        self._lock = threading.Lock()
+        self._held: deque[TokenBatch] = deque()
+        self._n_held = self._n_seen = 0
+
+    @property
+    def batches(self) -> list[TokenBatch]:
+        """What is kept, oldest first; the oldest batch is cut to the bound."""
+        with self._lock:
+            held, surplus = list(self._held), max(0, self._n_held - self.max_tokens)
+        return [_without(held[0], surplus), *held[1:]] if surplus else held
+
+    @property
+    def n_forgotten(self) -> int:
+        with self._lock:
+            return self._n_seen - min(self._n_held, self.max_tokens)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return min(self._n_held, self.max_tokens)
+
+    def open(self, concepts: Sequence[str]) -> None:
+        pass
+
+    def write(self, batch: TokenBatch) -> None:
+        if not len(batch):
+            return
+        kept = _without(batch, max(0, len(batch) - self.max_tokens))
+        with self._lock:
+            self._held.append(kept)
+            self._n_held += len(kept)
+            self._n_seen += len(batch)
+            # Whole batches only: cutting a long prompt again at every token would copy it at every token.
+            while self._n_held - len(self._held[0]) >= self.max_tokens:
+                self._n_held -= len(self._held.popleft())
+
+    def close(self) -> None:
+        pass
+
+
+class CallbackSink:
+    """Calls `function(batch)`."""
+
+    def __init__(self, function: Callable[[TokenBatch], object]) -> None:
+        self._function = function
+
+    def open(self, concepts: Sequence[str]) -> None:
+        pass
+
+    def write(self, batch: TokenBatch) -> None:
+        self._function(batch)
+
+    def close(self) -> None:
+        pass
+
+
+class _FileSink(ABC):
+    """A file that appears whole or not at all: what raises on the way removes it.
+
+    Raises `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has no folder to stand in.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
+        self.path = Path(path)
+        self._overwrite = overwrite
+        self._partial: Path | None = None
+        self._writer: Any = None
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"{self.path.parent} is not a folder: make it first")
+        if self.path.is_dir():
+            raise ConfigError(f"{self.path} is a folder: give the name of a file")
+        if os.path.lexists(self.path) and not overwrite:
+            raise ConfigError(f"{self.path} exists: give another name, or overwrite=True")
+
+    def open(self, concepts: Sequence[str]) -> None:
+        if self._writer is not None:
+            raise SinkFailed(f"{self.path} was opened before: make a new sink")
+        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
+        os.close(handle)
+        self._partial = Path(name)
+        with self._or_nothing():
+            self._writer = self._begin(self._partial, list(concepts))
+
+    def write(self, batch: TokenBatch) -> None:
+        if self._partial is None:
+            raise SinkFailed(f"{self.path} is not open (not yet, or closed, or failed): open a new sink")
+        with self._or_nothing():
+            self._append(batch)
+
+    def close(self) -> None:
+        if self._partial is None:
+            return
+        with self._or_nothing():
+            self._finish()
+            self._partial.chmod(0o644)
+        finished, self._partial = self._partial, None
+        try:
+            if self._overwrite:
+                os.replace(finished, self.path)
+            else:
+                os.link(finished, self.path)  # unlike a rename, fails where the name was taken meanwhile
+                finished.unlink()
+        except OSError as error:
+            raise SinkFailed(f"{self.path} cannot be made ({error.strerror}): the finished scores are in {finished}, move them") from error
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._writer is not None:
+                with suppress(Exception):
+                    self._writer.close()
+            if self._partial is not None:
+                self._partial.unlink(missing_ok=True)
+                self._partial = None
+            raise
+
+    @abstractmethod
+    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+        """A writer with `close()`."""
+
+    @abstractmethod
+    def _append(self, batch: TokenBatch) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write what is still held; close the writer."""
+
+
+class JsonLinesSink(_FileSink):
+    """One JSON object a token and line: `{"generation": 0, "row": 0, "position": 7, "token_id": 262, "phase": "generated", ...}`.
+
+    Then `provisional`; `scores`, `[concept id, score]` of the active probes best first, at most `top_k` (None: all), each
+    the fp32 value exactly, null for NaN; `fired`, ids of all that fired; `coverage` (active, dropped, not_reached, evaluated);
+    `unseen`, "" or why the token has no scores. `request` only where there is one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
+        super().__init__(path, overwrite)
+        self._top_k = None if top_k is None else _at_least(0, "top_k", top_k)
+
+    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+        self._concepts = concepts
+        return partial.open("w", encoding="utf-8", newline="\n")
+
+    def _append(self, batch: TokenBatch) -> None:
+        self._writer.write("".join(json.dumps(self._line(batch, t), ensure_ascii=False) + "\n" for t in range(len(batch))))
+
+    def _finish(self) -> None:
+        self._writer.close()
+
+    def _line(self, batch: TokenBatch, t: int) -> dict[str, Any]:
+        scores, coverage = batch.scores, batch.scores.coverage
+        best = scores.top(t, len(scores.active(t)) if self._top_k is None else self._top_k)
+        return {
+            "generation": int(batch.generation), **({"request": batch.request} if batch.request else {}),
+            "row": int(batch.row[t]), "position": int(batch.position[t]), "token_id": int(batch.token_id[t]),
+            "phase": PHASES[batch.phase], "provisional": bool(batch.provisional),
+            "scores": [[self._concepts[probe], None if np.isnan(score) else score] for probe, score in best],
+            "fired": [self._concepts[probe] for probe in scores.fired(t)],
+            "coverage": {n: int(getattr(coverage, n)[t]) for n in ("active", "dropped", "not_reached", "evaluated")},
+            "unseen": coverage.unseen[t],
+        }  # fmt: skip
+
+
+class ParquetSink(_FileSink):
+    """A line for each token and active concept, in row groups of `rows_per_group`. Needs the extra `corpus`.
+
+        table = pyarrow.parquet.read_table(path, read_dictionary=["concept", "phase"])
+        about = json.loads(table.schema.metadata[b"probemon"])
+
+    Columns generation, request, row, position, token_id, phase, provisional, concept, score. Tokens without scores have
+    no line: `about["coverage"]` has the totals of all tokens, `about["unseen"]` the first `max_unseen` tokens that
+    were not seen, with reasons (a footer of millions could not be read back; the totals count them all).
+    """
+
+    max_unseen = 100_000
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("ParquetSink needs pyarrow: pip install 'probemon[corpus]'") from error
+        super().__init__(path, overwrite)
+        self._rows_per_group = _at_least(1, "rows_per_group", rows_per_group)
+        self._columns: list[list[Any]] = []  # of each batch not yet written, its columns
+        self._n_held = 0
+        self._totals: Counter[str] = Counter()
+        self._unseen: list[dict[str, Any]] = []
+
+    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._concepts = np.asarray(concepts, dtype=object)
+        text, number = pa.string(), pa.int32()
+        self._schema = pa.schema({
+            "generation": number, "request": text, "row": number, "position": number, "token_id": number, "phase": text,
+            "provisional": pa.bool_(), "concept": text, "score": pa.float32(),
+        })  # fmt: skip
+        # store_schema: where an Arrow schema is stored, readers take the metadata from it and miss what is added at the end.
+        return pq.ParquetWriter(partial, self._schema, store_schema=False)
+
+    def _append(self, batch: TokenBatch) -> None:
+        scores, coverage, n = batch.scores, batch.scores.coverage, len(batch.scores.values)
+        token = np.repeat(np.arange(len(batch)), np.diff(scores.ptr))
+        self._totals.update(coverage.totals())
+        for t, reason in enumerate(coverage.unseen):
+            if reason and len(self._unseen) < self.max_unseen:
+                where = {"row": int(batch.row[t]), "position": int(batch.position[t]), "reason": reason}
+                self._unseen.append({"generation": int(batch.generation), **where})
+        self._columns.append([
+            np.full(n, batch.generation), np.full(n, batch.request, object), batch.row[token], batch.position[token],
+            batch.token_id[token], np.full(n, PHASES[batch.phase], object), np.full(n, batch.provisional),
+            self._concepts[scores.probes], scores.values,
+        ])  # fmt: skip
+        self._n_held += n
+        if self._n_held >= self._rows_per_group:
+            self._write_groups(self._n_held - self._n_held % self._rows_per_group)
+
+    def _write_groups(self, n: int) -> None:
+        """Write the first `n` lines held."""
+        import pyarrow as pa
+
+        columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
+        arrays = [pa.array(column[:n], kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
+        self._columns, self._n_held = [[column[n:].copy() for column in columns]], self._n_held - n
+
+    def _finish(self) -> None:
+        if self._n_held:
+            self._write_groups(self._n_held)
+        names = ("tokens", "unseen", "active", "dropped", "not_reached", "evaluated", "released")
+        about = {"coverage": {name: self._totals[name] for name in names}, "unseen": self._unseen}
+        self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
+        self._writer.close()
+
+
+@dataclass(frozen=True)
+class SinkStats:
+    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more), `n_queued`
+    still waiting or in the sink's hands. `error`: what ended the sink, or None."""
+
+    n_written: int
+    n_dropped: int
+    n_queued: int
+    error: BaseException | None
+
+
+class Delivery:
+    """Delivers batches to one sink from a thread of its own: see the top of this module.
+
+    `put` may be called from any thread; the order of each is kept. At most `max_batches` wait (the one in the sink's
+    hands included); what finds no room is dropped and counted. What the sink raises ends it: the error is kept in
+    `stats().error`, the sink is closed, everything after that counts as dropped.
+    """
+
+    def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
+        self._sink, self._concepts = sink, list(concepts)
+        self._max_batches = _at_least(1, "max_batches", max_batches)
+        self._changed = threading.Condition()  # guards everything below
+        self._queue: deque[TokenBatch] = deque()
+        self._n_written = self._n_dropped = self._n_queued = 0
+        self._error: BaseException | None = None
+        self._closing = self._over = False  # over: the sink is closed, or was given up
+        self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(sink).__name__}", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: TokenBatch) -> None:
+        """Queue a batch, or count it as dropped; returns at once."""
+        with self._changed:
+            if self._closing or self._error is not None or len(self._queue) >= self._max_batches:
+                self._n_dropped += len(batch)
+            else:
+                self._queue.append(batch)
+                self._n_queued += len(batch)
+                self._changed.notify_all()
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
+
+        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still be
+        taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this follows.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            if threading.current_thread() is self._thread or self._changed.wait_for(lambda: self._over, timeout_seconds):
+                return
+            self._over = True
+            late = f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens given up"
+            self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
+
+    def stats(self) -> SinkStats:
+        """What became of the tokens: the three numbers always add up to what was put."""
+        with self._changed:
+            return SinkStats(self._n_written, self._n_dropped, self._n_queued, self._error)
+
+    def _deliver(self) -> None:
+        try:
+            try:
+                self._sink.open(self._concepts)
+                while (batch := self._next()) is not None:
+                    self._sink.write(batch)
+                    self._written(batch)
+            except BaseException as error:  # SystemExit in a callback, too: nobody else would count what is queued
+                self._fail(error)
+            self._sink.close()
+        except BaseException as error:
+            self._fail(error)
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _next(self) -> TokenBatch | None:
+        """The oldest batch, which stays in the queue until it is written; None when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            return self._queue[0] if self._queue else None
+
+    def _written(self, batch: TokenBatch) -> None:
+        with self._changed:
+            if self._error is None:  # else it was given up, and counted, meanwhile
+                self._queue.popleft()
+                self._n_queued -= len(batch)
+                self._n_written += len(batch)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._n_dropped += self._n_queued
+            self._n_queued = 0
+            self._queue.clear()
+
+
+def _without(batch: TokenBatch, n: int) -> TokenBatch:
+    """A batch without its first `n` tokens, holding nothing of them."""
+    if not n:
+        return batch
+    kept = np.arange(n, len(batch))
+    return dataclasses.replace(
+        batch, row=batch.row[kept], position=batch.position[kept], token_id=batch.token_id[kept], scores=batch.scores.take(kept)
+    )
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more")
+    return int(value)

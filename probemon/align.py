@@ -58,6 +58,11 @@ class Placed:
         )
 
 
+    def moved(self, by: int) -> Placed:
+        """The same tokens, their states `by` places further in the forward."""
+        return dataclasses.replace(self, offsets=self.offsets + by)
+
+
 @dataclass
 class Call:
     """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).

@@ -23,7 +23,6 @@ from probemon.errors import ConfigError, NotSupportedDecoding
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION, *_BEAMS)
-_BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,6 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
-
-
-def refuse_batched(name: str) -> None:
-    """Raise for `model.generate_batch` and its kin, called while a run is attached."""
-    _refuse(f"continuous batching ({name})", True)
-
-
-def batched_entries(model: Any) -> list[str]:
-    """Names of the methods that start continuous batching."""
-    return [name for name in _BATCHED if hasattr(model, name)]
 
 
 def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> GenerationMode:

@@ -28,10 +28,9 @@ from probemon.errors import (
     PackError,
     PackVersionError,
     ProbemonError,
-    UnknownConcept,
-    closest,
 )
 from probemon.hierarchy import ConceptTree
+from probemon.naming import Names, Wanted
 from probemon.types import NORMS, Architecture, InputSpec
 
 FORMAT = "probemon-pack"
@@ -87,12 +86,7 @@ class ProbePack:
         self.golden_scores = tensors.get("golden_scores")
         self.golden_error: float | None = None  # found by `verify`
         self._check(where)
-        self._by_name: dict[str, list[int]] = {}
-        for i, concept in enumerate(concepts):
-            self._by_name.setdefault(concept["id"], []).append(i)
-            if concept["name"] != concept["id"]:
-                self._by_name.setdefault(concept["name"], []).append(i)
-        self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
+        self._names = Names(self.name, concepts, self.path)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -231,25 +225,12 @@ class ProbePack:
         return list(dict.fromkeys(spec.site for spec in self.inputs))
 
     def find(self, concept: str | int) -> int:
-        """The probe number of a concept given by id, by unambiguous name, or by number.
+        """The probe number of a concept given by id, by unambiguous name, or by number. Raises `UnknownConcept`."""
+        return self._names.find(concept)
 
-        Raises `UnknownConcept` with the nearest name, or with the ids and paths of all that bear it.
-        """
-        if isinstance(concept, bool) or not isinstance(concept, (str, int, np.integer)):
-            raise UnknownConcept(f"a concept is named by its id, its name or its number, not {concept!r}")
-        if not isinstance(concept, str):
-            if not 0 <= concept < self.n_probes:
-                raise UnknownConcept(f"probe {concept} is not in {self.name}: it has 0..{self.n_probes - 1}")
-            return int(concept)
-        if concept in self._ids:
-            return self._ids[concept]
-        found = self._by_name.get(concept, [])
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            raise UnknownConcept(f"{self.name} has no concept {concept!r}{closest(concept, self._by_name)}")
-        choices = "; ".join(f"{self.concepts[i]['id']} ({' > '.join(self.path(i))})" for i in found)
-        raise UnknownConcept(f"{len(found)} concepts are named {concept!r}: give one of the ids: {choices}")
+    def find_all(self, concept: Wanted) -> list[int]:
+        """Probe numbers of a name, id, number, list of these, or pattern over names and ids. Raises `UnknownConcept`."""
+        return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe."""

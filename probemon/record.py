@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from probemon.types import GENERATED, PROMPT, HostState, Scores
 
 LAST = "the last generated token is never run by the host"
 BEFORE = "it was in the cache before this run attached"
+SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
 GAP = "no forward of the host showed it"
 FORGOTTEN = "it was scored and not kept (keep_tokens)"
 _PIECES = 256  # batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
@@ -37,11 +39,20 @@ class Tokens:
     scores: Scores
 
 
+    @staticmethod
+    def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
+        """Several recordings of one row each: the i-th becomes row i."""
+        row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
+        position, token_id, phase = (np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase"))
+        return Tokens(row, position, token_id, phase, Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k))
+
+
 @dataclass
 class Recording:
     """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
 
-    `number`: which one of its run; `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
+    `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
+    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
     before `forgotten`.
     """
 
@@ -55,6 +66,8 @@ class Recording:
     host: HostState | None = None
     number: int = 0
     request: str = ""
+    before: str = BEFORE
+    done: bool = False
     n_entries: int = 0
     n_forgotten: int = 0
     forgotten: int = 0
@@ -116,7 +129,7 @@ class Recording:
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
             is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
             at_column = at[i] + self.offset
-            reasons[i] = LAST if is_last else FORGOTTEN if at_column < forgotten else BEFORE if at_column < self.call.first_column else GAP
+            reasons[i] = LAST if is_last else FORGOTTEN if at_column < forgotten else self.before if at_column < self.call.first_column else GAP
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
@@ -189,7 +202,7 @@ class Recording:
 
     def _mismatch(self, sequences: Ints) -> str | None:
         n_rows, length = sequences.shape
-        if self.output is not None and self.output.shape[1] != length:
+        if self.output is not None and not self.request and self.output.shape[1] != length:
             return f"the output has {length} columns, the watched generate() returned {self.output.shape[1]}: give its output whole"
         if self.beams is not None:
             return self._beam_mismatch(self.beams, sequences)

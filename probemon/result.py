@@ -78,12 +78,12 @@ class Result:
 
     `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
     output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
-    `host`: adapters, quantisation and devices of the model when it was watched. Padding and what follows the end of a
+    `host`: adapters, quantisation and devices of the model when it was watched; `requests`: of continuous batching, by row. Padding and what follows the end of a
     row are not tokens.
     """
 
-    def __init__(self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None) -> None:
-        self.pack, self.host = pack, host
+    def __init__(self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, requests: tuple[str, ...] = ()) -> None:
+        self.pack, self.host, self.requests = pack, host, requests
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self._tokenizer = tokenizer

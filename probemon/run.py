@@ -11,12 +11,9 @@ retains, asks the rules, and keeps the recordings that `result` reads.
 
 from __future__ import annotations
 
-import fnmatch
 import logging
-import re
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,25 +26,26 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from probemon.aggregate import Aggregator, Each, named
 from probemon.align import Placed
 from probemon.arena import PagedArena
+from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
     ArenaFull,
     CallbackFailed,
     ConceptRaised,
     ConfigError,
-    HostMismatch,
     NotSupportedDecoding,
-    UnknownConcept,
 )  # fmt: skip
 from probemon.events import ACTIONS, Event, Rule
+from probemon.fit import check_host
 from probemon.generation import Prompt
+from probemon.hierarchy import Ints
 from probemon.hold import HeldStreamer
-from probemon.host import find_layers, fingerprint, hidden_size, unwrap
-from probemon.pack import ProbePack
-from probemon.record import Recording
+from probemon.host import unwrap
+from probemon.naming import Wanted
+from probemon.record import Recording, Tokens
 from probemon.result import Result
 from probemon.running import Generation, States
-from probemon.sinks import Delivery, Sink
+from probemon.sinks import Sink
 from probemon.types import GENERATED, PROMPT, Gap, Scores, TokenBatch
 from probemon.watcher import Watcher
 
@@ -97,7 +95,7 @@ class MonitorRun:
     # -- the face --------------------------------------------------------------------------------
 
     def on(
-        self, concept: str | int | re.Pattern[str] | Sequence[str | int], *, above: float | None = None, for_tokens: int = 1,
+        self, concept: Wanted, *, above: float | None = None, for_tokens: int = 1,
         aggregate: str | Aggregator | None = None, action: str | Callable[[Event], object] = "stop",
     ) -> None:  # fmt: skip
         """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
@@ -112,7 +110,7 @@ class MonitorRun:
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
         pack, aggregator = self.manager.pack, named(aggregate)
-        probes = find_all(pack, concept)
+        probes = pack.find_all(concept)
         if above is None and aggregator != Each():
             raise ConfigError(f"the alert thresholds of {pack.name} are for single tokens, not for {aggregator}: give above=")
         levels = [float(pack.alert_threshold[probe]) if above is None else above for probe in probes]
@@ -185,19 +183,42 @@ class MonitorRun:
     def result(self, out: Any) -> Result:
         """The scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
 
-        The ids of plain forwards `model(ids)` may be given as well. Every recorded token is compared with what
+        The ids of plain forwards `model(ids)` may be given as well, and what `generate_batch` returned, or one of its outputs:
+        row i is then its i-th request (`result.requests`). Every recorded token is compared with what
         stands in `out`. Raises `AlignmentError` where they differ or nothing recorded belongs to `out`.
         """
+        if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
+            return self._result_of_requests(dict(out) if isinstance(out, Mapping) else {out.request_id: out})
         sequences = getattr(out, "sequences", out)
         if not isinstance(sequences, Tensor) or sequences.dim() != 2:
             raise ConfigError(f"out is {type(out).__name__}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        if not self._watcher.recordings:
-            raise AlignmentError("nothing was watched: call model.generate() inside the with block")
-        newest_first = self._watcher.recordings[::-1]
-        recording = next((r for r in newest_first if r.output is sequences), None)
-        recording = recording or next((r for r in newest_first if r.matches(ids)), newest_first[0])
+        recording = self._recording(ids, sequences)
         return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host)
+
+    def _recording(self, ids: Ints, out: Any, request: str = "") -> Recording:
+        """The recording that belongs to an output: the same object if it is known, else the newest that agrees with its ids."""
+        newest_first = [recording for recording in self._watcher.recordings[::-1] if recording.request == request]
+        if not newest_first:
+            raise AlignmentError(
+                f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block"
+            )
+        recording = next((r for r in newest_first if r.output is out), None)
+        return recording or next((r for r in newest_first if r.matches(ids)), newest_first[0])
+
+    def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
+        """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
+        parts, recordings = [], []
+        for request, output in outputs.items():
+            if getattr(output, "error", None) is not None:
+                raise AlignmentError(f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}")
+            ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
+            recordings.append(self._recording(ids, output, request))
+            parts.append(recordings[-1].tokens(ids))
+        if not parts:
+            raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
+        tokens = Tokens.join(parts, self.manager.pack.n_probes)
+        return Result(self.manager.pack, self.tokenizer, tokens, recordings[0].host, requests=tuple(outputs))
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -224,6 +245,8 @@ class MonitorRun:
                 self._failed("a sink", stats.error)
             if stats.n_dropped:
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
+        for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
+            self._failed("continuous batching", error_in_batch if isinstance(error_in_batch, Exception) else RuntimeError(repr(error_in_batch)))
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
@@ -282,7 +305,7 @@ class MonitorRun:
         while surplus > 0:
             oldest = next(recording for recording in recordings if recording.n_kept)
             surplus -= oldest.forget(surplus)
-        while not recordings[0].n_kept and recordings[0].output is not None:
+        while not recordings[0].n_kept and recordings[0].done:
             del recordings[0]
 
     def _check(self, prompt: Prompt) -> None:
@@ -333,47 +356,3 @@ class _Stopped(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         return self._watcher.stopped(torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device))
-
-
-def find_all(pack: ProbePack, concept: str | int | re.Pattern[str] | Sequence[str | int]) -> list[int]:
-    """Probes of a name, id, number, list of these, or pattern over names and ids; each once. Raises `UnknownConcept`."""
-    if isinstance(concept, (list, tuple, set, frozenset)):
-        if not concept:
-            raise ConfigError("run.on got an empty list of concepts: give at least one")
-        return list(dict.fromkeys(probe for one in concept for probe in find_all(pack, one)))
-    pattern = concept if isinstance(concept, re.Pattern) else None
-    if isinstance(concept, str) and "*" in concept:
-        pattern = re.compile(fnmatch.translate(concept))
-    if pattern is None:
-        return [pack.find(concept)]  # type: ignore[arg-type]
-    found = [i for i, c in enumerate(pack.concepts) if pattern.fullmatch(c["id"]) or pattern.fullmatch(c["name"])]
-    if not found:
-        raise UnknownConcept(f"no concept of {pack.name} matches {pattern.pattern if isinstance(concept, re.Pattern) else concept!r}: a pattern is held against whole names and ids")
-    return found
-
-
-def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the pack cannot read this host; another checkpoint warns, or raises if `strict`."""
-    _, layers = find_layers(model)
-    stated = pack.manifest["host"]
-    size, expected = hidden_size(model), pack.architecture.hidden_size
-    name = type(model).__name__
-    if size != expected:
-        raise HostMismatch(f"{pack.name} reads hidden states of {expected} values, {name} has {size}: the pack is for {stated.get('model_id')}")
-    if stated.get("n_layers") not in (None, len(layers)):
-        raise HostMismatch(
-            f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for {stated.get('model_id')}"
-        )
-    known = stated.get("fingerprint")
-    found = None if known is None else fingerprint(model)
-    if known == found and known is not None:
-        return
-    if known is None:
-        problem = f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it"
-    else:
-        problem = f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}): scores may mean nothing"
-    if strict:
-        raise HostMismatch(f"{problem}. Load the model the pack was made for, or attach without strict=True")
-    if known is not None:
-        warnings.warn(problem, UserWarning, stacklevel=4)
-

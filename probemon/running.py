@@ -38,7 +38,8 @@ class Generation:
 
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
-    rejected; `drafting`: the model is proposing; `acting`: an action is being called.
+    rejected; `drafting`: the model is proposing; `acting`: an action is being called. `end`: of continuous batching, ends
+    the request with the token that is sampled now.
     """
 
     recording: Recording
@@ -54,6 +55,7 @@ class Generation:
     rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
     drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
     origin: Ints | None = None
+    end: Callable[[], None] | None = None
 
     def sequence(self, ids: Any, mask: Any) -> None:
         """What `generate` is about to run: the whole sequence and its mask, or None where there is none."""

@@ -1,9 +1,9 @@
-"""Sinks: where scores go as they come. `Delivery` keeps a slow sink from slowing the step.
+"""Sinks: where scores go as they come.
 
-    delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
-    delivery.put(batch)                        # never waits, never raises for the sink's faults
-    delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
-    delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
+    run.add_sink(JsonLinesSink("scores.jsonl", top_k=10))
+    run.add_sink(ParquetSink("scores.parquet"))
+    run.add_sink(MemorySink(max_tokens=10_000))
+    run.add_sink(CallbackSink(print))
 
 A sink is anything with the three methods of `Sink`. The files here appear under their name whole, at `close`, or
 not at all: until then they stand beside it under a hidden one.
@@ -20,18 +20,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.errors import ConfigError, MissingExtra, SinkFailed
 from probemon.types import PHASES, TokenBatch
-
-
-class SinkFailed(ProbemonError, RuntimeError):
-    """A sink is stuck, used out of turn, or cannot put its file in place; says where what it has is."""
 
 
 class Sink(Protocol):
@@ -54,7 +49,7 @@ class MemorySink:
     """
 
     def __init__(self, max_tokens: int = 10_000) -> None:
-        self.max_tokens = _at_least(1, "max_tokens", max_tokens)
+        self.max_tokens = at_least(1, "max_tokens", max_tokens)
         self._lock = threading.Lock()
         self._held: deque[TokenBatch] = deque()
         self._n_held = self._n_seen = 0
@@ -113,7 +108,8 @@ class CallbackSink:
 class _FileSink(ABC):
     """A file that appears whole or not at all: what raises on the way removes it.
 
-    Raises `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has no folder to stand in.
+    `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has none to stand in. Where another file took the
+    name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under its hidden name.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
@@ -132,8 +128,8 @@ class _FileSink(ABC):
         if self._writer is not None:
             raise SinkFailed(f"{self.path} was opened before: make a new sink")
         handle, name = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
-        os.close(handle)
         self._partial = Path(name)
+        os.close(handle)
         with self._or_nothing():
             self._writer = self._begin(self._partial, list(concepts))
 
@@ -194,14 +190,14 @@ class JsonLinesSink(_FileSink):
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
         super().__init__(path, overwrite)
-        self._top_k = None if top_k is None else _at_least(0, "top_k", top_k)
+        self._top_k = None if top_k is None else at_least(0, "top_k", top_k)
 
     def _begin(self, partial: Path, concepts: list[str]) -> Any:
         self._concepts = concepts
         return partial.open("w", encoding="utf-8", newline="\n")
 
     def _append(self, batch: TokenBatch) -> None:
-        self._writer.write("".join(json.dumps(self._line(batch, t), ensure_ascii=False) + "\n" for t in range(len(batch))))
+        self._writer.write("".join(json.dumps(self._line(batch, t)) + "\n" for t in range(len(batch))))
 
     def _finish(self) -> None:
         self._writer.close()
@@ -239,7 +235,7 @@ class ParquetSink(_FileSink):
         except ImportError as error:
             raise MissingExtra("ParquetSink needs pyarrow: pip install 'probemon[corpus]'") from error
         super().__init__(path, overwrite)
-        self._rows_per_group = _at_least(1, "rows_per_group", rows_per_group)
+        self._rows_per_group = at_least(1, "rows_per_group", rows_per_group)
         self._columns: list[list[Any]] = []  # of each batch not yet written, its columns
         self._n_held = 0
         self._totals: Counter[str] = Counter()
@@ -264,8 +260,10 @@ class ParquetSink(_FileSink):
         self._totals.update(coverage.totals())
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:
-                where = {"row": int(batch.row[t]), "position": int(batch.position[t]), "reason": reason}
-                self._unseen.append({"generation": int(batch.generation), **where})
+                where = {"generation": int(batch.generation), "row": int(batch.row[t]), "position": int(batch.position[t])}
+                self._unseen.append(where | {"reason": reason})
+        if not n:
+            return
         self._columns.append([
             np.full(n, batch.generation), np.full(n, batch.request, object), batch.row[token], batch.position[token],
             batch.token_id[token], np.full(n, PHASES[batch.phase], object), np.full(n, batch.provisional),
@@ -293,115 +291,16 @@ class ParquetSink(_FileSink):
         self._writer.close()
 
 
-@dataclass(frozen=True)
-class SinkStats:
-    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more), `n_queued`
-    still waiting or in the sink's hands. `error`: what ended the sink, or None."""
-
-    n_written: int
-    n_dropped: int
-    n_queued: int
-    error: BaseException | None
-
-
-class Delivery:
-    """Delivers batches to one sink from a thread of its own: see the top of this module.
-
-    `put` may be called from any thread; the order of each is kept. At most `max_batches` wait (the one in the sink's
-    hands included); what finds no room is dropped and counted. What the sink raises ends it: the error is kept in
-    `stats().error`, the sink is closed, everything after that counts as dropped.
-    """
-
-    def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
-        self._sink, self._concepts = sink, list(concepts)
-        self._max_batches = _at_least(1, "max_batches", max_batches)
-        self._changed = threading.Condition()  # guards everything below
-        self._queue: deque[TokenBatch] = deque()
-        self._n_written = self._n_dropped = self._n_queued = 0
-        self._error: BaseException | None = None
-        self._closing = self._over = False  # over: the sink is closed, or was given up
-        self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(sink).__name__}", daemon=True)
-        self._thread.start()
-
-    def put(self, batch: TokenBatch) -> None:
-        """Queue a batch, or count it as dropped; returns at once."""
-        with self._changed:
-            if self._closing or self._error is not None or len(self._queue) >= self._max_batches:
-                self._n_dropped += len(batch)
-            else:
-                self._queue.append(batch)
-                self._n_queued += len(batch)
-                self._changed.notify_all()
-
-    def close(self, timeout_seconds: float = 30.0) -> None:
-        """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
-
-        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still be
-        taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this follows.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-            if threading.current_thread() is self._thread or self._changed.wait_for(lambda: self._over, timeout_seconds):
-                return
-            self._over = True
-            late = f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens given up"
-            self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
-
-    def stats(self) -> SinkStats:
-        """What became of the tokens: the three numbers always add up to what was put."""
-        with self._changed:
-            return SinkStats(self._n_written, self._n_dropped, self._n_queued, self._error)
-
-    def _deliver(self) -> None:
-        try:
-            try:
-                self._sink.open(self._concepts)
-                while (batch := self._next()) is not None:
-                    self._sink.write(batch)
-                    self._written(batch)
-            except BaseException as error:  # SystemExit in a callback, too: nobody else would count what is queued
-                self._fail(error)
-            self._sink.close()
-        except BaseException as error:
-            self._fail(error)
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def _next(self) -> TokenBatch | None:
-        """The oldest batch, which stays in the queue until it is written; None when there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            return self._queue[0] if self._queue else None
-
-    def _written(self, batch: TokenBatch) -> None:
-        with self._changed:
-            if self._error is None:  # else it was given up, and counted, meanwhile
-                self._queue.popleft()
-                self._n_queued -= len(batch)
-                self._n_written += len(batch)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._n_dropped += self._n_queued
-            self._n_queued = 0
-            self._queue.clear()
-
-
 def _without(batch: TokenBatch, n: int) -> TokenBatch:
     """A batch without its first `n` tokens, holding nothing of them."""
     if not n:
         return batch
     kept = np.arange(n, len(batch))
-    return dataclasses.replace(
-        batch, row=batch.row[kept], position=batch.position[kept], token_id=batch.token_id[kept], scores=batch.scores.take(kept)
-    )
+    arrays = {name: getattr(batch, name)[kept] for name in ("row", "position", "token_id")}
+    return dataclasses.replace(batch, scores=batch.scores.take(kept), **arrays)
 
 
-def _at_least(least: int, name: str, value: int) -> int:
+def at_least(least: int, name: str, value: int) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more")
     return int(value)

@@ -18,8 +18,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -29,9 +30,10 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.align import Call, Forward, Ints, Placed
+from probemon.batching import Batches
 from probemon.beams import Beams
 from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
-from probemon.generation import Prompt, batched_entries, read_call, refuse_batched
+from probemon.generation import Prompt, read_call
 from probemon.host import find_layers, host_state, is_encoder_decoder
 from probemon.record import Recording
 from probemon.running import Generation, States, Watched
@@ -53,16 +55,25 @@ class _Inside(threading.local):
 _INSIDE = _Inside()
 
 
+@dataclass
+class _Waiting:
+    """Tokens of the open forward, and their hidden states so far, by site."""
+
+    generation: Generation | None
+    recording: Recording
+    placed: Placed
+    states: States = field(default_factory=dict)
+
+
 class _Thread(threading.local):
     """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
 
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens
-        self.recording: Recording | None = None
-        self.waiting: list[Placed] = []
-        self.states: list[States] = []
+        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
+        self.recording: Recording | None = None  # of the open forward, where it is of one
+        self.waiting: list[_Waiting] = []
         self.seconds = 0.0
 
 
@@ -85,6 +96,8 @@ class Watcher:
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._thread = _Thread()
         self._n_running = self._n_recordings = 0
+        self._batches = Batches(lambda call: self._new_recording(call, 0))
+        self.batch_errors: list[BaseException] = []  # of forwards in a thread of transformers', where nobody would see them
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
@@ -104,8 +117,8 @@ class Watcher:
                 shadow(stack, self, "generate", self._generate)
                 shadow(stack, self, "prepare_inputs_for_generation", self._prepare)
                 shadow(stack, self, "_get_stopping_criteria", self._criteria)
-                for name in batched_entries(self.model):
-                    shadow(stack, self, name, lambda original, *args, name=name, **kwargs: refuse_batched(name))
+                shadow(stack, self, "init_continuous_batching", self._open_batching)
+                shadow(stack, self, "generate_batch", self._generate_batch)
             self._stack = stack.pop_all()
         self.open = True
         return self
@@ -144,14 +157,39 @@ class Watcher:
             out = original(*args, **kwargs)
         finally:
             _INSIDE.models[id(self.model)] -= 1
-            self._thread.generation = self._thread.recording = None
+            self._thread.generation, self._thread.shape = None, ()
             with self._lock:
                 self._n_running -= 1
                 # Reset here, not at the start: a stop that came before the first token is still meant.
                 self.stop_all = self.stop_all and self._n_running > 0
-        recording.output = sequences = getattr(out, "sequences", out)
+        recording.output, recording.done = (sequences := getattr(out, "sequences", out)), True
         self._seen_up_to(recording, sequences.shape[1] + recording.offset - 1, len(sequences))
         return out
+
+    def _open_batching(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manager = original(*args, **kwargs)
+        try:
+            self._batches.opened(manager)
+        except NotSupportedDecoding:
+            before = getattr(manager, "_original_attn_impl", None)
+            if before is not None:  # making a manager changes the host's attention; stopping one that never started does not undo it
+                self.model.set_attn_implementation(before)
+            raise
+        return manager
+
+    def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._n_running += 1
+        try:
+            outputs = original(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._n_running -= 1
+        if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
+            raise self.batch_errors.pop(0)
+        for recording, columns in self._batches.finish(outputs):
+            self._seen_up_to(recording, columns, 1)
+        return outputs
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._thread.generation
@@ -231,13 +269,18 @@ class Watcher:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         begin = time.perf_counter()
         mine = self._thread
-        mine.recording, mine.waiting, mine.states = None, [], []
+        mine.recording, mine.waiting, mine.shape = None, [], ()
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
         if foreign or (generation is not None and generation.drafting):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
-            raise NotSupportedDecoding("continuous batching: the rows of a packed forward cannot be told apart. Detach, or use generate()")
+            with self._reporting_errors():
+                packed = self._batches.place(given)
+            mine.waiting = [_Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
+            mine.shape = tuple(given["input_ids"].shape)
+            mine.seconds = time.perf_counter() - begin
+            return
         ids, cache = given.get("input_ids"), given.get("past_key_values")
         start = 0 if cache is None else int(cache.get_seq_length())
         if ids is None:
@@ -255,18 +298,31 @@ class Watcher:
             recording.earlier = self._known(cache, len(forward.ids))
         if generation is not None:
             generation.check_ids(forward)
-        mine.waiting = recording.call.place(forward)
-        if recording.retained is None:
-            recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
-        if generation is not None and not len(generation.stop):
-            generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
+        placed = recording.call.place(forward)
+        self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
-            mine.waiting = [generation.beam_tokens(placed) for placed in mine.waiting]
-        mine.states = [{} for _ in mine.waiting]
+            placed = [generation.beam_tokens(part) for part in placed]
+        mine.waiting = [_Waiting(generation, recording, part) for part in placed]
         mine.recording, mine.shape = recording, forward.ids.shape
         if cache is not None:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
+
+    def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
+        if recording.retained is None:
+            recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
+        if generation is not None and not len(generation.stop):
+            generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
+        return recording
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """In a thread of transformers' an error would only fail the requests: keep it, for whoever waits for them."""
+        try:
+            yield
+        except BaseException as error:
+            self.batch_errors.append(error)
+            raise
 
     def _plain_mask(self, mask: Any) -> Ints | None:
         if mask is None:
@@ -290,49 +346,56 @@ class Watcher:
     def _tapped(self, site: str, hidden: Tensor) -> None:
         mine = self._thread
         # No forward is open when a layer runs by itself (gradient checkpointing runs it again): not a new token.
-        if mine.recording is None:
+        if not mine.shape:
             return
         begin = time.perf_counter()
-        if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
-            raise NotSupportedHost(
-                f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "
-                "[rows, tokens, hidden size]: which state is whose is unknown"
-            )
-        for placed, states in zip(mine.waiting, mine.states, strict=True):
-            rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (placed.rows, placed.offsets))
-            states[site] = hidden[rows, offsets]  # a copy: the host may reuse its memory
-        if all(len(states) == len(self._sites) for states in mine.states):
-            self._hand_on(list(mine.states))
+        with self._reporting_errors() if mine.recording is None else nullcontext():
+            if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
+                raise NotSupportedHost(
+                    f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "
+                    "[rows, tokens, hidden size]: which state is whose is unknown"
+                )
+            for one in mine.waiting:
+                rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (one.placed.rows, one.placed.offsets))
+                one.states[site] = hidden[rows, offsets]  # a copy: the host may reuse its memory
+            if all(len(one.states) == len(self._sites) for one in mine.waiting):
+                self._hand_on()
         mine.seconds += time.perf_counter() - begin
 
-    def _hand_on(self, found: Sequence[States | str]) -> None:
-        """The tokens of this forward with what is known of them, to be scored; drafts wait."""
+    def _hand_on(self, unseen: str = "") -> None:
+        """The tokens of this forward with their states, or why there are none, to be scored; drafts wait."""
         mine = self._thread
-        assert mine.recording is not None
-        for placed, states in zip(mine.waiting, found, strict=True):
-            if placed.draft and mine.generation is not None:
-                mine.generation.drafts.append((placed, states))
+        for one in mine.waiting:
+            if one.placed.draft and one.generation is not None:
+                one.generation.drafts.append((one.placed, unseen or one.states))
             else:
-                self._score(mine.generation, mine.recording, placed, states)
-        mine.waiting, mine.states = [], []
+                self._score(one.generation, one.recording, one.placed, unseen or one.states)
+            if one.generation is not None and one.generation.end is not None:  # continuous batching has no criteria to stop at
+                if one.generation.raising is not None:
+                    raise one.generation.raising
+                if one.generation.stop.any() or self.stop_all:
+                    one.generation.end()
+        mine.waiting = []
 
     @torch.compiler.disable
     def _after(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         mine = self._thread
-        if mine.recording is None:
+        if not mine.shape:
             return
         if mine.waiting:
-            missing = [site for site in self._sites if site not in mine.states[0]]
-            columns = [placed.columns for placed in mine.waiting if len(placed)]
-            self._blind(
-                mine.recording, min((int(c.min()) for c in columns), default=0), max((int(c.max()) for c in columns), default=0),
-                f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
-            )  # fmt: skip
-            self._hand_on([f"the host did not run through {', '.join(missing)}"] * len(mine.waiting))
+            missing = [site for site in self._sites if site not in mine.waiting[0].states]
+            with self._reporting_errors() if mine.recording is None else nullcontext():
+                for one in mine.waiting:
+                    columns = one.placed.columns
+                    self._blind(
+                        one.recording, int(columns.min(initial=0)), int(columns.max(initial=0)),
+                        f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
+                    )  # fmt: skip
+            self._hand_on(f"the host did not run through {', '.join(missing)}")
         cache = getattr(output, "past_key_values", None)
-        if cache is not None:
+        if cache is not None and mine.recording is not None:
             self._by_cache[cache] = mine.recording
-        mine.recording = None
+        mine.recording, mine.shape = None, ()
         self.forward_seconds.append(mine.seconds)
 
 

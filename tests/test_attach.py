@@ -241,17 +241,14 @@ def test_modes_hidden_in_a_configuration_are_refused_too(pack, model):
         model.generate(PROMPT, generation_config=config)
 
 
-def test_other_caches_and_batched_serving_are_refused(pack, model):
+def test_other_caches_and_plain_embeddings_are_refused(pack, model):
     from transformers import EncoderDecoderCache
 
     with DynamicProbeManager(pack).attach(model):
         with pytest.raises(NotSupportedDecoding, match="EncoderDecoderCache"):
             model.generate(PROMPT, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), max_new_tokens=2)
-        with pytest.raises(NotSupportedDecoding, match="generate_batch"):
-            model.generate_batch([PROMPT[0].tolist()])
         with pytest.raises(NotSupportedDecoding, match="inputs_embeds"):
             model(inputs_embeds=torch.zeros(1, 3, 16))
-    assert model.generate_batch.__func__ is type(model).generate_batch
 
 
 def test_generation_inside_a_generation_is_refused(pack, model):

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from probemon.errors import ConfigError, MissingExtra, ProbemonError
-from probemon.sinks import CallbackSink, Delivery, JsonLinesSink, MemorySink, ParquetSink, SinkFailed, SinkStats
+from probemon.delivery import Delivery, SinkStats
+from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
+from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
 from probemon.types import GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 
 P = 7
@@ -453,10 +454,12 @@ def test_a_failing_file_leaves_nothing_and_its_error_is_kept(tmp_path):
 
 
 def test_a_callback_that_ends_the_program_ends_only_its_delivery():
-    delivery = Delivery(CallbackSink(lambda batch: sys.exit("enough")), CONCEPTS)
+    sink = Gate()
+    sink.write = lambda batch: sys.exit("enough")
+    delivery = Delivery(sink, CONCEPTS)
     delivery.put(make_batch(np.random.default_rng(0), 4)[0])
     delivery.close()
-    assert counts(delivery) == (0, 4, 0) and isinstance(delivery.stats().error, SystemExit)
+    assert counts(delivery) == (0, 4, 0) and isinstance(delivery.stats().error, SystemExit) and sink.closed.is_set()
 
 
 def test_a_stuck_sink_is_given_up_counted_and_named():

@@ -1,0 +1,40 @@
+"""Whether a pack fits a host: its shapes, its weights, and what was put around them.
+
+    check_host(pack, model, strict=False)
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from probemon.errors import HostMismatch
+from probemon.host import find_layers, fingerprint, hidden_size
+from probemon.pack import ProbePack
+
+
+def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:
+    """Raise `HostMismatch` where the pack cannot read this host; another checkpoint warns, or raises if `strict`."""
+    _, layers = find_layers(model)
+    stated = pack.manifest["host"]
+    size, expected = hidden_size(model), pack.architecture.hidden_size
+    name = type(model).__name__
+    if size != expected:
+        raise HostMismatch(f"{pack.name} reads hidden states of {expected} values, {name} has {size}: the pack is for {stated.get('model_id')}")
+    if stated.get("n_layers") not in (None, len(layers)):
+        raise HostMismatch(
+            f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for {stated.get('model_id')}"
+        )
+    known = stated.get("fingerprint")
+    found = None if known is None else fingerprint(model)
+    if known == found and known is not None:
+        return
+    if known is None:
+        problem = f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it"
+    else:
+        problem = f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}): scores may mean nothing"
+    if strict:
+        raise HostMismatch(f"{problem}. Load the model the pack was made for, or attach without strict=True")
+    if known is not None:
+        warnings.warn(problem, UserWarning, stacklevel=4)
+

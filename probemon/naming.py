@@ -1,0 +1,70 @@
+"""Names: which probes a user means by names, ids, numbers and patterns.
+
+    names = Names("my-pack", concepts, path)          # path(probe): names from the root down
+    names.find("whale")                               # 17, or UnknownConcept with the nearest name
+    names.find_all(["whale", "ship*", re.compile("n0[12].*")])
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from probemon.errors import ConfigError, UnknownConcept, closest
+
+Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
+
+
+class Names:
+    """Ids are unique, names may repeat."""
+
+    def __init__(self, pack: str, concepts: Sequence[Mapping[str, Any]], path: Callable[[int], list[str]]) -> None:
+        self._pack, self._concepts, self._path = pack, concepts, path
+        self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
+        self._by_name: dict[str, list[int]] = {}
+        for i, concept in enumerate(concepts):
+            for name in {concept["id"], concept["name"]}:
+                self._by_name.setdefault(name, []).append(i)
+
+    def find(self, concept: object) -> int:
+        """The probe of an id, an unambiguous name or a number.
+
+        Raises `UnknownConcept` with the nearest name, or with the ids and paths of all that bear it.
+        """
+        if isinstance(concept, bool) or not isinstance(concept, (str, int, np.integer)):
+            raise UnknownConcept(f"a concept is named by its id, its name or its number, not {concept!r}")
+        if not isinstance(concept, str):
+            if not 0 <= concept < len(self._concepts):
+                raise UnknownConcept(f"probe {concept} is not in {self._pack}: it has 0..{len(self._concepts) - 1}")
+            return int(concept)
+        if concept in self._ids:
+            return self._ids[concept]
+        found = self._by_name.get(concept, [])
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise UnknownConcept(f"{self._pack} has no concept {concept!r}{closest(concept, self._by_name)}")
+        choices = "; ".join(f"{self._concepts[i]['id']} ({' > '.join(self._path(i))})" for i in found)
+        raise UnknownConcept(f"{len(found)} concepts are named {concept!r}: give one of the ids: {choices}")
+
+    def find_all(self, concept: object) -> list[int]:
+        """Probes of a name, id, number, list of these, or pattern over whole names and ids (a text with `*`, or compiled); each once."""
+        if isinstance(concept, (list, tuple, set, frozenset)):
+            if not concept:
+                raise ConfigError("an empty list names no concept: give at least one")
+            return list(dict.fromkeys(probe for one in concept for probe in self.find_all(one)))
+        if isinstance(concept, str) and "*" in concept and concept not in self._ids and concept not in self._by_name:
+            pattern = re.compile(fnmatch.translate(concept))
+        elif isinstance(concept, re.Pattern):
+            pattern = concept
+        else:
+            return [self.find(concept)]
+        found = [i for i, c in enumerate(self._concepts) if pattern.fullmatch(c["id"]) or pattern.fullmatch(c["name"])]
+        if not found:
+            shown = concept if isinstance(concept, str) else pattern.pattern
+            raise UnknownConcept(f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids")
+        return found

@@ -1,0 +1,215 @@
+"""Continuous batching: every token of every request has its own score, whatever was packed with it, shared, preempted or forked."""
+
+import queue
+
+import pytest
+import torch
+from conftest import EOS, PAD, make_model, make_pack, n_hooks
+from oracle import check
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from probemon import DynamicProbeManager
+from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSupportedDecoding
+from probemon.record import SHARED
+
+LONG = [1, *range(3, 43)]
+PROMPTS = [[1, 44, 3, 17, 8], [*LONG[:18], 50, 51, 52], [*LONG[:18], 9], LONG, [7]]
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    # fp64: rows of a packed forward are added up in another order than those of a plain one.
+    model = make_model().double()
+    return model, DynamicProbeManager(make_pack(tmp_path_factory.mktemp("packs") / "p", model, sites=("resid_post.0", "resid_post.2")), keep_top_k=6)
+
+
+def configs(sample=False, n=1, **changes):
+    batching = {"max_batch_tokens": 16, "page_size": 4, "num_blocks": 64, "allow_block_sharing": False, **changes}
+    return {
+        "generation_config": GenerationConfig(do_sample=sample, max_new_tokens=NEW, pad_token_id=PAD, eos_token_id=60, num_return_sequences=n),
+        "continuous_batching_config": ContinuousBatchingConfig(**batching), "progress_bar": False,
+    }  # fmt: skip
+
+
+def verify(model, manager, result, outputs):
+    for row, output in enumerate(outputs.values()):
+        ids = [*output.prompt_ids, *output.generated_tokens]
+        check(manager, model, result, row, ids, 0, [(len(output.prompt_ids), len(output.generated_tokens) - 1)])
+
+
+@pytest.mark.parametrize("options", [{}, {"sample": True}, {"num_blocks": 16}, {"num_blocks": 14, "sample": True}, {"scheduler_type": "prefill_first"}], ids=str)
+def test_every_request_is_exact(host, options):
+    model, manager = host
+    torch.manual_seed(3)
+    with manager.attach(model) as run:
+        outputs = model.generate_batch(PROMPTS, **configs(**options))
+    result = run.result(outputs)
+    assert result.requests == tuple(outputs) and [o.prompt_ids for o in outputs.values()] == PROMPTS
+    verify(model, manager, result, outputs)
+    one = list(outputs.values())[3]
+    alone = run.result(one)
+    assert alone.requests == (one.request_id,) and alone.token_id.tolist() == [*LONG, *one.generated_tokens]
+
+
+def test_forks_begin_where_their_parent_had_come_to(host):
+    model, manager = host
+    torch.manual_seed(4)
+    with manager.attach(model) as run:
+        outputs = model.generate_batch(PROMPTS[:4], **configs(sample=True, n=3))
+    assert len(outputs) == 12
+    verify(model, manager, run.result(outputs), outputs)
+
+
+def test_tokens_whose_keys_were_shared_are_unseen_with_their_reason(host):
+    model, manager = host
+    with manager.attach(model) as run:
+        # One request a batch: the second finds the first's blocks.
+        outputs = model.generate_batch([LONG, [*LONG[:30], 50, 51]], **configs(allow_block_sharing=True, num_blocks=32, max_batch_tokens=48))
+    result = run.result(outputs)
+    hidden = [(int(result.row[i]), int(result.position[i])) for i, reason in enumerate(result.coverage.unseen) if reason == SHARED]
+    first = dict([next(iter(outputs.items()))])
+    verify(model, manager, run.result(first), first)
+    if hidden:  # whether a block is complete in time is the scheduler's affair; what it hides must be a prefix, and said
+        assert hidden == [(1, i) for i in range(len(hidden))]
+    last = [i for i in range(len(result)) if result.coverage.unseen[i] and result.coverage.unseen[i] != SHARED]
+    assert len(last) == 2
+
+
+def test_shared_prefix_of_an_earlier_batch_is_unseen(host):
+    model, manager = host
+    second = [*LONG[:30], 50, 51]
+    with manager.attach(model) as run:
+        options = configs(allow_block_sharing=True, max_batch_tokens=48)
+        with model.continuous_batching_context_manager(options["generation_config"], continuous_batching_config=options["continuous_batching_config"]) as serving:
+            outputs = {}
+            for name, prompt in (("first", LONG), ("second", second)):
+                serving.add_request(prompt, request_id=name)
+                while name not in outputs:
+                    found = serving.get_result(timeout=1)
+                    if found is not None and found.is_finished():
+                        outputs[found.request_id] = found
+    result = run.result(outputs)
+    hidden = [(int(result.row[i]), int(result.position[i])) for i, reason in enumerate(result.coverage.unseen) if reason == SHARED]
+    assert len(hidden) >= 4 and hidden == [(1, i) for i in range(len(hidden))]
+    ids = [*second, *outputs["second"].generated_tokens]
+    assert result.token_id[result.row == 1].tolist() == ids
+    check_tail(model, manager, result, 1, ids, len(hidden), len(second), len(outputs["second"].generated_tokens) - 1)
+
+
+def check_tail(model, manager, result, row, ids, first, n_prompt, n_seen):
+    """What was not shared is exact: the prompt's tokens are scored each by itself, so they need no history."""
+    from oracle import expected
+
+    oracle = expected(manager, model, ids[: n_prompt + n_seen], [(n_prompt, n_seen)])
+    mine = [i for i in range(len(result)) if result.row[i] == row]
+    for i in mine[first : n_prompt + n_seen]:
+        _, scores, t = oracle[int(result.position[i])]
+        assert result.scores.active(i).tolist() == scores.active(t).tolist()
+        assert abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
+
+
+def test_stop_ends_one_request_with_one_more_token(host):
+    model, manager = host
+    with manager.attach(model) as run:
+        run.on("c3", above=2.0)
+        free = model.generate_batch(PROMPTS, **configs())
+    result, probe = run.result(free), manager.pack.find("c3")
+    generated = result.phase == 1
+    values = [dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0.0) if generated[i] else -1.0 for i in range(len(result))]
+    top = max(range(len(values)), key=lambda i: values[i])
+    above = max(v for i, v in enumerate(values) if result.row[i] != result.row[top])
+    met = [i for i in range(len(result)) if values[i] > above]
+    assert met and {int(result.row[i]) for i in met} == {int(result.row[top])}
+    events = []
+    with manager.attach(model) as run:
+        run.on("c3", above=above)
+        run.on("c3", above=above, action=events.append)
+        outputs = model.generate_batch(PROMPTS, **configs())
+    for row, (name, output) in enumerate(outputs.items()):
+        whole = free[name].generated_tokens
+        if row == result.row[top]:
+            n = int(result.position[met[0]]) - len(output.prompt_ids) + 1
+            assert output.generated_tokens == whole[: n + 1] and len(whole) > n + 1
+            assert events[0].request == name and events[0].column == result.position[met[0]]
+        else:
+            assert output.generated_tokens == whole
+    verify(model, manager, run.result(outputs), outputs)
+
+
+def test_raise_reaches_whoever_waits_for_the_batch(host):
+    model, manager = host
+    before = n_hooks(model)
+    with manager.attach(model) as run:
+        run.on("c0", above=-1.0, action="raise")
+        with pytest.raises(ConceptRaised, match="over -1"):
+            model.generate_batch(PROMPTS, **configs())
+    assert n_hooks(model) == before
+    with manager.attach(model) as run:
+        outputs = model.generate_batch(PROMPTS[:2], **configs())
+    verify(model, manager, run.result(outputs), outputs)
+
+
+def test_removed_hook_is_loud(host):
+    model, manager = host
+    with manager.attach(model), pytest.raises(AlignmentError, match="without reaching"):
+        model.model.layers[2]._forward_hooks.clear()
+        model.generate_batch(PROMPTS[:2], **configs())
+
+
+def test_hooks_removed_from_the_decoder_are_loud(host):
+    model, manager = host
+    with manager.attach(model), pytest.raises(AlignmentError, match="past our hooks"):
+        model.model._forward_pre_hooks.clear()
+        model.generate_batch(PROMPTS[:2], **configs())
+    model.model._forward_pre_hooks_with_kwargs.clear()
+    gaps = []
+    with manager.attach(model, on_gap=gaps.append) as run:
+        model.model._forward_pre_hooks.clear()
+        outputs = model.generate_batch(PROMPTS[:2], **configs())
+    model.model._forward_pre_hooks_with_kwargs.clear()
+    cover = run.result(outputs).coverage
+    assert len(gaps) == 2 and cover.n_unseen == len(cover) == sum(map(len, PROMPTS[:2])) + 2 * NEW
+
+
+def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
+    model, manager = host
+    from transformers import CompileConfig
+
+    attention = model.config._attn_implementation
+    options = configs()
+    options["continuous_batching_config"] = ContinuousBatchingConfig(varlen_compile_config=CompileConfig(), decode_compile_config=CompileConfig())
+    with manager.attach(model), pytest.raises(NotSupportedDecoding, match="hooks do not run in a replay"):
+        model.generate_batch(PROMPTS[:1], **options)
+    assert model.config._attn_implementation == attention
+
+
+def test_manager_opened_before_attaching_is_refused(host):
+    model, manager = host
+    options = configs()
+    serving = model.init_continuous_batching(options["generation_config"], continuous_batching_config=options["continuous_batching_config"])
+    with pytest.raises(CallbackFailed, match="opened before probemon was attached"), manager.attach(model):
+        serving.start()
+        serving.add_request(PROMPTS[0], request_id="early")
+        found = None
+        while found is None:
+            try:
+                found = serving.get_result(timeout=1)
+            except queue.Empty:
+                continue
+        assert found.error
+        serving.stop(block=True)
+
+
+def test_output_that_is_not_ours_is_refused(host):
+    model, manager = host
+    with manager.attach(model) as run:
+        outputs = model.generate_batch(PROMPTS[:2], **configs())
+    outputs[next(iter(outputs))].generated_tokens[1] += 1
+    with pytest.raises(AlignmentError, match="position 6: the output has token"):
+        run.result(outputs)
+    with pytest.raises(AlignmentError, match="'other' was not watched"):
+        run.result({"other": outputs[next(iter(outputs))]})
+
+
+assert EOS != 60

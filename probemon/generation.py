@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.host import is_encoder_decoder
 
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -50,7 +51,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
     _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
     cache = given.get("past_key_values")
-    _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, (DynamicCache, StaticCache)))
+    allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
+    _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
     config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
     mode = _check_config(config, given)
@@ -58,6 +60,10 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1,
     }  # fmt: skip
+    if is_encoder_decoder(model):
+        # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
+        _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", kind["chunked"])
+        return Prompt(_decoder_columns(config, given), 0, **kind)
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
@@ -78,6 +84,18 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    """Columns of an encoder-decoder's decoder prompt: the start token, put before `decoder_input_ids` where these lack it."""
+    ids = given.get("decoder_input_ids")
+    if ids is None and given.get("inputs") is not None:
+        ids = given.get("input_ids")  # beside inputs that are no ids, such as sound
+    if ids is None:
+        return 1
+    _refuse("a decoder_start_token_id for each row", isinstance(config.decoder_start_token_id, list))
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))
 
 
 def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> GenerationMode:

@@ -65,9 +65,12 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 
     The list is the shallowest of the right length. Raises `NotSupportedHost`.
     """
-    config = text_config(model)
-    names = ("num_decoder_layers", "decoder_layers") if is_encoder_decoder(model) else ()
-    n_layers = next((int(getattr(config, name)) for name in (*names, "num_hidden_layers") if getattr(config, name, None) is not None), 0)
+    if is_encoder_decoder(model):
+        found_in = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers")]
+    else:
+        found_in = []
+    found_in.append((text_config(model), "num_hidden_layers"))
+    n_layers = next((int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for base in (decoder, getattr(model, "base_model", decoder)):
         found = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]

@@ -150,21 +150,28 @@ class Watcher:
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         self._thread.generation = Generation(recording, prompt)
-        with self._lock:
-            self._n_running += 1
         _INSIDE.models[id(self.model)] += 1
         try:
-            out = original(*args, **kwargs)
+            with self._counted():
+                out = original(*args, **kwargs)
         finally:
             _INSIDE.models[id(self.model)] -= 1
             self._thread.generation, self._thread.shape = None, ()
+        recording.output, recording.done = (sequences := getattr(out, "sequences", out)), True
+        self._seen_up_to(recording, sequences.shape[1] + recording.offset - 1, len(sequences))
+        return out
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._n_running += 1
+        try:
+            yield
+        finally:
             with self._lock:
                 self._n_running -= 1
                 # Reset here, not at the start: a stop that came before the first token is still meant.
                 self.stop_all = self.stop_all and self._n_running > 0
-        recording.output, recording.done = (sequences := getattr(out, "sequences", out)), True
-        self._seen_up_to(recording, sequences.shape[1] + recording.offset - 1, len(sequences))
-        return out
 
     def _open_batching(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)
@@ -178,13 +185,8 @@ class Watcher:
         return manager
 
     def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            self._n_running += 1
-        try:
+        with self._counted():
             outputs = original(*args, **kwargs)
-        finally:
-            with self._lock:
-                self._n_running -= 1
         if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
             raise self.batch_errors.pop(0)
         for recording, columns in self._batches.finish(outputs):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import PAD, make_pack
 from oracle import check
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
@@ -26,6 +26,9 @@ ARCHITECTURES = {
     "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 128}, "gpt_neox": {}, "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2, **MIXED},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16}, "bloom": {"n_layer": 3, "n_head": 2}, "mamba": {"state_size": 4},
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": PAD, "initializer_factor": 0.5},
+    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+             "decoder_ffn_dim": 24, "decoder_start_token_id": 2, "forced_eos_token_id": None, "init_std": 0.5},
 }  # fmt: skip
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
@@ -54,7 +57,8 @@ TABLE: dict[str, dict[str, str]] = {}
 
 def make(name, seed=0):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name]})).eval()
+    config = AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name]})
+    return (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_config(config).eval()
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -65,17 +69,19 @@ def host(request, tmp_path_factory):
 
 
 def generate(name, model, run_in, mode):
-    """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns), ...])` where the oracle should look."""
+    """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns, encoder's ids), ...])` where the oracle should look."""
     options = dict(MODES[mode])
     batch, eos, turns, draft = (options.pop(key, False) for key in ("batch", "eos", "turns", "draft"))
     common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": None}
     if draft:
         options["assistant_model"] = make(name, seed=0)
         options["assistant_model"].get_output_embeddings().weight.data.mul_(1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0)))
-    inputs = {"input_ids": BATCH, "attention_mask": (BATCH != PAD).long()} if batch else {"input_ids": PROMPT}
+    # An encoder counts its positions from the left, padding included, so an encoder-decoder's batch is padded on the right.
+    rows = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in BATCH]) if model.config.is_encoder_decoder else BATCH
+    inputs = {"input_ids": rows, "attention_mask": (rows != PAD).long()} if batch else {"input_ids": PROMPT}
     if eos:
         bare = model.generate(**inputs, **common, **GREEDY)
-        common["eos_token_id"] = int(bare[0, 7])
+        common["eos_token_id"] = int(bare[0, -6])
     torch.manual_seed(6)
     with run_in as run:
         if turns:
@@ -83,15 +89,18 @@ def generate(name, model, run_in, mode):
             first = model.generate(PROMPT, past_key_values=cache, **common, **options)
             ids = torch.cat([first, torch.tensor([[30, 31]])], dim=1)
             out = model.generate(ids, past_key_values=cache, **common, **options)
-            return run, out, [(0, 0, [(5, NEW - 1), (3, NEW - 1)])]
+            return run, out, [(0, 0, [(5, NEW - 1), (3, NEW - 1)], None)]
         out = model.generate(**inputs, **common, **options)
     lines = []
     each = len(out) // len(inputs["input_ids"])
     for row, line in enumerate(out.tolist()):
-        first = int((inputs["input_ids"][row // each] == PAD).sum())
-        generated = line[5:]
+        prompt = inputs["input_ids"][row // each]
+        first, width, encoder = int((prompt == PAD).sum()), 5, None
+        if model.config.is_encoder_decoder:
+            first, width, encoder = 0, 1, prompt[prompt != PAD].tolist()
+        generated = line[width:]
         n = generated.index(common["eos_token_id"]) + 1 if common["eos_token_id"] in generated else len(generated)
-        lines.append((row, first, [(5 - first, n - (n == len(generated)))]))
+        lines.append((row, first, [(width - first, n - (n == len(generated)))], encoder))
     return run, out, lines
 
 
@@ -111,9 +120,9 @@ def test_exact_or_refused_with_a_reason(host, mode):
         model.config.num_hidden_layers = SIZES["num_hidden_layers"]
     else:
         result = run.result(out)
-        for row, first, turns in lines:
-            check(manager, model, result, row, out[row].tolist(), first, turns)
-        assert len({row for row, _, _ in lines}) == len(out)
+        for row, first, turns, encoder in lines:
+            check(manager, model, result, row, out[row].tolist(), first, turns, encoder)
+        assert len({row for row, *_ in lines}) == len(out)
         entry = "exact"
     TABLE.setdefault(name, {})[mode] = entry
 
@@ -126,15 +135,15 @@ def test_sites_inside_a_layer(name, sites, tmp_path):
     # Not normalised: what attention gives can be near zero, and normalising would blow up the host's own last bits.
     pack = make_pack(tmp_path / "p", model, sites=sites, inputs=[{"site": site, "norm": "none"} for site in sites])
     manager = DynamicProbeManager(pack)
-    lacking = {"opt": "mlp_out.1", "bloom": "", "mamba": ""}.get(name)
+    lacking = {"opt": "mlp_out.1", "bart": "mlp_out.1", "bloom": "", "mamba": "", "t5": ""}.get(name)
     if lacking is not None and any(site.startswith(lacking) for site in sites):
         with pytest.raises(NotSupportedHost, match="|".join(sites)):
             manager.attach(model)
         return
     for mode in ("padded batch", "beams", "prompt lookup"):
         run, out, lines = generate(name, model, manager.attach(model), mode)
-        for row, first, turns in lines:
-            check(manager, model, run.result(out), row, out[row].tolist(), first, turns)
+        for row, first, turns, encoder in lines:
+            check(manager, model, run.result(out), row, out[row].tolist(), first, turns, encoder)
 
 
 class Bare:

@@ -187,6 +187,9 @@ class MonitorRun:
         row i is then its i-th request (`result.requests`). Every recorded token is compared with what
         stands in `out`. Raises `AlignmentError` where they differ or nothing recorded belongs to `out`.
         """
+        ranks = self._watcher.ranks
+        if ranks is not None and not ranks.scores:
+            raise ConfigError(f"this is rank {ranks.rank} of {ranks.n_ranks}, which run one model: its scores are on rank 0")
         if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
             return self._result_of_requests(dict(out) if isinstance(out, Mapping) else {out.request_id: out})
         sequences = getattr(out, "sequences", out)

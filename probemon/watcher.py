@@ -32,9 +32,10 @@ from transformers import StoppingCriteriaList
 from probemon.align import Call, Forward, Ints, Placed
 from probemon.batching import Batches
 from probemon.beams import Beams
-from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import AlignmentError, ConceptRaised, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, read_call
 from probemon.host import find_layers, host_state, is_encoder_decoder
+from probemon.ranks import Ranks
 from probemon.record import Recording
 from probemon.running import Generation, States, Watched
 from probemon.shadow import shadow
@@ -43,6 +44,9 @@ from probemon.types import Gap
 
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen.
 ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], None]
+
+
+RAISE = 2  # what rank 0 tells the others to do
 
 
 class _Inside(threading.local):
@@ -84,7 +88,7 @@ class Watcher:
         self, model: Any, sites: list[str], n_probes: int, score: ScoreTokens, *,
         check: Callable[[Prompt], None] = lambda prompt: None, on_gap: Callable[[Gap], None] | None = None,
     ) -> None:  # fmt: skip
-        self.model = model
+        self.model, self.ranks = model, Ranks.of(model)
         self.recordings: list[Recording] = []
         self.forward_seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.stop_all = False
@@ -92,6 +96,7 @@ class Watcher:
         self._decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
         self._sites, self._n_probes, self._score, self._check, self._on_gap = sites, n_probes, score, check, on_gap
+        self._scores = self.ranks is None or self.ranks.scores
         self._tap = Tap(model, sites, self._tapped)
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._thread = _Thread()
@@ -110,9 +115,10 @@ class Watcher:
         forget_compiled(self.model)
         with ExitStack() as stack:
             stack.callback(forget_compiled, self.model)
-            stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-            stack.enter_context(self._tap)
-            stack.callback(self._decoder.register_forward_hook(self._after, with_kwargs=True).remove)
+            if self._scores:
+                stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                stack.enter_context(self._tap)
+                stack.callback(self._decoder.register_forward_hook(self._after, with_kwargs=True).remove)
             if hasattr(self.model, "generate"):
                 shadow(stack, self, "generate", self._generate)
                 shadow(stack, self, "prepare_inputs_for_generation", self._prepare)
@@ -221,10 +227,17 @@ class Watcher:
                 self._score(generation, recording, placed, states)
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
         self._seen_up_to(recording, ids.shape[1] + recording.offset - 1, len(ids))
+        stopped = self.stopped(done)
+        if self.ranks is not None:
+            verdict = self.ranks.agree(stopped.to(torch.int32) if generation.raising is None else torch.full_like(stopped, RAISE, dtype=torch.int32))
+            stopped = verdict != 0
+            if generation.raising is None and bool((verdict == RAISE).any()):
+                raise ConceptRaised("an action raised on rank 0, which scores", None)
         if generation.raising is not None:
             raise generation.raising
-        done = done | self.stopped(done)
-        generation.ended(ids, done, pads)
+        done = done | stopped
+        if self._scores:
+            generation.ended(ids, done, pads)
         return done
 
     def stopped(self, like: Tensor) -> Tensor:
@@ -242,7 +255,7 @@ class Watcher:
         """Blindness is loud: the columns before `column` have passed the taps, or an error (by choice a `Gap`) says they have not."""
         call = recording.call
         # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
-        if not self.open or (call.frontier >= column and call.first_column >= 0):
+        if not self.open or not self._scores or (call.frontier >= column and call.first_column >= 0):
             return
         self._blind(
             recording, max(call.frontier, 0), column - 1,

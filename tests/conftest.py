@@ -16,11 +16,11 @@ from probemon.host import fingerprint
 HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 
 
-def make_model(seed=0, hidden=HIDDEN, layers=LAYERS):
+def make_model(seed=0, hidden=HIDDEN, layers=LAYERS, heads=1):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=61, hidden_size=hidden, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+        num_key_value_heads=heads, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
         initializer_range=0.5,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from probemon.errors import HostMismatch
-from probemon.host import find_layers, fingerprint, hidden_size
+from probemon.host import find_layers, fingerprint, hidden_size, host_state
 from probemon.pack import ProbePack
 
 
@@ -25,16 +25,19 @@ def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:
         raise HostMismatch(
             f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for {stated.get('model_id')}"
         )
-    known = stated.get("fingerprint")
+    known, now = stated.get("fingerprint"), host_state(model)
     found = None if known is None else fingerprint(model)
-    if known == found and known is not None:
-        return
+    problems = []
     if known is None:
         problem = f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it"
-    else:
-        problem = f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}): scores may mean nothing"
-    if strict:
-        raise HostMismatch(f"{problem}. Load the model the pack was made for, or attach without strict=True")
-    if known is not None:
+        if strict:
+            problems.append(problem)
+    elif known != found:
+        changed = f", in {now.quantisation}" if now.quantisation else ""
+        problems.append(f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}{changed}): scores may mean nothing")
+    if now.adapters != tuple(stated.get("adapters", ())):
+        problems.append(f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters', ()))}: scores may mean something else")
+    if problems and strict:
+        raise HostMismatch(f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True")
+    for problem in problems:
         warnings.warn(problem, UserWarning, stacklevel=4)
-

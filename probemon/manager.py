@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from probemon.kernels import check_device, check_impl, default_impl
 from probemon.pack import ProbePack
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
-from probemon.stream import TokenEvent, stream
+from probemon.stream import TokenEvent, stream, stream_async
 from probemon.types import CascadeConfig, Coverage, Gap, RowState, Scores
 
 Hidden = Tensor | Mapping[str, Tensor]
@@ -132,10 +132,20 @@ class DynamicProbeManager:
 
     def stream(
         self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
-        strict: bool = False, **generate: Any,
+        strict: bool = False, max_waiting: int = 64, **generate: Any,
     ) -> Iterator[TokenEvent]:  # fmt: skip
-        """Tokens with their scores while `model` generates: see `probemon.stream`. `generate`: arguments of `generate()`."""
-        return stream(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, **generate)
+        """Tokens with their scores while `model` generates: see `probemon.stream`. `generate`: arguments of `generate()`.
+
+        At most `max_waiting` batches of tokens wait for the reader, then the model waits; leaving the loop stops it.
+        """
+        return stream(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
+
+    def stream_async(
+        self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
+        strict: bool = False, max_waiting: int = 64, **generate: Any,
+    ) -> AsyncIterator[TokenEvent]:  # fmt: skip
+        """`stream` for `async for`."""
+        return stream_async(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
 
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 

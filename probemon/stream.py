@@ -3,15 +3,20 @@
     for event in manager.stream(model, tokenizer, [{"role": "user", "content": "..."}], max_new_tokens=40):
         print(event.token, [concept.path for concept in event.leading(3)])
 
-`generate()` runs in a thread; leaving the loop (or closing the generator) stops it at its next token. A token's
-scores come with the forward that reads it, one step after it was sampled; the last one is never read.
+    async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
+        ...
+
+`generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At most
+`max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the forward
+that reads it, one step after it was sampled; the last one is never read.
 """
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,65 +72,128 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[
 
 def stream(
     manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
-    include_prompt: bool = False, strict: bool = False, **generate: Any,
+    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
 ) -> Iterator[TokenEvent]:  # fmt: skip
     """Events of one sequence; `generate`: arguments of `model.generate`. What it raises is raised here."""
-    if tokenizer is None:
-        raise ConfigError("stream needs the model's tokenizer to encode the messages")
-    if generate.get("num_return_sequences") not in (None, 1):
-        raise ConfigError("stream follows one sequence: attach and use run.result for several")
-    if generate.get("num_beams") not in (None, 1):
-        raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
-    run = manager.attach(model, tokenizer, strict=strict)
-    inputs = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()}
-    arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    run.listen(lambda placed, scores: arrived.put(("tokens", (placed, scores))))
-    return _events(run, model, {**inputs, **generate}, arrived, include_prompt)
+    return _events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
 
 
-def _events(
-    run: Any, model: Any, arguments: dict[str, Any], arrived: queue.SimpleQueue[tuple[str, Any]], include_prompt: bool
-) -> Iterator[TokenEvent]:
-    def work() -> None:
-        try:
-            with run:
-                arrived.put(("done", model.generate(**arguments)))
-        except BaseException as error:  # the consumer raises it
-            arrived.put(("error", error))
+def stream_async(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
+    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
+) -> AsyncIterator[TokenEvent]:  # fmt: skip
+    """The same for `async for`; the event loop is never blocked."""
+    return _async_events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
 
-    thread = threading.Thread(target=work, name="probemon-stream", daemon=True)
-    thread.start()
+
+def _events(generating: _Generating) -> Iterator[TokenEvent]:
+    generating.start()
     try:
-        while True:
-            kind, what = arrived.get()
-            if kind == "error":
-                raise what
-            if kind == "done":
-                yield _last(run, what)
-                return
-            placed, scores = what
-            if placed.phase == GENERATED or include_prompt:
-                for i in range(len(placed)):
-                    yield _event(run, placed, scores, i)
+        while (events := generating.take()) is not None:
+            yield from events
     finally:
-        run.stop()
-        thread.join()
+        generating.close()
 
 
-def _event(run: Any, placed: Placed, scores: Scores, i: int) -> TokenEvent:
-    token_id = int(placed.ids[i])
-    return TokenEvent(
-        int(placed.columns[i]), token_id, run.tokenizer.decode([token_id]), PHASES[placed.phase],
-        scores.take(np.array([i])), run.manager.pack,
-    )  # fmt: skip
+async def _async_events(generating: _Generating) -> AsyncIterator[TokenEvent]:
+    generating.start()
+    try:
+        while (events := await asyncio.to_thread(generating.take)) is not None:
+            for event in events:
+                yield event
+    finally:
+        # Cancelled while another thread waits in take(): closing wakes it. The thread that generates ends at its next token.
+        generating.stop()
+        await asyncio.shield(asyncio.to_thread(generating.close))
 
 
-def _last(run: Any, out: Any) -> TokenEvent:
-    result = run.result(out)
-    i = len(result) - 1
-    assert result.coverage.unseen[i] == LAST
-    token_id = int(result.token_id[i])
-    return TokenEvent(
-        int(result.position[i]), token_id, run.tokenizer.decode([token_id]), PHASES[result.phase[i]],
-        result.scores.take(np.array([i])), run.manager.pack, result,
-    )  # fmt: skip
+class _Generating:
+    """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
+
+    def __init__(
+        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]],
+        include_prompt: bool, strict: bool, max_waiting: int, generate: dict[str, Any],
+    ) -> None:  # fmt: skip
+        if tokenizer is None:
+            raise ConfigError("stream needs the model's tokenizer to encode the messages")
+        if generate.get("num_return_sequences") not in (None, 1):
+            raise ConfigError("stream follows one sequence: attach and use run.result for several")
+        if generate.get("num_beams") not in (None, 1):
+            raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
+        if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
+            raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
+        self._run = manager.attach(model, tokenizer, strict=strict)
+        self._run.listen(self._put)
+        self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
+        self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Placed, Scores]] = deque()
+        self._out: Any = None
+        self._error: BaseException | None = None
+        self._done = self._over = self._closed = False
+        self._thread = threading.Thread(target=self._generate, name="probemon-stream", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[TokenEvent] | None:
+        """The next events in order, or None after the last. Waits; raises what `generate` raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._done or self._closed)
+            if self._closed or self._over:
+                return None
+            if self._waiting:
+                placed, scores = self._waiting.popleft()
+                self._changed.notify_all()
+                return [self._event(placed, scores, i) for i in range(len(placed))]
+            self._over = True
+            if self._error is not None:
+                raise self._error
+        return [self._last()]
+
+    def stop(self) -> None:
+        """Nobody reads any more: `generate` is to end, and waits for no reader."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._run.stop()
+
+    def close(self) -> None:
+        """Returns when the thread has ended and the hooks are gone."""
+        self.stop()
+        self._thread.join()
+
+    def _generate(self) -> None:
+        try:
+            with self._run:
+                if not self._closed:
+                    self._out = self._model.generate(**self._arguments)
+        except BaseException as error:  # the reader raises it
+            self._error = error
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def _put(self, placed: Placed, scores: Scores) -> None:
+        if placed.phase == GENERATED or self._include_prompt:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)
+                self._waiting.append((placed, scores))
+                self._changed.notify_all()
+
+    def _event(self, placed: Placed, scores: Scores, i: int) -> TokenEvent:
+        token_id = int(placed.ids[i])
+        return TokenEvent(
+            int(placed.columns[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[placed.phase],
+            scores.take(np.array([i])), self._run.manager.pack,
+        )  # fmt: skip
+
+    def _last(self) -> TokenEvent:
+        result = self._run.result(self._out)
+        i = len(result) - 1
+        assert result.coverage.unseen[i] == LAST
+        token_id = int(result.token_id[i])
+        return TokenEvent(
+            int(result.position[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[result.phase[i]],
+            result.scores.take(np.array([i])), self._run.manager.pack, result,
+        )  # fmt: skip

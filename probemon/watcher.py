@@ -402,8 +402,10 @@ class Watcher:
             with self._reporting_errors() if mine.recording is None else nullcontext():
                 for one in mine.waiting:
                     columns = one.placed.columns
+                    if not len(columns):  # padding alone
+                        continue
                     self._blind(
-                        one.recording, int(columns.min(initial=0)), int(columns.max(initial=0)),
+                        one.recording, int(columns.min()), int(columns.max()),
                         f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
                     )  # fmt: skip
             self._hand_on(f"the host did not run through {', '.join(missing)}")

@@ -3,7 +3,7 @@
     recording = Recording(Call(prompt_columns=12), offset=0, n_probes=363)
     recording.add(placed, scores)
     tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
-    recording.forget(n)                           # drops the scores of at least n of its oldest tokens
+    recording.forget(n)                           # drops the scores of up to n of its oldest tokens
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Recording:
         self.scores.append(scores)
         self._n_small += 1
         if self._n_small == _PIECES:
-            self._join(_PIECES)
+            self._join()
 
     def forget(self, n: int) -> int:
-        """Drop the scores of at least `n` of the oldest tokens (all, if there are fewer); how many were dropped."""
+        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; how many were dropped."""
         dropped, pieces = 0, 0
-        while dropped < n and pieces < len(self.placed):
+        while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
             columns = self.placed[pieces].columns
             self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
             dropped, pieces = dropped + len(columns), pieces + 1
@@ -134,14 +134,15 @@ class Recording:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _join(self, n: int) -> None:
-        """Make one piece of the newest `n`, where they are of one phase."""
+    def _join(self) -> None:
+        """Make one piece of the newest small ones, as far as they are of one phase."""
+        phase, n = self.placed[-1].phase, 1
+        while n < self._n_small and self.placed[-n - 1].phase == phase:
+            n += 1
         self._n_small = 0
         placed = self.placed[-n:]
-        if any(p.phase != placed[0].phase for p in placed):
-            return
         rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
-        self.placed[-n:] = [Placed(rows, columns, offsets, ids, placed[0].phase, provisional=placed[0].provisional)]
+        self.placed[-n:] = [Placed(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
 
     def _forgotten_before(self) -> int:

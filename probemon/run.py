@@ -62,7 +62,7 @@ class MonitorRun:
     `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
     with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
     `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many of the newest
-    tokens keep their scores (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
+    tokens keep their scores at least (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
     model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
     """
 
@@ -305,10 +305,11 @@ class MonitorRun:
             return
         recordings = self._watcher.recordings
         surplus = sum(recording.n_kept for recording in recordings) - self._keep_tokens
-        while surplus > 0:
-            oldest = next(recording for recording in recordings if recording.n_kept)
-            surplus -= oldest.forget(surplus)
-        while not recordings[0].n_kept and recordings[0].done:
+        for recording in recordings:
+            surplus -= recording.forget(surplus)
+            if recording.n_kept:  # the rest is younger
+                break
+        while recordings[0].done and not recordings[0].n_kept:
             del recordings[0]
 
     def _check(self, prompt: Prompt) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -167,6 +168,14 @@ def adapters(folder):
 
 
 def int8(folder):
+    """In a process of its own: where torchao can be imported, every import of transformers does so, and talks about it."""
+    code = "import sys, pathlib, arrangements; arrangements.int8_here(pathlib.Path(sys.argv[1]))"
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(sys.prefix) / "torchao")])
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def int8_here(folder):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = make_model()

@@ -15,7 +15,7 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   { grep -vE "^($names)==" constraints.txt; printf '%s\n' "${oldest[@]}"; } > $venv/constraints.txt
   # torch first and pinned: anything else that asks for it would fetch the newest build.
   pip install -q -c $venv/constraints.txt torch==2.13.0
-  pip install -q -c $venv/constraints.txt -e '.[cpu,corpus]' pytest hypothesis
+  pip install -q -c $venv/constraints.txt -e '.[cpu,corpus,demo]' pytest hypothesis peft torchao
   echo "$stamp" > $venv/.probemon-stamp
 fi
 tests=(tests/test_align.py tests/test_attach.py tests/test_run.py tests/test_compatibility.py tests/test_tap.py)

@@ -23,7 +23,7 @@ from probemon.packfile import write_text_atomically
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_align.py", "tests/test_attach.py", "tests/test_run.py"]
+TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "batching", "hosts")]
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
     ("align.py", "found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
@@ -34,25 +34,36 @@ MUTATIONS = [
     ("align.py", "real &= (first <= self.last_column)[:, None]", "pass", "rows that ended are fed on"),
     ("align.py", "        self.frontier = end\n", "        self.frontier = width\n", "the frontier forgets the cache"),
     ("align.py", "max(self.frontier, min(end, self.prompt_columns))", "max(self.frontier, min(end, self.prompt_columns - 1))", "a prompt token is called generated"),
-    ("watcher.py", "states[site] = hidden[rows, offsets]", "states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
+    ("watcher.py", "one.states[site] = hidden[rows, offsets]", "one.states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
     ("watcher.py", "start = 0 if cache is None else int(cache.get_seq_length())", "start = 0", "the cache's length is ignored"),
     ("watcher.py", "recording.earlier = self._known(cache, len(forward.ids))", "recording.earlier = None", "the first turn is forgotten"),
-    ("watcher.py", "                if column >= last:\n                    break\n", "", "rejected drafts are kept"),
-    ("watcher.py", "call.frontier = min(call.frontier, last)", "pass", "the frontier stays beyond rejected drafts"),
-    ("watcher.py", "if placed.draft and generation is not None:", "if False:", "drafts are reported at once"),
+    ("watcher.py", "if one.placed.draft and one.generation is not None:", "if False:", "drafts are reported at once"),
     ("watcher.py", "outer.drafting += 1", "outer.drafting += 0", "the model's own drafts are taken for its output"),
-    ("watcher.py", "call.ended(ends)", "call.ended(np.zeros_like(ends))", "no row ever ends"),
-    ("watcher.py", "pads = any(hasattr", "pads = True or any(hasattr", "rows end where generate does not pad them"),
-    ("watcher.py", "before.get(int(origin), 0)", "before.get(row, 0)", "streaks stay with the row of a beam"),
+    ("watcher.py", '"decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"', '"attention_mask"', "a decoder's padding is read from the encoder's mask"),
+    ("watcher.py", "        call.skip(column, n_rows)\n", "", "columns that were not seen are waited for"),
+    ("running.py", "                if column >= last:\n                    break\n", "", "rejected drafts are kept"),
+    ("running.py", "call.frontier = min(call.frontier, last)", "pass", "the frontier stays beyond rejected drafts"),
+    ("running.py", "call.ended(ends if pads else np.zeros(len(ends), dtype=bool))", "call.ended(np.zeros(len(ends), dtype=bool))", "no row ever ends"),
+    ("running.py", "pads = any(hasattr", "pads = True or any(hasattr", "rows end where generate does not pad them"),
+    ("running.py", "{row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}", "dict(before)", "streaks and aggregates stay with the row of a beam"),
     ("beams.py", "parent, origin[row] = known", "parent, origin[row] = known[0], row", "a beam's retained set stays with its row"),
     ("beams.py", "b = row // self.n_beams", "b = row % self.n_beams", "beams belong to the wrong prompt"),
     ("beams.py", "self.finished.add((i // each,", "self.finished.add((i % each,", "hypotheses end in the wrong prompt"),
-    ("run.py", "recording.retained[rows] = kept\n        else", "pass\n        else", "the prompt hands nothing to the generation"),
+    ("batching.py", "[placed.moved(begin) for placed in", "[placed.moved(0) for placed in", "every request has the states of the first"),
+    ("batching.py", "recording.earlier = parent.generation.recording", "recording.earlier = None", "a fork forgets its parent"),
+    ("batching.py", "state.generated_len() + 1", "state.generated_len() + 2", "a stop in continuous batching comes one token late"),
+    ("batching.py", "recording = self._new_recording(Call(len(prompt)))\n        recording.request, recording.before", "recording = self._new_recording(Call(len(prompt) + 1))\n        recording.request, recording.before", "a request's first token is called prompt"),
+    ("generation.py", "return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))", "return int(ids.shape[1])", "the start token that transformers adds is not counted"),
+    ("hold.py", "(end if stop is None else min(end, stop))", "end", "a held streamer shows the token that met the rule"),
+    ("hold.py", "self._show(generation.scored_columns)\n\n", "self._show(generation.scored_columns + 1)\n\n", "a held streamer shows a token before its score"),
+    ("run.py", "            recording.retained[found] = kept\n", "", "the prompt hands nothing to the generation"),
     ("run.py", "(len(placed) - 1 - last).tolist()", "last.tolist()", "another token's retained set begins the generation"),
     ("run.py", "            recording.retained[rows] = kept\n        recording.add", "        recording.add", "retained sets are not carried"),
+    ("run.py", "placed.columns - recording.offset, placed.ids", "placed.columns, placed.ids", "sinks get columns of the cache for positions"),
     ("record.py", "limits += [before] * len(begin.placed)", "limits += [10**9] * len(begin.placed)", "columns of an earlier turn are taken twice"),
     ("record.py", "real[:, :known] = mask[:, self.offset : self.offset + known] != 0", "pass", "padding appears in the result"),
     ("record.py", "return real & (np.arange(length) <= last[:, None])", "return real", "padding after the end appears in the result"),
+    ("record.py", "np.asarray(entries, dtype=np.int64) - self.n_forgotten", "np.asarray(entries, dtype=np.int64)", "beams point at scores that were forgotten"),
 ]  # fmt: skip
 
 

@@ -3,14 +3,16 @@
     python scripts/soak.py --out docs/benchmarks/soak.json
 
 The host is a tiny random Mistral with a sliding window, whose own cache is bounded; the pack is random too: what is measured
-is what watching keeps. Two runs: bounded (`keep_tokens`, a parquet sink takes the scores), where the resident size must stay
-flat, and a shorter one that keeps every score, to say what a token costs then. Ends with status 1 if it grew.
+is what watching keeps. Each arm is a process of its own: the bare host; watched with `keep_tokens` and a sink that takes every
+score, whose resident size must stay flat beside the bare one's; and a tenth of it that keeps every score, to say what a token costs then.
+Ends with status 1 if watching made it grow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +26,12 @@ from transformers import MistralConfig, MistralForCausalLM
 from probemon import DynamicProbeManager, ProbePack
 from probemon.host import fingerprint
 from probemon.packfile import write_text_atomically
-from probemon.sinks import ParquetSink
+from probemon.sinks import JsonLinesSink
 from provenance import commit, machine
 
 HIDDEN, LAYERS, PROBES, WINDOW = 32, 2, 300, 64
-FLAT_BYTES = 8 << 20  # what a megabyte of ids and the allocator's own pages may add
+KEEP = 1000
+FLAT_BYTES = 8 << 20  # what the allocator's pages may add
 
 
 def resident_bytes() -> int:
@@ -59,55 +62,67 @@ def make_pack(folder: Path, model: Any) -> ProbePack:
     )  # fmt: skip
 
 
-def watch(manager: DynamicProbeManager, model: Any, n_tokens: int, every: int, keep: int | None, folder: Path) -> dict[str, Any]:
+def arm(name: str, n_tokens: int, every: int) -> dict[str, Any]:
     """Generates `n_tokens`; resident size each `every` tokens."""
-    sizes: list[int] = []
-    seen = 0
-
-    def count(placed: Any, scores: Any) -> None:
-        nonlocal seen
-        if seen % every == 0:
-            sizes.append(resident_bytes())
-        seen += 1
-
-    begin = time.perf_counter()
-    with manager.attach(model, keep_tokens=keep) as run:
-        run.listen(count)
-        delivery = run.add_sink(ParquetSink(folder / "scores.parquet", overwrite=True)) if keep else None
-        out = model.generate(torch.tensor([[1]]), max_new_tokens=n_tokens, do_sample=False)
-    seconds = time.perf_counter() - begin
-    assert out.shape[1] == n_tokens + 1
-    result = run.result(out)
-    # What is kept is still right: the newest tokens, each with its scores, the last one never run.
-    kept = int(result.coverage.seen.sum())
-    assert kept == n_tokens if keep is None else keep <= kept < keep + 256, kept
-    return {
-        "n_tokens": n_tokens, "keep_tokens": keep, "seconds": round(seconds, 1), "every": every, "resident_bytes": sizes, "n_kept": kept,
-        "sink": None if delivery is None else {"written": delivery.stats().n_written, "dropped": delivery.stats().n_dropped},
-    }  # fmt: skip
-
-
-def main() -> int:
-    """The bounded run, then the one that keeps everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as room:
         folder = Path(room)
-        model = make_host(arguments.tokens)
+        model = make_host(n_tokens)
         manager = DynamicProbeManager(make_pack(folder, model))
-        bounded = watch(manager, model, arguments.tokens, arguments.tokens // 50, 1000, folder)
-        whole = watch(manager, model, arguments.tokens // 10, arguments.tokens // 100, None, folder)
-    # Measured from a fifth on: before that, caches fill and the allocator finds its size.
-    sizes = bounded["resident_bytes"]
-    growth = max(sizes[len(sizes) // 5 :]) - sizes[len(sizes) // 5]
-    grown = whole["resident_bytes"][-1] - whole["resident_bytes"][2]
-    found = {
-        "growth_bytes": growth, "flat": growth < FLAT_BYTES, "bounded": bounded, "kept_whole": whole,
-        "kept_bytes_per_token": round(grown / (whole["every"] * (len(whole["resident_bytes"]) - 3))), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        sizes: list[int] = []
+        seen = 0
+
+        def count(*anything: object) -> None:
+            nonlocal seen
+            if seen % every == 0:
+                sizes.append(resident_bytes())
+            seen += 1
+
+        model.model.register_forward_pre_hook(count)
+        generate = {"max_new_tokens": n_tokens, "do_sample": False}
+        begin = time.perf_counter()
+        if name == "bare":
+            model.generate(torch.tensor([[1]]), **generate)
+            return {"seconds": round(time.perf_counter() - begin, 1), "resident_bytes": sizes}
+        with manager.attach(model, keep_tokens=KEEP if name == "bounded" else None) as run:
+            delivery = run.add_sink(JsonLinesSink(folder / "scores.jsonl", top_k=10))
+            out = model.generate(torch.tensor([[1]]), **generate)
+        seconds = time.perf_counter() - begin
+        kept = int(run.result(out).coverage.seen.sum())
+        # What is kept is still right: the newest tokens, each with its scores, the last one never run.
+        assert out.shape[1] == n_tokens + 1
+        assert kept == n_tokens if name == "whole" else KEEP <= kept < KEEP + 256, kept
+        sink = delivery.stats()
+        return {"seconds": round(seconds, 1), "n_kept": kept, "sink": {"written": sink.n_written, "dropped": sink.n_dropped}, "resident_bytes": sizes}
+
+
+def growth(found: dict[str, Any]) -> int:
+    """From a fifth on (before that caches fill and the allocator finds its size) to the end: medians of a tenth each."""
+    sizes = found["resident_bytes"]
+    tenth = max(1, len(sizes) // 10)
+    return int(np.median(sizes[-tenth:]) - np.median(sizes[2 * tenth : 3 * tenth]))
+
+
+def main() -> int:
+    """Every arm in a process of its own, then the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--arm", choices=("bare", "bounded", "whole"), help="run this one alone and print what it found")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.arm:
+        print(json.dumps(arm(arguments.arm, arguments.tokens, arguments.tokens // 50)))
+        return 0
+    found: dict[str, Any] = {"n_tokens": arguments.tokens, "keep_tokens": KEEP}
+    for name in ("bare", "bounded", "whole"):
+        n_tokens = arguments.tokens // 10 if name == "whole" else arguments.tokens
+        command = [sys.executable, __file__, "--arm", name, "--tokens", str(n_tokens)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        found[name]["growth_bytes"] = growth(found[name])
+    found["growth_of_watching_bytes"] = found["bounded"]["growth_bytes"] - found["bare"]["growth_bytes"]
+    found["flat"] = found["growth_of_watching_bytes"] < FLAT_BYTES
+    found |= {"kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)), "machine": machine(), "commit": commit()}
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

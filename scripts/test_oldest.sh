@@ -15,7 +15,8 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   { grep -vE "^($names)==" constraints.txt; printf '%s\n' "${oldest[@]}"; } > $venv/constraints.txt
   # torch first and pinned: anything else that asks for it would fetch the newest build.
   pip install -q -c $venv/constraints.txt torch==2.13.0
-  pip install -q -c $venv/constraints.txt -e '.[cpu,corpus,demo]' pytest hypothesis peft torchao
+  pip install -q -c $venv/constraints.txt -e '.[cpu,corpus,demo]' pytest hypothesis peft
+  pip install -q -c $venv/constraints.txt --no-deps --upgrade --target $venv/torchao torchao  # apart, as in env.sh
   echo "$stamp" > $venv/.probemon-stamp
 fi
 tests=(tests/test_align.py tests/test_attach.py tests/test_run.py tests/test_compatibility.py tests/test_tap.py)

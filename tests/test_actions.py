@@ -14,7 +14,7 @@ import torch
 from arrangements import tokenizer
 from conftest import PAD, make_model, make_pack, n_hooks
 from oracle import check
-from transformers import TextStreamer
+from transformers import DynamicCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from probemon import DynamicProbeManager
@@ -280,8 +280,12 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
         for sink in (memory, JsonLinesSink(tmp_path / "s.jsonl"), ParquetSink(tmp_path / "s.parquet"), CallbackSink(seen.append)):
             run.add_sink(sink)
         out = model.generate(BATCH, attention_mask=MASK, **GREEDY)
-        second = model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)
-    results = [run.result(out), run.result(second)]
+        cache = DynamicCache()
+        first = model.generate(PROMPT, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        # Only the new tokens are given: positions count in what generate returns, not in the cache.
+        second = model.generate(first[:, -1:], attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        assert second.shape[1] == 4
+    results = [run.result(out), run.result(first), run.result(second)]
     want = {}
     for number, result in enumerate(results):
         for i in range(len(result)):

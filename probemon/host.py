@@ -172,3 +172,10 @@ def host_state(model: Any) -> HostState:
         devices=tuple(sorted({"offloaded" if p.device.type == "meta" else str(p.device) for p in parameters})),
         n_ranks=int(getattr(model, "tp_size", None) or 1),
     )  # fmt: skip
+
+
+def forget_compiled(model: Any) -> None:
+    """Make a compiled host compile again: a graph does not notice that hooks came or went."""
+    by_generate = vars(model).pop("_compiled_call", None) is not None
+    if by_generate or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        torch._dynamo.reset()

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,28 @@ class Generation:
     def stopped(self, like: Tensor) -> Tensor:
         """Rows that an action stopped, as a mask like `like [B]`."""
         return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
+
+
+@dataclass
+class Waiting:
+    """Tokens of the open forward, and their hidden states so far, by site."""
+
+    generation: Generation | None
+    recording: Recording
+    placed: Placed
+    states: States = field(default_factory=dict)
+
+
+class Thread(threading.local):
+    """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.foreign = False  # the next forward is of a generate() that began before this run attached
+        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
+        self.recording: Recording | None = None  # of the open forward, where it is of one
+        self.waiting: list[Waiting] = []
+        self.seconds = 0.0
 
 
 class Watched(StoppingCriteriaList):

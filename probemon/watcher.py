@@ -20,7 +20,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -34,10 +33,10 @@ from probemon.batching import Batches
 from probemon.beams import Beams
 from probemon.errors import AlignmentError, ConceptRaised, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, read_call
-from probemon.host import find_layers, host_state, is_encoder_decoder
+from probemon.host import find_layers, forget_compiled, host_state, is_encoder_decoder
 from probemon.ranks import Ranks
 from probemon.record import Recording
-from probemon.running import Generation, States, Watched
+from probemon.running import Generation, States, Thread, Waiting, Watched
 from probemon.shadow import shadow
 from probemon.tap import Tap
 from probemon.types import Gap
@@ -59,28 +58,6 @@ class _Inside(threading.local):
 _INSIDE = _Inside()
 
 
-@dataclass
-class _Waiting:
-    """Tokens of the open forward, and their hidden states so far, by site."""
-
-    generation: Generation | None
-    recording: Recording
-    placed: Placed
-    states: States = field(default_factory=dict)
-
-
-class _Thread(threading.local):
-    """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
-
-    def __init__(self) -> None:
-        self.generation: Generation | None = None
-        self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
-        self.recording: Recording | None = None  # of the open forward, where it is of one
-        self.waiting: list[_Waiting] = []
-        self.seconds = 0.0
-
-
 class Watcher:
     """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
 
@@ -99,7 +76,7 @@ class Watcher:
         self._scores = self.ranks is None or self.ranks.scores
         self._tap = Tap(model, sites, self._tapped)
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
-        self._thread = _Thread()
+        self._thread = Thread()
         self._n_running = self._n_recordings = 0
         self._batches = Batches(lambda call: self._new_recording(call, 0))
         self.batch_errors: list[BaseException] = []  # of forwards in a thread of transformers', where nobody would see them
@@ -292,7 +269,7 @@ class Watcher:
         if given.get("cu_seq_lens_q") is not None:
             with self._reporting_errors():
                 packed = self._batches.place(given)
-            mine.waiting = [_Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
+            mine.waiting = [Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             return
@@ -317,7 +294,7 @@ class Watcher:
         self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
-        mine.waiting = [_Waiting(generation, recording, part) for part in placed]
+        mine.waiting = [Waiting(generation, recording, part) for part in placed]
         mine.recording, mine.shape = recording, forward.ids.shape
         if cache is not None:
             self._by_cache[cache] = recording
@@ -414,10 +391,3 @@ class Watcher:
             self._by_cache[cache] = mine.recording
         mine.recording, mine.shape = None, ()
         self.forward_seconds.append(mine.seconds)
-
-
-def forget_compiled(model: Any) -> None:
-    """Make a compiled host compile again: a graph does not notice that hooks came or went."""
-    by_generate = vars(model).pop("_compiled_call", None) is not None
-    if by_generate or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        torch._dynamo.reset()

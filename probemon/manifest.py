@@ -1,0 +1,76 @@
+"""The two texts of a pack, read and checked: manifest.json and concepts.jsonl.
+
+    manifest = read_manifest(directory / "manifest.json")      # raises PackError, PackVersionError, PackCorrupt
+    concepts = read_concepts(directory / "concepts.jsonl")     # line i is probe i
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from probemon.errors import PackCorrupt, PackError, PackVersionError
+from probemon.types import NORMS
+
+FORMAT = "probemon-pack"
+FORMAT_VERSION = 1
+SCORE_RULES = ("independent", "path")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, with every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PackError(f"{path}: format is {found!r}, expected {FORMAT!r}: this is not a probe pack")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise PackVersionError(
+            f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
+            "upgrade probemon or fetch the pack in that version"
+        )
+    kinds = {"name": str, "licence": str, "host": dict, "inputs": list, "score_rule": str, "files": dict}
+    for key, kind in kinds.items():
+        if not isinstance(manifest.get(key), kind):
+            raise PackCorrupt(f"{path}: {key!r} is missing or not a {kind.__name__}: fetch the pack again")
+    if manifest["score_rule"] not in SCORE_RULES:
+        raise PackError(f"{path}: score_rule is {manifest['score_rule']!r}, expected one of {', '.join(SCORE_RULES)}")
+    for key in ("recommended", "quality", "provenance"):
+        if not isinstance(manifest.get(key) or {}, dict):
+            raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
+    for spec in manifest["inputs"]:
+        if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
+            raise PackError(f"{path}: input {spec!r}: expected site, norm ({', '.join(NORMS)}) and eps")
+    for file, stated in manifest["files"].items():
+        if Path(file).name != file:
+            raise PackCorrupt(f"{path}: file {file!r} lies outside the pack")
+        if not isinstance(stated, dict) or not isinstance(stated.get("sha256"), str) or not isinstance(stated.get("size"), int):
+            raise PackCorrupt(f"{path}: {file!r} has no sha256 and size: fetch the pack again")
+    return manifest
+
+
+def read_concepts(path: Path) -> list[dict[str, Any]]:
+    """One concept a line. Raises `PackCorrupt` naming the line."""
+    concepts = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
+    # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
+        try:
+            concept = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PackCorrupt(f"{path} line {number} is not valid JSON ({error}): fetch the pack again") from None
+        if not isinstance(concept, dict) or not {"id", "name", "level", "parents"} <= set(concept):
+            raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
+        kinds = {"id": str, "name": str, "level": int, "parents": list}
+        wrong = [key for key, kind in kinds.items() if not isinstance(concept[key], kind)]
+        if wrong or not all(isinstance(parent, str) for parent in concept["parents"]):
+            raise PackCorrupt(f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again")
+        concepts.append(concept)
+    return concepts
+

@@ -45,6 +45,19 @@ def test_speedup_in_the_readme_is_the_measured_one():
     assert profile["speedup_top_30"] >= 10
 
 
+def test_memory_in_the_readme_is_the_measured_one():
+    soak = result("soak.json")
+    assert soak["n_tokens"] == 100_000 and soak["flat"] and soak["bounded"]["sink"] == {"written": 100_000, "dropped": 0}
+    bare, watched = (soak[arm]["growth_bytes"] / 1e6 for arm in ("bare", "bounded"))
+    assert f"grew by {bare:.1f} MB" in README and f"took every token) by {watched:.1f} MB" in README
+    assert f"cost {soak['kept_bytes_per_token'] / 1e3:.1f} kB a token" in README
+
+
+def test_every_mutation_of_attribution_is_caught():
+    found = result("mutations.json")
+    assert found["n_caught"] == found["n_mutations"] >= 30
+
+
 @pytest.mark.parametrize("name", PACKS)
 def test_quality_in_the_readme_is_the_packs_own(name):
     manifest = json.loads((ROOT / "probes" / name / "manifest.json").read_text())

@@ -39,7 +39,7 @@ class Generation:
 
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
-    rejected; `drafting`: the model is proposing; `acting`: an action is being called. `end`: of continuous batching, ends
+    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action is being called. `end`: of continuous batching, ends
     the request with the token that is sampled now.
     """
 
@@ -48,6 +48,7 @@ class Generation:
     ids: Ints | None = None
     mask: Ints | None = None
     drafting: int = 0
+    prepared: bool = False
     acting: bool = False
     raising: BaseException | None = None
     stop_column: int | None = None

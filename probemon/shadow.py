@@ -42,8 +42,9 @@ def shadow(stack: ExitStack, owner: Owner, name: str, around: Callable[..., Any]
         below = previous
         while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
             below = _SHADOWS[below][1]  # its run closed first and could not take it away
-        del attributes[name]
-        if below is not None:
+        if below is None:
+            del attributes[name]
+        else:  # not deleted first: a thread that generates meanwhile would miss it
             attributes[name] = below
 
     _SHADOWS[method] = (owner, previous)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import StaticCache, StoppingCriteriaList
 
 from probemon.align import Call, Forward, Ints, Placed
 from probemon.batching import Batches
@@ -56,6 +56,7 @@ class _Inside(threading.local):
 
 
 _INSIDE = _Inside()
+_ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
 
 
 class Watcher:
@@ -89,13 +90,16 @@ class Watcher:
         return self._n_running > 0
 
     def __enter__(self) -> Watcher:
-        forget_compiled(self.model)
-        with ExitStack() as stack:
+        with _ATTACHING, ExitStack() as stack:
+            forget_compiled(self.model)
+            self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
+            stack.callback(setattr, self, "open", False)
             stack.callback(forget_compiled, self.model)
             if self._scores:
-                stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                # What opens a forward comes last: another thread may be in one meanwhile.
+                stack.callback(self._decoder.register_forward_hook(self._after).remove)
                 stack.enter_context(self._tap)
-                stack.callback(self._decoder.register_forward_hook(self._after, with_kwargs=True).remove)
+                stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             if hasattr(self.model, "generate"):
                 shadow(stack, self, "generate", self._generate)
                 shadow(stack, self, "prepare_inputs_for_generation", self._prepare)
@@ -103,14 +107,14 @@ class Watcher:
                 shadow(stack, self, "init_continuous_batching", self._open_batching)
                 shadow(stack, self, "generate_batch", self._generate_batch)
             self._stack = stack.pop_all()
-        self.open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.open = False
-        self._stack.close()
+        with _ATTACHING:
+            self.open = False
+            self._stack.close()
 
     # -- one generate() --------------------------------------------------------------------------
 
@@ -127,6 +131,7 @@ class Watcher:
                 return original(*args, **kwargs)
             finally:
                 outer.drafting -= 1
+                outer.prepared = False
         prompt = read_call(self.model, args, kwargs)
         self._check(prompt)
         recording = self._new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
@@ -182,6 +187,7 @@ class Watcher:
         self._thread.foreign = generation is None
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
+            generation.prepared = True
             generation.sequence(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
         return original(*args, **kwargs)
 
@@ -200,6 +206,9 @@ class Watcher:
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording
         if generation.prompt.speculative:
+            if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
+                return done
+            generation.prepared = False
             for placed, states in generation.accepted(ids):
                 self._score(generation, recording, placed, states)
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
@@ -258,12 +267,13 @@ class Watcher:
 
     # Not traced: a compiled host leaves its graph for our hooks, at the cost of a break for each.
     @torch.compiler.disable
-    def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self._thread
         mine.recording, mine.waiting, mine.shape = None, [], ()
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
-        if foreign or (generation is not None and generation.drafting):
+        # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
+        if kwargs is None or foreign or (generation is None and _INSIDE.models[id(self.model)]) or (generation is not None and generation.drafting):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
@@ -274,7 +284,7 @@ class Watcher:
             mine.seconds = time.perf_counter() - begin
             return
         ids, cache = given.get("input_ids"), given.get("past_key_values")
-        start = 0 if cache is None else int(cache.get_seq_length())
+        start = 0 if cache is None else _n_cached(cache, given)
         if ids is None:
             if generation is None:
                 raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
@@ -282,6 +292,11 @@ class Watcher:
         if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
             if generation is None or generation.ids is None:
                 raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
+            if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
+                raise NotSupportedDecoding(
+                    "beam search on a recurrent state is not supported with this version of transformers: it does not reorder the "
+                    "state with its beams, so the host's own answer is wrong too. Upgrade transformers, or use_cache=False"
+                )
             start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
         mask = self._plain_mask(given.get("attention_mask")) if generation is None else generation.mask
         forward = Forward(start, ids.detach().cpu().numpy(), mask)
@@ -370,7 +385,7 @@ class Watcher:
         mine.waiting = []
 
     @torch.compiler.disable
-    def _after(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         mine = self._thread
         if not mine.shape:
             return
@@ -391,3 +406,18 @@ class Watcher:
             self._by_cache[cache] = mine.recording
         mine.recording, mine.shape = None, ()
         self.forward_seconds.append(mine.seconds)
+
+
+def _n_cached(cache: Any, given: Mapping[str, Any]) -> int:
+    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys that are zero."""
+    told = given.get("cache_position")
+    if told is None:
+        return int(cache.get_seq_length())
+    start = int(told[0])
+    # Of an encoder-decoder, the decoder's own cache is inside.
+    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(cache.get_seq_length()):
+        raise NotSupportedDecoding(
+            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the host's masks are off, so its own "
+            "answer is wrong too (transformers 5.0 does this after a prefill in chunks). Leave prefill_chunk_size out, or upgrade transformers"
+        )
+    return start

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, PAD, make_model, n_hooks
+from conftest import EOS, OLDEST, PAD, make_model, n_hooks, not_in_oldest
 from oracle import check, expected
 from transformers import (
     CompileConfig,
@@ -22,6 +22,7 @@ from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
 from probemon.record import BEFORE, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
+NO_TOKEN = 61  # beyond the vocabulary: an end that never comes, where transformers 5.0 cannot do without one
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
 BATCH_MASK = (BATCH != PAD).long()
@@ -40,7 +41,7 @@ def watch(manager, model, **options):
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}, {"do_sample": False, "use_cache": False},
-                                     {"do_sample": False, "prefill_chunk_size": 2}, {"do_sample": False, "return_dict_in_generate": True}], ids=str)  # fmt: skip
+                                     not_in_oldest({"do_sample": False, "prefill_chunk_size": 2}, why="makes no cache for the chunks"), {"do_sample": False, "return_dict_in_generate": True}], ids=str)  # fmt: skip
 def test_one_row(manager, model, options):
     torch.manual_seed(3)
     _, result, out = watch(manager, model, input_ids=PROMPT, max_new_tokens=9, **options, **NO_EOS)
@@ -49,7 +50,7 @@ def test_one_row(manager, model, options):
     assert result.coverage.unseen[13] == LAST and len(result) == 14
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5}, {"use_cache": False}, {"prefill_chunk_size": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5}, {"use_cache": False}, not_in_oldest({"prefill_chunk_size": 3}, why="makes no cache for the chunks")], ids=str)
 def test_left_padded_batch(manager, model, options):
     torch.manual_seed(4)
     options = {"do_sample": False, **options}
@@ -128,7 +129,7 @@ def test_several_sequences_a_prompt(manager, model):
         check(manager, model, result, row, out[row], first, [(5 - first, 4)])
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, not_in_oldest(False, why="wants all of the ids again")])
 def test_second_turn_on_the_same_cache(manager, model, whole):
     cache = DynamicCache()
     with manager.attach(model) as run:
@@ -273,15 +274,15 @@ SPECULATIVE = {
     "a draft model": {"assistant_model": make_model(seed=5)},
     "a draft model that is nearly right": {"assistant_model": "nearly"},
     "the model drafts for itself": {"assistant_model": "itself"},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2},  # it repeats itself, so that there is something to look up
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": NO_TOKEN},  # it repeats itself, so that there is something to look up
     "early exit": {"assistant_early_exit": 2},
 }
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", SPECULATIVE)
+@pytest.mark.parametrize("name", [not_in_oldest(name, why="its own drafter lacks an argument") if name == "early exit" else name for name in SPECULATIVE])
 def test_drafts_that_were_rejected_are_never_reported(manager, model, name, sampled):
-    options = {**SPECULATIVE[name], "do_sample": sampled, "max_new_tokens": 14, "min_new_tokens": 14, **NO_EOS}
+    options = {**NO_EOS, **SPECULATIVE[name], "do_sample": sampled, "max_new_tokens": 14, "min_new_tokens": 14}
     if options.get("assistant_model") == "itself":
         options["assistant_model"] = model
     elif options.get("assistant_model") == "nearly":
@@ -299,6 +300,7 @@ def test_drafts_that_were_rejected_are_never_reported(manager, model, name, samp
     assert [i for i in mine if result.coverage.unseen[i]] == [length - 1] and len(mine) == length
 
 
+@pytest.mark.skipif(OLDEST, reason="transformers 5.0 does this right")
 def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
     """transformers runs the whole sequence again, behind what the cache holds, when it drafts on a used cache."""
     cache = DynamicCache()
@@ -309,13 +311,20 @@ def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
             model.generate(first, max_new_tokens=5, prompt_lookup_num_tokens=3, **options)
 
 
-@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"past_key_values": "static"}, {"cache_implementation": "static", "prefill_chunk_size": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"past_key_values": "static"}, not_in_oldest({"cache_implementation": "static", "prefill_chunk_size": 2}, why="leaves a hole in the cache")], ids=str)  # fmt: skip
 def test_static_cache(manager, model, options):
     if options.get("past_key_values") == "static":
         options = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
     _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
+
+
+@pytest.mark.skipif(not OLDEST, reason="transformers 5.0: its cache_position is one too far after the chunks")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_chunks_after_which_the_host_is_wrong_are_told(pack, model, cache):
+    with DynamicProbeManager(pack).attach(model), pytest.raises((NotSupportedDecoding, AlignmentError)):
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False, cache_implementation=cache, prefill_chunk_size=2, **NO_EOS)
 
 
 @pytest.mark.parametrize("how", ["looked up before", "on the class"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from arrangements import ARRANGEMENTS
-from conftest import PAD, make_pack
+from conftest import OLDEST, PAD, make_pack
 from oracle import check
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
@@ -46,13 +46,14 @@ MODES = {
     "beams": {"batch": True, "num_beams": 3, **GREEDY},
     "beam sample": {"batch": True, "num_beams": 3, **SAMPLED},
     "draft model": {"draft": True, **GREEDY},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, **GREEDY},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": 61, **GREEDY},
     "early exit": {"assistant_early_exit": 2, **GREEDY},
     "static cache": {"batch": True, "cache_implementation": "static", **GREEDY},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4, **GREEDY},
     "guidance": {"guidance_scale": 2.0, **GREEDY},
 }  # fmt: skip
 NEW = 8
+HOST_ERRORS = (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError, IndexError)
 TABLE: dict[str, dict[str, str]] = {}
 FOUND: dict[str, str] = {}
 
@@ -74,7 +75,7 @@ def generate(name, model, run_in, mode):
     """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns, encoder's ids), ...])` where the oracle should look."""
     options = dict(MODES[mode])
     batch, eos, turns, draft = (options.pop(key, False) for key in ("batch", "eos", "turns", "draft"))
-    common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": None}
+    common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": options.pop("eos_token_id", None)}
     if draft:
         options["assistant_model"] = make(name, seed=0)
         options["assistant_model"].get_output_embeddings().weight.data.mul_(1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0)))
@@ -114,7 +115,7 @@ def test_exact_or_refused_with_a_reason(host, mode):
         run, out, lines = generate(name, model, manager.attach(model), mode)
     except NotSupportedDecoding as refusal:
         entry = f"refused: {str(refusal).split(' is not supported')[0]}"
-    except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+    except HOST_ERRORS as error:
         model.config.num_hidden_layers = SIZES["num_hidden_layers"]  # transformers leaves it changed where an early exit fails
         entry = f"refused by transformers: {str(error).splitlines()[0][:90]}"
         with pytest.raises(type(error)):  # without us too
@@ -143,7 +144,13 @@ def test_sites_inside_a_layer(name, sites, tmp_path):
             manager.attach(model)
         return
     for mode in ("padded batch", "beams", "prompt lookup"):
-        run, out, lines = generate(name, model, manager.attach(model), mode)
+        try:
+            run, out, lines = generate(name, model, manager.attach(model), mode)
+        except HOST_ERRORS as error:
+            assert OLDEST
+            with pytest.raises(type(error)):  # without us too, as the other test says
+                generate(name, model, Bare(), mode)
+            continue
         for row, first, turns, encoder in lines:
             check(manager, model, run.result(out), row, out[row].tolist(), first, turns, encoder)
 
@@ -169,6 +176,8 @@ class Bare:
 
 def test_table_in_the_documents_is_what_was_found():
     path = Path(__file__).parent.parent / "docs/compatibility.md"
+    if OLDEST:
+        pytest.skip("the table is of the transformers that is pinned")
     if set(TABLE) != set(ARCHITECTURES) or any(set(row) != set(MODES) for row in TABLE.values()) or set(FOUND) != set(ARRANGEMENTS):
         pytest.skip("only a part of the table was run")
     notes: list[str] = []

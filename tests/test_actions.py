@@ -1,6 +1,7 @@
 """Events and actions: rules over aggregates and patterns, raise, hold, callbacks that fail, sinks, gaps by choice, bounded memory."""
 
 import asyncio
+import gc
 import json
 import re
 import threading
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from arrangements import tokenizer
-from conftest import PAD, make_model, make_pack, n_hooks
+from conftest import OLDEST, PAD, make_model, make_pack, n_hooks
 from oracle import check
 from transformers import DynamicCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -29,7 +30,7 @@ BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 2
 MASK = (BATCH != PAD).long()
 GREEDY = {"max_new_tokens": 14, "do_sample": False, **NO_EOS}
 AGGREGATORS = [None, Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]
-LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2}
+LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": 61}  # transformers 5.0 needs one: no token has this id
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, mode
     met = []
     with manager.attach(model) as run:
         run.on("c9", above=-1.0, aggregate=aggregate, action=met.append)  # one event a row: at its first token
-        out = model.generate(ids, **GREEDY, **options)
+        out = model.generate(ids, **{**GREEDY, **options})
     result, probe = run.result(out), manager.pack.find("c9")
     assert [event.value for event in met] == [column(result, probe, row)[0] for row in range(len(ids))]
     running = [over(aggregate or RollingMax(1), column(result, probe, row)[:, None])[:, 0] for row in range(len(ids))]
@@ -73,7 +74,7 @@ def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, mode
     expected, events = streaks(above), []
     with manager.attach(model) as run:
         run.on("c9", above=above, aggregate=aggregate, for_tokens=2, action=events.append)
-        again = model.generate(ids, **GREEDY, **options)
+        again = model.generate(ids, **{**GREEDY, **options})
     assert torch.equal(out, again)
     # bit for bit: online, one token at a time, against offline over the whole row
     assert sorted((e.row, e.column, e.value) for e in events) == expected and expected
@@ -175,7 +176,7 @@ def test_stop_lags_one_token_and_with_drafts_one_round(manager, model):
     free, above, at = loudest(manager, model, ids, **LOOKUP)
     with manager.attach(model) as run:
         run.on("c9", above=above)
-        out = model.generate(ids, **GREEDY, **LOOKUP)[0].tolist()
+        out = model.generate(ids, **{**GREEDY, **LOOKUP})[0].tolist()
     assert out == free[: len(out)] and 11 + at + 2 <= len(out) <= 11 + at + 2 + 3  # at most the drafts of that round more
 
 
@@ -213,7 +214,7 @@ def test_hold_hides_the_token_that_met_the_rule(manager, model, options):
     with manager.attach(model) as run:
         run.on("c9", above=above)
         streamer = run.hold(inner)
-        out = model.generate(ids, **GREEDY, **options, streamer=streamer)[0].tolist()
+        out = model.generate(ids, **{**GREEDY, **options}, streamer=streamer)[0].tolist()
     assert inner.shown == free[: 11 + at] and inner.ends == 1
     assert streamer.withheld == out[11 + at :] and len(streamer.withheld) >= 2
 
@@ -283,13 +284,14 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
         cache = DynamicCache()
         first = model.generate(PROMPT, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
         # Only the new tokens are given: positions count in what generate returns, not in the cache.
-        second = model.generate(first[:, -1:], attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
-        assert second.shape[1] == 4
+        turn = first if OLDEST else first[:, -1:]  # which transformers 5.0 does not take
+        second = model.generate(turn, attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        assert second.shape[1] == turn.shape[1] + 3
     results = [run.result(out), run.result(first), run.result(second)]
     want = {}
     for number, result in enumerate(results):
         for i in range(len(result)):
-            if not result.coverage.unseen[i]:
+            if not result.coverage.unseen[i] and not (OLDEST and number == 2 and result.position[i] < 7):  # these were scored in the turn before
                 want[number, int(result.row[i]), int(result.position[i])] = (int(result.token_id[i]), dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)))
     for batches in (memory.batches, seen):
         got = {
@@ -460,10 +462,11 @@ def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
     for keep in (100, None):
         sizes = []
         with manager.attach(model, keep_tokens=keep) as run:
-            run.add_sink(CallbackSink(lambda batch: None))
+            run.add_sink(CallbackSink(lambda batch: None), max_batches=4)
             run.listen(lambda placed, scores, sizes=sizes: sizes.append(tracemalloc.get_traced_memory()[0]))
             tracemalloc.start()
             for _ in range(15):
+                gc.collect()  # what the host leaves for the collector is not ours
                 model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 100})
             tracemalloc.stop()
         grown[keep] = max(sizes[1000:]) - max(sizes[500:1000])

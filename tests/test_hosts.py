@@ -6,7 +6,7 @@ from arrangements import manager_for
 from conftest import LAYERS, PAD, make_model
 from oracle import check
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, EncoderDecoderCache
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import find_layers, fingerprint, host_state, unwrap
@@ -52,7 +52,9 @@ def test_encoder_alone_is_not_watched_and_its_modes_are_refused(t5, tmp_path):
         t5.get_encoder()(ENCODED)
         with pytest.raises(NotSupportedDecoding, match="chunked prefill of an encoder-decoder"):
             t5.generate(ENCODED, **GREEDY, prefill_chunk_size=2)
-        out = t5.generate(ENCODED, **GREEDY, past_key_values=EncoderDecoderCache.from_legacy_cache() if hasattr(EncoderDecoderCache, "from_legacy_cache") else None)
+        with pytest.raises(NotSupportedDecoding, match="DynamicCache"):
+            t5.generate(ENCODED, **GREEDY, past_key_values=DynamicCache())
+        out = t5.generate(ENCODED, **GREEDY, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
     assert len(run.recordings) == 1 and run.result(out).coverage.n_unseen == 2
 
 

@@ -95,6 +95,21 @@ class Call:
             self.first_column, self.n_rows, self.last_column = 0, n_rows, np.full(n_rows, NEVER)
         self.frontier = column
 
+    def missed(self, ids: Ints, offset: int, column: int, mask: Ints | None) -> list[Placed]:
+        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `offset`. Goes on after them."""
+        first, found = max(self.frontier, offset), []
+        self.skip(column, len(ids))
+        prompt = column if self.prompt_columns is None else self.prompt_columns
+        for phase, begin, end in ((PROMPT, first, min(column, prompt)), (GENERATED, max(first, prompt), column)):
+            if begin >= end:
+                continue
+            real = np.arange(begin, end) <= self.last_column[:, None]
+            if mask is not None and mask.shape[0] == len(ids) and mask.shape[1] >= end:
+                real &= mask[:, begin:end] != 0
+            rows, at = np.nonzero(real)
+            found.append(Placed(rows, at + begin, at, ids[rows, at + begin - offset], phase))
+        return found
+
     def place(self, forward: Forward) -> list[Placed]:
         """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.align import Call, Forward, Placed
+from probemon.align import Call, Forward, Ints, Placed
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.generation import Prompt
 from probemon.record import SHARED, Recording
@@ -109,8 +109,8 @@ class Batches:
                 found += [(generation, placed) for placed in self._segment(generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
         return found
 
-    def finish(self, outputs: Mapping[str, Any]) -> list[tuple[Recording, int]]:
-        """The recordings of requests that ended, and the columns each should have shown; they are followed no longer."""
+    def finish(self, outputs: Mapping[str, Any]) -> list[tuple[Recording, Ints]]:
+        """The recordings of requests that ended, and their ids `[1, L]`; they are followed no longer."""
         ended = []
         for request_id, output in outputs.items():
             if output.error is not None or not output.is_finished():
@@ -125,7 +125,7 @@ class Batches:
                 recording = self._new_recording(Call(len(output.prompt_ids)))
                 recording.request = request_id
             recording.output, recording.done = output, True
-            ended.append((recording, ids.shape[1] - 1))
+            ended.append((recording, ids))
         return ended
 
     # -- inside ----------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     """Where the prompt of `model.generate(*args, **kwargs)` ends. Raises `NotSupportedDecoding`, `ConfigError`."""
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
+    attention = str(getattr(model.config, "_attn_implementation", ""))
+    _refuse("generate() while continuous batching runs on the model, whose attention it has changed,", attention.startswith("paged"))
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
     given = {**bound, **extra}

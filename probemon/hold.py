@@ -25,40 +25,44 @@ class HeldStreamer(BaseStreamer):
 
     def __init__(self, streamer: Any, current: Callable[[], Generation | None], show_last: bool) -> None:
         self._streamer, self._current, self._show_last = streamer, current, show_last
+        self._generation: Generation | None = None
         self._waiting: list[Tensor] = []
-        self._begun = False
         self._column = 0  # of the first token that waits
         self.withheld: list[int] = []
 
     def put(self, value: Tensor) -> None:
         """The prompt first, then tokens as they are generated."""
-        generation = self._generation()
-        if not self._begun:
-            self._begun, self._waiting, self.withheld = True, [], []
-            self._column = generation.prompt.columns
-            self._streamer.put(value)
-            return
-        self._waiting.extend(value.reshape(-1).split(1))
-        self._show(generation.scored_columns)
-
-    def end(self) -> None:
-        """`generate` is done: shows what is scored and no more."""
-        generation = self._generation()
-        self._show(generation.scored_columns)
-        if self._show_last and generation.stop_column is None and len(self._waiting) == 1:
-            self._streamer.put(self._waiting.pop())
-        self.withheld = [int(token) for token in self._waiting]
-        self._begun, self._waiting = False, []
-        self._streamer.end()
-
-    def _show(self, end: int) -> None:
-        stop = self._generation().stop_column
-        while self._waiting and self._column < (end if stop is None else min(end, stop)):
-            self._streamer.put(self._waiting.pop(0))
-            self._column += 1
-
-    def _generation(self) -> Generation:
         generation = self._current()
         if generation is None:
             raise ConfigError("a held streamer shows tokens whose scores are known, and no run watches this generate(): use it inside the with block")
-        return generation
+        if generation is not self._generation:
+            if value.dim() > 1 and len(value) > 1:
+                raise ConfigError(f"a held streamer shows one sequence, this generate() has {len(value)}: score a batch without a streamer")
+            self._generation, self._waiting, self.withheld = generation, [], []
+            self._column = generation.prompt.columns
+            generation.on_failure.append(self._close)
+            self._streamer.put(value)
+            return
+        self._waiting.extend(value.reshape(-1).split(1))
+        self._show(generation)
+
+    def end(self) -> None:
+        """`generate` is done: shows what is scored and no more."""
+        generation = self._generation
+        assert generation is not None
+        self._show(generation)
+        if self._show_last and generation.showable_columns() == self._column and len(self._waiting) == 1 and generation.stop_column is None:
+            self._streamer.put(self._waiting.pop())
+        generation.on_failure.remove(self._close)
+        self._close()
+
+    def _close(self) -> None:
+        """The end, or what generate() raised: whoever reads the inner streamer must not wait for ever."""
+        self.withheld = [int(token) for token in self._waiting]
+        self._waiting = []
+        self._streamer.end()
+
+    def _show(self, generation: Generation) -> None:
+        while self._waiting and self._column < generation.showable_columns():
+            self._streamer.put(self._waiting.pop(0))
+            self._column += 1

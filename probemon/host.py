@@ -154,12 +154,15 @@ def host_state(model: Any) -> HostState:
     """What changes a host's hidden states without its being another model, as it is now."""
     adapters: set[str] = set()
     merged: set[str] = set()
+    by_row: tuple[str, ...] = ()
     disabled = False
     for module in model.modules():
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters") and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
             disabled |= bool(module.disable_adapters)
+            for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
+                by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
     parameters = list(model.parameters())
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
     kinds = {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
@@ -167,7 +170,7 @@ def host_state(model: Any) -> HostState:
     if quantiser is not None:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
     return HostState(
-        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=tuple(sorted(adapters)) if not disabled else (),
+        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=by_row or (tuple(sorted(adapters)) if not disabled else ()),
         adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
         devices=tuple(sorted({"offloaded" if p.device.type == "meta" else str(p.device) for p in parameters})),
         n_ranks=int(getattr(model, "tp_size", None) or 1),

@@ -21,7 +21,7 @@ from probemon.hierarchy import Mask
 from probemon.types import GENERATED, PROMPT, HostState, Scores
 
 LAST = "the last generated token is never run by the host"
-BEFORE = "it was in the cache before this run attached"
+BEFORE = "it came in a cache, and this run did not see it being run"
 SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
 GAP = "no forward of the host showed it"
 FORGOTTEN = "it was scored and not kept (keep_tokens)"
@@ -64,6 +64,7 @@ class Recording:
     retained: Mask | None = None
     beams: Beams | None = None
     host: HostState | None = None
+    host_after: HostState | None = None
     number: int = 0
     request: str = ""
     before: str = BEFORE
@@ -93,6 +94,8 @@ class Recording:
             dropped, pieces = dropped + len(columns), pieces + 1
         del self.placed[:pieces], self.scores[:pieces]
         self.n_forgotten += dropped
+        if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
+            self.forgotten, self.earlier = self._forgotten_before(), None
         self._n_small = min(self._n_small, len(self.placed))
         return dropped
 
@@ -147,7 +150,10 @@ class Recording:
 
     def _forgotten_before(self) -> int:
         """Columns before this one may have been scored and forgotten."""
-        return max(self.forgotten, 0 if self.earlier is None else self.earlier._forgotten_before())
+        found, at = self.forgotten, self.earlier
+        while at is not None:
+            found, at = max(found, at.forgotten), at.earlier
+        return found
 
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints

@@ -19,7 +19,7 @@ from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.errors import ConfigError, MissingExtra
 from probemon.hierarchy import Ints, Mask
 from probemon.pack import ProbePack
-from probemon.record import Tokens
+from probemon.record import FORGOTTEN, Tokens
 from probemon.types import PHASES, Coverage, HostState, Scores
 
 
@@ -78,12 +78,16 @@ class Result:
 
     `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
     output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
-    `host`: adapters, quantisation and devices of the model when it was watched; `requests`: of continuous batching, by row. Padding and what follows the end of a
+    `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others when it
+    ended, so that its tokens come from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a
     row are not tokens.
     """
 
-    def __init__(self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, requests: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_after: HostState | None = None, requests: tuple[str, ...] = ()
+    ) -> None:  # fmt: skip
         self.pack, self.host, self.requests = pack, host, requests
+        self.host_changed = host_after is not None and host_after != host
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self._tokenizer = tokenizer
@@ -139,7 +143,10 @@ class Result:
         "generated" or None for both. Raises `UnknownConcept`, `ConfigError`.
         """
         probe, aggregator = self.pack.find(concept), named(aggregate)
-        chosen = self._of_phase(self.row == row, phase) & self.coverage.seen
+        chosen = self._of_phase(self.row == row, phase)
+        if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
+            raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
+        chosen &= self.coverage.seen
         tokens, column = np.flatnonzero(chosen), np.zeros(len(self), dtype=np.float32)
         entry_token = np.repeat(np.arange(len(self)), np.diff(self.scores.ptr))
         mine = self.scores.probes == probe

@@ -12,6 +12,7 @@ retains, asks the rules, and keeps the recordings that `result` reads.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 Listener = Callable[[Placed, Scores], None]
 LOG = logging.getLogger("probemon")
+_KEPT = 1000  # gaps and failures, where one may come with every token
 
 
 class MonitorRun:
@@ -79,8 +81,9 @@ class MonitorRun:
         model = unwrap(model)
         check_host(manager.pack, model, strict=strict)
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
-        self.gaps: list[Gap] = []
-        self.failures: list[Exception] = []
+        self.gaps: deque[Gap] = deque(maxlen=_KEPT)
+        self.failures: list[Exception] = []  # the first 1,000
+        self.n_failures = 0
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
         self._watcher = Watcher(
             model, manager.pack.sites, manager.pack.n_probes, self._score, check=self._check, on_gap=None if on_gap == "raise" else self._gap
@@ -88,7 +91,9 @@ class MonitorRun:
         self._plan = manager.plan
         self._rules: list[Rule] = []
         self._listeners: list[Listener] = []
+        self._sinks: list[Sink] = []
         self._deliveries: list[Delivery] = []
+        self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
         self._stack = ExitStack()
         self._entered = False
 
@@ -117,9 +122,9 @@ class MonitorRun:
         for probe, level in zip(probes, levels, strict=True):
             if above is None and np.isnan(level):
                 raise ConfigError(f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name}: give above=")
-            if not isinstance(level, (int, float)) or isinstance(level, bool) or np.isnan(level):
-                raise ConfigError(f"above is {above!r}: give a score between 0 and 1")
-        if not isinstance(for_tokens, int) or isinstance(for_tokens, bool) or for_tokens < 1:
+            if not isinstance(level, (int, float, np.number)) or isinstance(level, bool) or not 0 <= level < 1:
+                raise ConfigError(f"above is {above!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1")
+        if not isinstance(for_tokens, (int, np.integer)) or isinstance(for_tokens, bool) or for_tokens < 1:
             raise ConfigError(f"for_tokens is {for_tokens!r}: it counts tokens in a row, so give 1 or more")
         if action not in ACTIONS and not callable(action):
             raise ConfigError(f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)")
@@ -134,7 +139,7 @@ class MonitorRun:
             self.manager.arena.pin(np.flatnonzero(plan.always))
             self.manager.arena.unpin(np.flatnonzero(self._plan.always))
         self._plan = plan
-        self._rules += [Rule(probe, float(level), for_tokens, aggregator, action) for probe, level in zip(probes, levels, strict=True)]
+        self._rules += [Rule(probe, float(level), int(for_tokens), aggregator, action) for probe, level in zip(probes, levels, strict=True)]
 
     def hold(self, streamer: Any, *, show_last: bool = False) -> HeldStreamer:
         """`generate(streamer=run.hold(streamer))`: shows a token only once its own score is known and no rule stopped at it.
@@ -150,6 +155,11 @@ class MonitorRun:
         """
         if not self._watcher.open:
             raise ConfigError("a sink is added inside the with block, whose end closes it")
+        if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
+            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.sinks")
+        if any(known is sink for known in self._sinks):
+            raise ConfigError(f"this {type(sink).__name__} was added before: a sink receives one run, once")
+        self._sinks.append(sink)
         delivery = Delivery(sink, [concept["id"] for concept in self.manager.pack.concepts], max_batches=max_batches)
         self._deliveries.append(delivery)
         return delivery
@@ -169,6 +179,12 @@ class MonitorRun:
     def stop(self) -> None:
         """End every row of the running generation at its next token, or of the next one if none runs; from any thread."""
         self._watcher.stop_all = True
+
+    def stop_mine(self) -> None:
+        """From a callback: end the generation that calls it, every row, and no other thread's."""
+        generation = self._watcher.current()
+        if generation is not None:
+            generation.stop[:] = True
 
     @property
     def recordings(self) -> list[Recording]:
@@ -197,7 +213,7 @@ class MonitorRun:
             raise ConfigError(f"out is {type(out).__name__}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
         recording = self._recording(ids, sequences)
-        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host)
+        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_after=recording.host_after)
 
     def _recording(self, ids: Ints, out: Any, request: str = "") -> Recording:
         """The recording that belongs to an output: the same object if it is known, else the newest that agrees with its ids."""
@@ -206,8 +222,15 @@ class MonitorRun:
             raise AlignmentError(
                 f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block"
             )
-        recording = next((r for r in newest_first if r.output is out), None)
-        return recording or next((r for r in newest_first if r.matches(ids)), newest_first[0])
+        same = next((r for r in newest_first if r.output is out), None)
+        if same is not None:
+            return same
+        agreeing = [r for r in newest_first if r.matches(ids)]
+        if any(r.host != agreeing[0].host for r in agreeing):
+            raise AlignmentError("several generations of this run have these ids, and the host was not the same in them: give the very object that generate() returned")
+        if not agreeing and self._keep_tokens is not None:
+            raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={self._keep_tokens}), or it is not an output of this run")
+        return agreeing[0] if agreeing else newest_first[0]
 
     def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
         """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
@@ -246,14 +269,14 @@ class MonitorRun:
             stats = delivery.stats()
             if isinstance(stats.error, Exception):
                 self._failed("a sink", stats.error)
-            if stats.n_dropped:
+            elif stats.n_dropped:
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
             self._failed("continuous batching", error_in_batch if isinstance(error_in_batch, Exception) else RuntimeError(repr(error_in_batch)))
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
-                f"{len(self.failures)} callbacks or sinks failed while the generation went on, the first with {type(first).__name__}: {first}. "
+                f"{self.n_failures} callbacks or sinks failed while the generation went on, the first with {type(first).__name__}: {first}. "
                 'callback_errors="report" only reports them', self.failures,
             ) from first  # fmt: skip
 
@@ -280,10 +303,11 @@ class MonitorRun:
                 self._plan, self.manager.engine.inputs(states), recording.retained[origin], np.arange(len(rows))
             )
             recording.retained[rows] = kept
-        recording.add(placed, scores)
-        self._forget()
+        with self._keeping:
+            recording.add(placed, scores)
+            self._forget()
         if generation is not None:
-            generation.scored_columns = int(placed.columns.max()) + 1
+            generation.told(placed, scores.coverage.seen)
             if placed.phase == GENERATED and self._rules:
                 generation.acting = True
                 try:
@@ -350,7 +374,9 @@ class MonitorRun:
             self._failed(what, error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        self.failures.append(error)
+        self.n_failures += 1
+        if len(self.failures) < _KEPT:
+            self.failures.append(error)
         LOG.error("%s failed, the generation went on: %s: %s", what, type(error).__name__, error)
 
 

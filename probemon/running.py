@@ -25,7 +25,7 @@ from probemon.errors import AlignmentError
 from probemon.generation import Prompt
 from probemon.hierarchy import Mask
 from probemon.record import Recording
-from probemon.types import PROMPT
+from probemon.types import GENERATED, PROMPT
 
 States = dict[str, Tensor]
 NO_ID = -1
@@ -35,7 +35,8 @@ NO_ID = -1
 class Generation:
     """`ids`, `mask`: of the whole sequence, for the next forward. `stop [B]`: rows an action stopped; `raising`: what an action raises.
 
-    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it have their scores.
+    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were scored, from
+    `blind_column` on not all. `on_failure`: called when `generate` raises.
 
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
@@ -53,6 +54,8 @@ class Generation:
     raising: BaseException | None = None
     stop_column: int | None = None
     scored_columns: int = 0
+    blind_column: int | None = None
+    on_failure: list[Callable[[], None]] = field(default_factory=list)
     stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
     rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
     drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
@@ -64,11 +67,25 @@ class Generation:
         self.ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
 
-    def ids_of_embeds(self, embeds: Tensor) -> Tensor:
-        """The ids a prompt of embeddings `[B, T, D]` stands for, where `generate` was given them; -1 where it was not."""
-        if self.ids is not None and self.ids.shape[1] == embeds.shape[1]:
-            return torch.from_numpy(self.ids)
+    def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
+        """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where not."""
+        if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.prompt.offset:
+            known = self.ids[:, max(0, start - self.prompt.offset) :]
+            if known.shape[1] == embeds.shape[1]:
+                return torch.from_numpy(known)
         return torch.full(embeds.shape[:2], NO_ID)
+
+    def told(self, placed: Placed, seen: Mask) -> None:
+        """`placed` have their scores, where `seen`."""
+        if placed.phase == GENERATED:
+            first = int(placed.columns.min())
+            if not seen.all() or first > max(self.scored_columns, self.prompt.columns):
+                self.blind_column = first if self.blind_column is None else min(first, self.blind_column)
+        self.scored_columns = int(placed.columns.max()) + 1
+
+    def showable_columns(self) -> int:
+        """Columns before this one have scores at which no rule stopped."""
+        return min(column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None)
 
     def check_ids(self, forward: Forward) -> None:
         """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers does not)."""

@@ -116,10 +116,11 @@ class _Generating:
     ) -> None:  # fmt: skip
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        if generate.get("num_return_sequences") not in (None, 1):
-            raise ConfigError("stream follows one sequence: attach and use run.result for several")
-        if generate.get("num_beams") not in (None, 1):
-            raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
+        for given in (generate, vars(generate.get("generation_config", model.generation_config))):
+            if given.get("num_return_sequences") not in (None, 1):
+                raise ConfigError("stream follows one sequence: attach and use run.result for several")
+            if given.get("num_beams") not in (None, 1) and generate.get("num_beams") != 1:
+                raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
         if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
             raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
         self._run = manager.attach(model, tokenizer, strict=strict)
@@ -152,11 +153,10 @@ class _Generating:
         return [self._last()]
 
     def stop(self) -> None:
-        """Nobody reads any more: `generate` is to end, and waits for no reader."""
+        """Nobody reads any more: this `generate` is to end at its next token, and waits for no reader. Others go on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._run.stop()
 
     def close(self) -> None:
         """Returns when the thread has ended and the hooks are gone."""
@@ -175,7 +175,11 @@ class _Generating:
             self._changed.notify_all()
 
     def _put(self, placed: Placed, scores: Scores) -> None:
-        if placed.phase == GENERATED or self._include_prompt:
+        if threading.current_thread() is not self._thread:
+            return  # another generate() on the same model
+        if self._closed:
+            self._run.stop_mine()
+        elif placed.phase == GENERATED or self._include_prompt:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)
                 self._waiting.append((placed, scores))

@@ -295,7 +295,7 @@ class Scores:
 class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
-    `adapters`: PEFT's, active; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
+    `adapters`: PEFT's, active (by row, where each has its own); `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
     `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 
@@ -324,7 +324,7 @@ class TokenBatch:
     """Tokens of one generation, as soon as they are scored: what a sink receives.
 
     `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of what
-    `generate` returns); `phase` PROMPT or GENERATED; `provisional`: of beams, of which few will be returned; `scores` of
+    `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED; `provisional`: of beams, of which few will be returned; `scores` of
     N states, with their coverage; `request`: the id of a request of continuous batching, else "".
     """
 

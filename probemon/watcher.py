@@ -26,16 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StaticCache, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
-from probemon.align import Call, Forward, Ints, Placed
+from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
 from probemon.beams import Beams
 from probemon.errors import AlignmentError, ConceptRaised, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, read_call
 from probemon.host import find_layers, forget_compiled, host_state, is_encoder_decoder
 from probemon.ranks import Ranks
-from probemon.record import Recording
+from probemon.reading import read_forward
+from probemon.record import GAP, Recording
 from probemon.running import Generation, States, Thread, Waiting, Watched
 from probemon.shadow import shadow
 from probemon.tap import Tap
@@ -109,6 +110,9 @@ class Watcher:
             self._stack = stack.pop_all()
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotSupportedHost("a watched model holds our hooks, so it cannot be copied, pickled or saved whole: do that outside the with block")
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -137,16 +141,23 @@ class Watcher:
         recording = self._new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
-        self._thread.generation = Generation(recording, prompt)
+        generation = self._thread.generation = Generation(recording, prompt)
         _INSIDE.models[id(self.model)] += 1
         try:
             with self._counted():
                 out = original(*args, **kwargs)
+                sequences = getattr(out, "sequences", out)
+                self._seen_up_to(recording, sequences, sequences.shape[1] - 1, generation)
+        except BaseException:
+            for failed in generation.on_failure:
+                failed()
+            raise
         finally:
             _INSIDE.models[id(self.model)] -= 1
             self._thread.generation, self._thread.shape = None, ()
-        recording.output, recording.done = (sequences := getattr(out, "sequences", out)), True
-        self._seen_up_to(recording, sequences.shape[1] + recording.offset - 1, len(sequences))
+            recording.done = True
+        recording.output = sequences
+        recording.host_after = host_state(self.model)
         return out
 
     @contextmanager
@@ -177,8 +188,8 @@ class Watcher:
             outputs = original(*args, **kwargs)
         if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
             raise self.batch_errors.pop(0)
-        for recording, columns in self._batches.finish(outputs):
-            self._seen_up_to(recording, columns, 1)
+        for recording, ids in self._batches.finish(outputs):
+            self._seen_up_to(recording, ids, ids.shape[1] - 1)
         return outputs
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +223,7 @@ class Watcher:
             for placed, states in generation.accepted(ids):
                 self._score(generation, recording, placed, states)
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
-        self._seen_up_to(recording, ids.shape[1] + recording.offset - 1, len(ids))
+        self._seen_up_to(recording, ids, ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
         if self.ranks is not None:
             verdict = self.ranks.agree(stopped.to(torch.int32) if generation.raising is None else torch.full_like(stopped, RAISE, dtype=torch.int32))
@@ -237,19 +248,21 @@ class Watcher:
         """The generation of the calling thread."""
         return self._thread.generation
 
-    def _seen_up_to(self, recording: Recording, column: int, n_rows: int) -> None:
-        """Blindness is loud: the columns before `column` have passed the taps, or an error (by choice a `Gap`) says they have not."""
-        call = recording.call
+    def _seen_up_to(self, recording: Recording, ids: Any, columns: int, generation: Generation | None = None) -> None:
+        """Blindness is loud: the first `columns` of ids `[B, L]` have passed the taps, or an error (by choice a `Gap`) says not."""
+        call, end = recording.call, columns + recording.offset
         # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
-        if not self.open or not self._scores or (call.frontier >= column and call.first_column >= 0):
+        if not self.open or not self._scores or (call.frontier >= end and call.first_column >= 0):
             return
         self._blind(
-            recording, max(call.frontier, 0), column - 1,
-            f"generate() is at column {column}, the taps saw {max(call.frontier, 0)}: the host ran forwards past our hooks "
+            recording, max(call.frontier, 0), end - 1,
+            f"generate() is at column {end}, the taps saw {max(call.frontier, 0)}: the host ran forwards past our hooks "
             "(was it compiled before probemon was attached?), so nothing is reported",
             possible=recording.beams is None,
         )  # fmt: skip
-        call.skip(column, n_rows)
+        given = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+        for placed in call.missed(given, recording.offset, end, None if generation is None else generation.mask):
+            self._score(generation, self._ready(recording, generation), placed, GAP)
 
     def _blind(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
         if self._on_gap is None or not possible:
@@ -283,25 +296,9 @@ class Watcher:
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             return
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
-        start = 0 if cache is None else _n_cached(cache, given)
-        if ids is None:
-            if generation is None:
-                raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
-            ids = generation.ids_of_embeds(given["inputs_embeds"])
-        if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
-            if generation is None or generation.ids is None:
-                raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
-            if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
-                raise NotSupportedDecoding(
-                    "beam search on a recurrent state is not supported with this version of transformers: it does not reorder the "
-                    "state with its beams, so the host's own answer is wrong too. Upgrade transformers, or use_cache=False"
-                )
-            start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
-        mask = self._plain_mask(given.get("attention_mask")) if generation is None else generation.mask
-        forward = Forward(start, ids.detach().cpu().numpy(), mask)
+        forward, cache = read_forward(given, generation)
         recording = self._document(forward, cache) if generation is None else generation.recording
-        if recording.call.first_column < 0 and start > 0 and recording.earlier is None:
+        if recording.call.first_column < 0 and forward.start > 0 and recording.earlier is None:
             recording.earlier = self._known(cache, len(forward.ids))
         if generation is not None:
             generation.check_ids(forward)
@@ -331,20 +328,16 @@ class Watcher:
             self.batch_errors.append(error)
             raise
 
-    def _plain_mask(self, mask: Any) -> Ints | None:
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
-        found: Ints = mask.detach().cpu().numpy()
-        return found
-
     def _document(self, forward: Forward, cache: Any) -> Recording:
         """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a new one."""
         known = self._known(cache, len(forward.ids))
         if known is not None and known.call.prompt_columns is None and known.call.frontier == forward.start > 0:
+            if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
+                self.recordings.append(known)
             return known
-        return self._new_recording(Call(None), 0)
+        document = self._new_recording(Call(None), 0)
+        document.done = True  # for all that is known: another forward may go on with it
+        return document
 
     def _known(self, cache: Any, n_rows: int) -> Recording | None:
         known = None if cache is None else self._by_cache.get(cache)
@@ -406,18 +399,3 @@ class Watcher:
             self._by_cache[cache] = mine.recording
         mine.recording, mine.shape = None, ()
         self.forward_seconds.append(mine.seconds)
-
-
-def _n_cached(cache: Any, given: Mapping[str, Any]) -> int:
-    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys that are zero."""
-    told = given.get("cache_position")
-    if told is None:
-        return int(cache.get_seq_length())
-    start = int(told[0])
-    # Of an encoder-decoder, the decoder's own cache is inside.
-    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(cache.get_seq_length()):
-        raise NotSupportedDecoding(
-            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the host's masks are off, so its own "
-            "answer is wrong too (transformers 5.0 does this after a prefill in chunks). Leave prefill_chunk_size out, or upgrade transformers"
-        )
-    return start

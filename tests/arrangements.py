@@ -225,6 +225,22 @@ def tensor_parallel(folder):
             assert probes == scores.active(t).tolist() and np.abs(np.array(values) - scores.active_scores(t)).max() < 1e-5
 
 
+def vision_language(folder):
+    """Its decoder is given embeddings at every step, never ids; with and without a picture."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = LlamaConfig(**{k: getattr(make_model().config, k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "pad_token_id", "initializer_range")})
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, projection_dim=16)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=60, vision_feature_layer=-1)).eval()
+    watch_batch(model, folder)
+    manager, pixels = manager_for(model, folder, overwrite=True), torch.randn(1, 3, 8, 8)
+    ids = torch.tensor([[1, 60, 60, 60, 60, 17, 8]])  # four patches
+    with manager.attach(model) as run:
+        out = model.generate(ids, pixel_values=pixels, **COMMON)
+    check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(7, 7)], forward={"pixel_values": pixels})
+
+
 def encoder_only(folder, name):
     """A plain forward of padded documents: a document's tokens are all prompt, and see one another in both directions."""
     torch.manual_seed(0)
@@ -255,6 +271,7 @@ ARRANGEMENTS = {
     "accelerate `device_map`, a layer on disk": device_map,
     "accelerate CPU offload": offload,
     "tensor parallel over 2 gloo ranks": tensor_parallel,
+    "vision-language: llava, with and without a picture": vision_language,
     "encoder-only: bert, plain forward": lambda folder: encoder_only(folder, "bert"),
     "encoder-only: distilbert, plain forward": lambda folder: encoder_only(folder, "distilbert"),
     "encoder-only: modernbert, plain forward": lambda folder: encoder_only(folder, "modernbert"),

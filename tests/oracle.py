@@ -6,8 +6,8 @@ import torch
 from probemon.host import find_layers
 
 
-def states(model, pack, ids, encoder=None):
-    """Hidden states of one unpadded sequence by one plain forward, `{site: [T, D]}`; `encoder`: what an encoder-decoder reads."""
+def states(model, pack, ids, encoder=None, forward=None):
+    """Hidden states of one unpadded sequence by one plain forward, `{site: [T, D]}`; `encoder`: what an encoder-decoder reads; `forward`: more arguments."""
     _, layers = find_layers(model)
     seen, handles = {}, []
     for site in pack.sites:
@@ -22,16 +22,16 @@ def states(model, pack, ids, encoder=None):
             if encoder is not None:
                 model(input_ids=torch.tensor([encoder]), decoder_input_ids=torch.tensor([ids]), use_cache=False)
             else:
-                model(torch.tensor([ids]), **({"use_cache": False} if hasattr(model, "generate") else {}))
+                model(torch.tensor([ids]), **({"use_cache": False} if hasattr(model, "generate") else {}), **(forward or {}))
     finally:
         for handle in handles:
             handle.remove()
     return {site: hidden[0] for site, hidden in seen.items()}
 
 
-def expected(manager, model, ids, turns, encoder=None):
+def expected(manager, model, ids, turns, encoder=None, forward=None):
     """Scores of one row, token by token; `turns`: [(prompt tokens, generated tokens seen), ...] one after another."""
-    hidden, parts, at = states(model, manager.pack, ids, encoder), [], 0
+    hidden, parts, at = states(model, manager.pack, ids, encoder, forward), [], 0
     for n_prompt, n_generated in turns:
         end = at + n_prompt + n_generated
         scores = manager.score_tokens({site: h[at:end] for site, h in hidden.items()}, prompt_len=n_prompt)
@@ -40,10 +40,10 @@ def expected(manager, model, ids, turns, encoder=None):
     return parts
 
 
-def check(manager, model, result, row, out_row, first, turns, encoder=None):
+def check(manager, model, result, row, out_row, first, turns, encoder=None, forward=None):
     """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores."""
     mine = np.flatnonzero(result.row == row)
-    oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns, encoder)
+    oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns, encoder, forward)
     seen = [i for i in mine if not result.coverage.unseen[i]]
     assert result.position[mine].tolist() == list(range(first, first + len(mine)))
     assert result.token_id[mine].tolist() == out_row[first : first + len(mine)]

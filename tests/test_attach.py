@@ -262,7 +262,7 @@ def test_generation_inside_a_generation_is_refused(pack, model):
             except NotSupportedDecoding as error:
                 failures.append(str(error))
 
-        run.on("c0", above=-1.0, action=nested)
+        run.on("c0", above=0.0, action=nested)
         for options in ({}, {"prompt_lookup_num_tokens": 2}):
             failures.clear()
             out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **options, **NO_EOS)
@@ -518,11 +518,11 @@ def test_rules_follow_a_beam_through_its_rows(pack, model):
     manager, events, probe = DynamicProbeManager(pack), [], pack.find("c9")
     options = {"max_new_tokens": 9, "num_beams": 4, "do_sample": False, "num_return_sequences": 4, **NO_EOS}
     with manager.attach(model) as run:
-        run.on("c9", above=2.0)
+        run.on("c9", above=0.9999999)
         with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
             model.generate(PROMPT, **options)
     with manager.attach(model) as run:
-        run.on("c9", above=2.0, action=lambda event: None)
+        run.on("c9", above=0.9999999, action=lambda event: None)
         out = model.generate(PROMPT, **options)
     result = run.result(out)
     values = np.array([dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0) for i in range(len(result))])

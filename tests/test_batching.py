@@ -116,7 +116,7 @@ def check_tail(model, manager, result, row, ids, first, n_prompt, n_seen):
 def test_stop_ends_one_request_with_one_more_token(host):
     model, manager = host
     with manager.attach(model) as run:
-        run.on("c3", above=2.0)
+        run.on("c3", above=0.9999999)
         free = model.generate_batch(PROMPTS, **configs())
     result, probe = run.result(free), manager.pack.find("c3")
     generated = result.phase == 1
@@ -145,8 +145,8 @@ def test_raise_reaches_whoever_waits_for_the_batch(host):
     model, manager = host
     before = n_hooks(model)
     with manager.attach(model) as run:
-        run.on("c0", above=-1.0, action="raise")
-        with pytest.raises(ConceptRaised, match="over -1"):
+        run.on("c0", above=0.0, action="raise")
+        with pytest.raises(ConceptRaised, match="over 0"):
             model.generate_batch(PROMPTS, **configs())
     assert n_hooks(model) == before
     with manager.attach(model) as run:
@@ -217,3 +217,19 @@ def test_output_that_is_not_ours_is_refused(host):
 
 
 assert EOS != 60
+
+
+def test_generate_beside_a_running_batch_is_refused(host):
+    """Continuous batching changes the host's attention while it runs: what generate() then computes is not the model's."""
+    model, manager = host
+    options = configs()
+    with (
+        manager.attach(model) as run,
+        model.continuous_batching_context_manager(options["generation_config"], continuous_batching_config=options["continuous_batching_config"]),
+        pytest.raises(NotSupportedDecoding, match="while continuous batching runs"),
+    ):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)
+    assert run.recordings == []
+    with manager.attach(model) as run:
+        out = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False, pad_token_id=PAD, eos_token_id=60)
+    check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 2)])

@@ -43,7 +43,7 @@ def test_watching_changes_no_bit(pack, model, options):
 
     bare = generate()
     with DynamicProbeManager(pack).attach(model) as run:
-        run.on("c5", above=2.0)
+        run.on("c5", above=0.9999999)
         watched = generate()
     again = generate()
     for other in (watched, again):
@@ -166,7 +166,7 @@ def scores_of(result, probe):
 def test_concept_in_a_rule_is_evaluated_at_every_token(manager, model):
     probe = manager.pack.n_probes - 1
     with manager.attach(model) as run:
-        run.on(probe, above=2.0)
+        run.on(probe, above=0.9999999)
         out = model.generate(PROMPT, max_new_tokens=6, do_sample=False, **NO_EOS)
     values = scores_of(run.result(out), probe)
     assert None not in values[:-1] and values[-1] is None
@@ -174,7 +174,7 @@ def test_concept_in_a_rule_is_evaluated_at_every_token(manager, model):
 
 def test_stop_ends_the_row_at_the_right_token(manager, model):
     with manager.attach(model) as run:
-        run.on("c9", above=2.0)
+        run.on("c9", above=0.9999999)
         free = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
     values = scores_of(run.result(free), manager.pack.find("c9"))[5:-1]
     above = sorted(values)[4]
@@ -195,7 +195,7 @@ def test_stop_ends_the_row_at_the_right_token(manager, model):
 
 def test_stop_works_without_passing_the_criteria(manager, model):
     with manager.attach(model) as run:
-        run.on("c0", above=-1.0)
+        run.on("c0", above=0.0)
         out = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
     assert out.shape[1] == 5 + 2
 
@@ -204,7 +204,7 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
     ids, mask = BATCH, (BATCH != PAD).long()
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": 60, "pad_token_id": PAD}
     with manager.attach(model) as run:
-        run.on("c9", above=2.0)
+        run.on("c9", above=0.9999999)
         free = model.generate(ids, **options)
     result = run.result(free)
     probe = manager.pack.find("c9")
@@ -226,7 +226,7 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
     [
         ({"concept": "c99"}, UnknownConcept, "no concept 'c99', did you mean"),
         ({"concept": 4000}, UnknownConcept, r"it has 0\.\.39"),
-        ({"concept": "c1", "above": float("nan")}, ConfigError, "give a score between 0 and 1"),
+        *[({"concept": "c1", "above": above}, ConfigError, "scores lie between 0 and 1") for above in (float("nan"), 95, 1.0, -0.1, "0.5", True)],
         ({"concept": "c1", "for_tokens": 0}, ConfigError, "give 1 or more"),
         ({"concept": "c1", "action": "halt"}, ConfigError, "'stop', 'raise' or a callable"),
     ],
@@ -288,7 +288,7 @@ def test_rules_keep_the_streaks_of_two_threads_apart(manager, model):
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     with manager.attach(model) as run, ThreadPoolExecutor(2) as pool:
-        run.on("c0", above=-1.0, for_tokens=3, action=met)
+        run.on("c0", above=0.0, for_tokens=3, action=met)
         outs = list(pool.map(generate, [PROMPT, PROMPT + 1]))
     assert sorted(column for _, column in events) == [7, 7] and len({who for who, _ in events}) == 2
     assert all(run.result(out).coverage.n_unseen == 1 for out in outs)

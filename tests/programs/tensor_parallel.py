@@ -20,7 +20,7 @@ manager = DynamicProbeManager(ProbePack.open(sys.argv[2]), keep_top_k=6)
 ids, mask = torch.tensor([[0, 0, 1, 5, 9], [1, 44, 3, 17, 8]]), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": 60, "pad_token_id": 0}
 found = {}
-for name, above in (("free", 2.0), ("stopped", -1.0)):
+for name, above in (("free", 0.9999999), ("stopped", 0.0)):
     with manager.attach(model) as run:
         run.on("c3", above=above)
         out = model.generate(ids, **options)
@@ -38,7 +38,7 @@ for name, above in (("free", 2.0), ("stopped", -1.0)):
         except ConfigError as error:
             found[name]["refused"] = str(error)
 with manager.attach(model) as run:
-    run.on("c3", above=-1.0, action="raise")
+    run.on("c3", above=0.0, action="raise")
     try:
         model.generate(ids, **options)
     except ConceptRaised as error:

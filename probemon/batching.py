@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,8 @@ class Batches:
         # A manager and its cache go when its user lets go of them; what was seen of its requests stays until they are finished.
         self._live: weakref.WeakKeyDictionary[Any, dict[str, Request]] = weakref.WeakKeyDictionary()
         self._unfinished: list[dict[str, Request]] = []
+        self._n_collecting = 0  # calls of generate_batch that will ask for their requests when these are done
+        self._lock = threading.Lock()
 
     def opened(self, manager: Any) -> None:
         """A manager was made. Raises `NotSupportedDecoding` where forwards would not pass our hooks."""
@@ -77,6 +80,17 @@ class Batches:
             self._unfinished = [live for live in self._unfinished if live]
             self._live[manager] = {}
             self._unfinished.append(self._live[manager])
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """For the time of the block, requests that end are kept for `finish`."""
+        with self._lock:
+            self._n_collecting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_collecting -= 1
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, Placed]]:
         """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
@@ -102,6 +116,8 @@ class Batches:
             )
         # Copied at once: the manager writes the next batch into the same memory.
         token_ids, columns = ids[0].detach().cpu().numpy().astype(np.int64), positions[0].detach().cpu().numpy().astype(np.int64)
+        if not self._n_collecting:
+            self._let_go(manager)
         found = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
             if begin < end:
@@ -129,6 +145,12 @@ class Batches:
         return ended
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _let_go(self, manager: Any) -> None:
+        """Of a manager that its user feeds: requests that are in neither of its queues any more."""
+        live = self._live[manager]
+        for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
+            live.pop(request_id).generation.recording.done = True
 
     def _request(self, manager: Any, state: Any) -> Request:
         live = self._live[manager]

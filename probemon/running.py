@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,6 +152,16 @@ class Waiting:
     recording: Recording
     placed: Placed
     states: States = field(default_factory=dict)
+
+
+class Inside(threading.local):
+    """By model, how many runs are following the `generate()` that this thread is in."""
+
+    def __init__(self) -> None:
+        self.models: Counter[int] = Counter()
+
+
+INSIDE = Inside()
 
 
 class Thread(threading.local):

@@ -17,7 +17,7 @@ import inspect
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -37,7 +37,7 @@ from probemon.host import find_layers, forget_compiled, host_state, is_encoder_d
 from probemon.ranks import Ranks
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
-from probemon.running import Generation, States, Thread, Waiting, Watched
+from probemon.running import INSIDE, Generation, States, Thread, Waiting, Watched
 from probemon.shadow import shadow
 from probemon.tap import Tap
 from probemon.types import Gap
@@ -49,14 +49,6 @@ ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Non
 RAISE = 2  # what rank 0 tells the others to do
 
 
-class _Inside(threading.local):
-    """By model, how many runs are following the `generate()` that this thread is in."""
-
-    def __init__(self) -> None:
-        self.models: Counter[int] = Counter()
-
-
-_INSIDE = _Inside()
 _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
 
 
@@ -142,7 +134,7 @@ class Watcher:
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = self._thread.generation = Generation(recording, prompt)
-        _INSIDE.models[id(self.model)] += 1
+        INSIDE.models[id(self.model)] += 1
         try:
             with self._counted():
                 out = original(*args, **kwargs)
@@ -153,7 +145,7 @@ class Watcher:
                 failed()
             raise
         finally:
-            _INSIDE.models[id(self.model)] -= 1
+            INSIDE.models[id(self.model)] -= 1
             self._thread.generation, self._thread.shape = None, ()
             recording.done = True
         recording.output = sequences
@@ -184,7 +176,7 @@ class Watcher:
         return manager
 
     def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._counted():
+        with self._counted(), self._batches.collecting():
             outputs = original(*args, **kwargs)
         if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
             raise self.batch_errors.pop(0)
@@ -205,7 +197,7 @@ class Watcher:
     def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._thread.generation
-        if generation is None and not _INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+        if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
             raise NotSupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
                 "call model.generate(...) inside the with block"
@@ -286,7 +278,7 @@ class Watcher:
         mine.recording, mine.waiting, mine.shape = None, [], ()
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
         # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
-        if kwargs is None or foreign or (generation is None and _INSIDE.models[id(self.model)]) or (generation is not None and generation.drafting):
+        if kwargs is None or foreign or (generation is None and INSIDE.models[id(self.model)]) or (generation is not None and generation.drafting):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:

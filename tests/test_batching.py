@@ -205,6 +205,23 @@ def test_manager_opened_before_attaching_is_refused(host):
         serving.stop(block=True)
 
 
+def test_manager_that_its_user_feeds_keeps_nothing_of_what_is_done(host):
+    model, manager = host
+    options, outputs = configs(), {}
+    opened = {"generation_config": options["generation_config"], "continuous_batching_config": options["continuous_batching_config"]}
+    with manager.attach(model, keep_tokens=40) as run, model.continuous_batching_context_manager(**opened) as serving:
+        for k in range(12):
+            serving.add_request(PROMPTS[k % 5], request_id=f"r{k}")
+            while f"r{k}" not in outputs:
+                found = serving.get_result(timeout=1)
+                if found is not None and found.is_finished():
+                    outputs[found.request_id] = found
+        assert sum(map(len, run._watcher._batches._unfinished)) <= 2
+    assert 1 <= len(run.recordings) <= 6
+    newest = {"r11": outputs["r11"]}
+    verify(model, manager, run.result(newest), newest)
+
+
 def test_output_that_is_not_ours_is_refused(host):
     model, manager = host
     with manager.attach(model) as run:

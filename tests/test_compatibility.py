@@ -200,7 +200,7 @@ def test_table_in_the_documents_is_what_was_found():
         "none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run by transformers "
         f"{transformers.__version__}.", "",
         "| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|", *lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), "",
-        "t5 and bart are encoder-decoders: their decoders' tokens are what is watched.", "",
+        "t5 and bart are encoder-decoders: their decoders' tokens are what is watched. The layers of bloom and t5 return tuples.", "",
         "Other ways of running a host, on llama unless said otherwise (`tests/arrangements.py`):", "",
         "| | |", "|---|---|", *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS), "",
         "With transformers 5.0.0 (`bash scripts/test_oldest.sh`) the same tests pass, and more is refused. By transformers itself: a prompt in chunks, early exit,",

@@ -178,10 +178,10 @@ class Watcher:
     def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._counted(), self._batches.collecting():
             outputs = original(*args, **kwargs)
-        if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
-            raise self.batch_errors.pop(0)
-        for recording, ids in self._batches.finish(outputs):
-            self._seen_up_to(recording, ids, ids.shape[1] - 1)
+            if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
+                raise self.batch_errors.pop(0)
+            for recording, ids in self._batches.finish(outputs):
+                self._seen_up_to(recording, ids, ids.shape[1] - 1)
         return outputs
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -106,6 +106,7 @@ class Call:
             real = np.arange(begin, end) <= self.last_column[:, None]
             if mask is not None and mask.shape[0] == len(ids) and mask.shape[1] >= end:
                 real &= mask[:, begin:end] != 0
+                self.mask = mask
             rows, at = np.nonzero(real)
             found.append(Placed(rows, at + begin, at, ids[rows, at + begin - offset], phase))
         return found

@@ -122,7 +122,7 @@ class Batches:
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
             if begin < end:
                 generation = self._request(manager, future.state).generation
-                found += [(generation, placed) for placed in self._segment(generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
+                found += [(generation, placed) for placed in self._segment(manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
         return found
 
     def finish(self, outputs: Mapping[str, Any]) -> list[tuple[Recording, Ints]]:
@@ -172,15 +172,21 @@ class Batches:
         live[state.request_id].follow(state)
         return live[state.request_id]
 
-    def _segment(self, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[Placed]:
+    def _shared(self, manager: Any, n_columns: int) -> bool:
+        """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
+        return bool(manager.batch_processor.cache.use_prefix_sharing) and n_columns % int(manager.continuous_batching_config.page_size) == 0
+
+    def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[Placed]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens][first : first + len(ids)]
         if columns.tolist() != list(range(first, first + len(ids))) or sequence != ids[: len(sequence)].tolist():
             raise AlignmentError(f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request")
         if call.first_column >= 0 and first + len(ids) <= call.frontier:
             return []  # run again after preemption: these have their scores
-        if call.first_column >= 0 and first > call.frontier:
-            call.skip(first, 1)
+        if first > max(call.frontier, 0) and not (call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)):
+            raise AlignmentError(
+                f"request {state.request_id} runs column {first}, the taps saw {max(call.frontier, 0)}: the host ran a packed forward past our hooks, so nothing is reported"
+            )
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
             call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding

@@ -31,7 +31,7 @@ class Prompt:
     """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
-    `n_beams`: rows a prompt is searched with.
+    `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cached`: columns in the cache it came with.
     """
 
     columns: int
@@ -39,6 +39,8 @@ class Prompt:
     speculative: bool = False
     chunked: bool = False
     n_beams: int = 1
+    n_sequences: int = 1
+    cached: int = 0
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -60,7 +62,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     mode = _check_config(config, given)
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
-        "n_beams": int(config.num_beams) if mode in _BEAMS else 1,
+        "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
+        "cached": 0 if cache is None else int(cache.get_seq_length()),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,7 +57,7 @@ class Names:
                 raise ConfigError("an empty list names no concept: give at least one")
             return list(dict.fromkeys(probe for one in concept for probe in self.find_all(one)))
         if isinstance(concept, str) and "*" in concept and concept not in self._ids and concept not in self._by_name:
-            pattern = re.compile(fnmatch.translate(concept))
+            pattern = re.compile(".*".join(map(re.escape, concept.split("*"))))
         elif isinstance(concept, re.Pattern):
             pattern = concept
         else:

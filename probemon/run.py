@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 Listener = Callable[[Placed, Scores], None]
 LOG = logging.getLogger("probemon")
+STREAM = "probemon-stream"  # the thread of a stream
 _KEPT = 1000  # gaps and failures, where one may come with every token
 
 
@@ -96,6 +97,7 @@ class MonitorRun:
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
         self._stack = ExitStack()
         self._entered = False
+        self.one_sequence = False  # for a stream, which cannot tell rows apart
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -267,8 +269,8 @@ class MonitorRun:
         for delivery in self._deliveries:
             delivery.close()
             stats = delivery.stats()
-            if isinstance(stats.error, Exception):
-                self._failed("a sink", stats.error)
+            if stats.error is not None:
+                self._failed("a sink", stats.error if isinstance(stats.error, Exception) else RuntimeError(repr(stats.error)))
             elif stats.n_dropped:
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
@@ -337,6 +339,8 @@ class MonitorRun:
             del recordings[0]
 
     def _check(self, prompt: Prompt) -> None:
+        if self.one_sequence and threading.current_thread().name == STREAM and (prompt.n_beams > 1 or prompt.n_sequences > 1):
+            raise ConfigError(f"stream follows one sequence, the configuration asks for {prompt.n_beams} beams and {prompt.n_sequences} sequences: attach and use run.result")
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
             raise NotSupportedDecoding("a stop cannot end one beam: what it would have continued comes from the others. Use a callable action")
 
@@ -352,6 +356,8 @@ class MonitorRun:
                 )  # fmt: skip
                 if callable(rule.action):
                     self._call("an action", rule.action, event)
+                    if generation.stop[row] or self._watcher.stop_all:  # it stopped what it saw: a held streamer hides that too
+                        generation.stop_column = column if generation.stop_column is None else min(column, generation.stop_column)
                     continue
                 generation.stop_column = column if generation.stop_column is None else min(column, generation.stop_column)
                 if rule.action == "stop":

@@ -27,6 +27,7 @@ from probemon.errors import ConfigError
 from probemon.pack import ProbePack
 from probemon.record import LAST
 from probemon.result import ConceptScore, Result, leading
+from probemon.run import STREAM
 from probemon.types import GENERATED, PHASES, Coverage, Scores
 
 if TYPE_CHECKING:
@@ -116,14 +117,14 @@ class _Generating:
     ) -> None:  # fmt: skip
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        for given in (generate, vars(generate.get("generation_config", model.generation_config))):
-            if given.get("num_return_sequences") not in (None, 1):
-                raise ConfigError("stream follows one sequence: attach and use run.result for several")
-            if given.get("num_beams") not in (None, 1) and generate.get("num_beams") != 1:
-                raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
+        if generate.get("num_return_sequences") not in (None, 1):
+            raise ConfigError("stream follows one sequence: attach and use run.result for several")
+        if generate.get("num_beams") not in (None, 1):
+            raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
         if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
             raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
         self._run = manager.attach(model, tokenizer, strict=strict)
+        self._run.one_sequence = True  # a configuration may ask for several, too
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
@@ -132,7 +133,7 @@ class _Generating:
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
-        self._thread = threading.Thread(target=self._generate, name="probemon-stream", daemon=True)
+        self._thread = threading.Thread(target=self._generate, name=STREAM, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -290,6 +290,11 @@ class Watcher:
             return
         forward, cache = read_forward(given, generation)
         recording = self._document(forward, cache) if generation is None else generation.recording
+        if generation is not None and recording.call.first_column < 0 and forward.start > generation.prompt.cached:
+            raise AlignmentError(
+                f"the first forward that the taps saw begins at column {forward.start}, {generation.prompt.cached} columns came in a cache: the host ran "
+                "forwards past our hooks, so nothing is reported"
+            )
         if recording.call.first_column < 0 and forward.start > 0 and recording.earlier is None:
             recording.earlier = self._known(cache, len(forward.ids))
         if generation is not None:

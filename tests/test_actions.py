@@ -229,6 +229,37 @@ def test_hold_hides_the_token_that_met_the_rule(manager, model, options):
     assert streamer.withheld == out[11 + at :] and len(streamer.withheld) >= 2
 
 
+def test_hold_hides_the_token_at_which_a_callable_stopped(manager, model):
+    free, above, at = loudest(manager, model)
+    for stop in ("stop", "stop_mine"):
+        inner = Collect()
+        with manager.attach(model) as run:
+            run.on("c9", above=above, action=lambda event, run=run, stop=stop: getattr(run, stop)())
+            model.generate(PROMPT, **GREEDY, streamer=run.hold(inner))
+        assert inner.shown == free[: 5 + at]
+
+
+def test_chunk_of_a_prompt_past_our_hooks_is_loud(manager, model):
+    if OLDEST:
+        pytest.skip("no chunks there")
+    kept, seen = {}, []
+
+    def lose(module, args, kwargs):
+        hooks = model.model._forward_pre_hooks
+        if not seen:
+            kept.update(hooks)
+            hooks.clear()
+        else:
+            hooks.update(kept)
+        seen.append(1)
+
+    with manager.attach(model):
+        handle = model.register_forward_pre_hook(lose, with_kwargs=True)
+        with pytest.raises(AlignmentError, match="past our hooks"):
+            model.generate(PROMPT, **GREEDY, prefill_chunk_size=2)
+        handle.remove()
+
+
 def test_hold_shows_a_token_only_once_it_is_scored(manager, model):
     inner = Collect()
     with manager.attach(model) as run:
@@ -663,11 +694,11 @@ def test_streams_on_one_model_leave_each_other_alone(manager, model):
 def test_stream_refuses_several_sequences_of_a_configuration(manager, model, changes):
     config = GenerationConfig(max_new_tokens=4, pad_token_id=PAD, **changes)
     with pytest.raises(ConfigError, match="one sequence"):
-        manager.stream(model, tokenizer(), "w1", generation_config=config)
+        list(manager.stream(model, tokenizer(), "w1", generation_config=config))
     other = make_model()
     other.generation_config.num_beams = 2
-    with pytest.raises(ConfigError, match="beams are many"):
-        manager.stream(other, tokenizer(), "w1")
+    with pytest.raises(ConfigError, match="follows one sequence"):
+        list(manager.stream(other, tokenizer(), "w1", generation_config=GenerationConfig(max_new_tokens=4, pad_token_id=PAD)))
 
 
 def test_async_stream_gives_the_same_in_order_and_leaves_the_loop_free(manager, model):

@@ -176,6 +176,29 @@ def test_hooks_removed_from_the_decoder_are_loud(host):
     assert len(gaps) == 2 and cover.n_unseen == len(cover) == sum(map(len, PROMPTS[:2])) + 2 * NEW
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_packed_forward_past_our_hooks_is_loud_and_not_called_shared(host, lost):
+    model, manager = host
+    seen, kept = [], {}
+
+    def lose(module, args, kwargs):
+        hooks = model.model._forward_pre_hooks
+        if len(seen) == lost:
+            kept.update(hooks)
+            hooks.clear()
+        elif len(seen) == lost + 1:
+            hooks.update(kept)
+        seen.append(1)
+
+    with manager.attach(model), pytest.raises(AlignmentError, match="past our hooks"):
+        handle = model.register_forward_pre_hook(lose, with_kwargs=True)
+        try:
+            model.generate_batch([LONG], **configs())
+        finally:
+            handle.remove()
+            model.model._forward_pre_hooks.update(kept)
+
+
 def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
     model, manager = host
     from transformers import CompileConfig

@@ -63,7 +63,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": 0 if cache is None else int(cache.get_seq_length()),
+        "cached": _n_cached(cache),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -89,6 +89,14 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _n_cached(cache: Any) -> int:
+    """Columns in a cache; 0 for one that does not count them (of recurrent layers alone)."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:
+        return 0
 
 
 def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:

@@ -57,7 +57,6 @@ class Placed:
             self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
         )
 
-
     def moved(self, by: int) -> Placed:
         """The same tokens, their states `by` places further in the forward."""
         return dataclasses.replace(self, offsets=self.offsets + by)

@@ -38,7 +38,6 @@ class Tokens:
     phase: Ints
     scores: Scores
 
-
     @staticmethod
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
         """Several recordings of one row each: the i-th becomes row i."""

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 Listener = Callable[[Placed, Scores], None]
 LOG = logging.getLogger("probemon")
-STREAM = "probemon-stream"  # the thread of a stream
 _KEPT = 1000  # gaps and failures, where one may come with every token
 
 
@@ -97,7 +96,6 @@ class MonitorRun:
         self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
         self._stack = ExitStack()
         self._entered = False
-        self.one_sequence = False  # for a stream, which cannot tell rows apart
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -339,8 +337,6 @@ class MonitorRun:
             del recordings[0]
 
     def _check(self, prompt: Prompt) -> None:
-        if self.one_sequence and threading.current_thread().name == STREAM and (prompt.n_beams > 1 or prompt.n_sequences > 1):
-            raise ConfigError(f"stream follows one sequence, the configuration asks for {prompt.n_beams} beams and {prompt.n_sequences} sequences: attach and use run.result")
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
             raise NotSupportedDecoding("a stop cannot end one beam: what it would have continued comes from the others. Use a callable action")
 

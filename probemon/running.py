@@ -41,8 +41,8 @@ class Generation:
 
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
-    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action is being called. `end`: of continuous batching, ends
-    the request with the token that is sampled now.
+    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
+    is being called. `end`: of continuous batching, ends the request with the token that is sampled now.
     """
 
     recording: Recording

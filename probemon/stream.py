@@ -24,10 +24,10 @@ import numpy as np
 
 from probemon.align import Placed
 from probemon.errors import ConfigError
+from probemon.generation import read_call
 from probemon.pack import ProbePack
 from probemon.record import LAST
 from probemon.result import ConceptScore, Result, leading
-from probemon.run import STREAM
 from probemon.types import GENERATED, PHASES, Coverage, Scores
 
 if TYPE_CHECKING:
@@ -124,7 +124,6 @@ class _Generating:
         if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
             raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
         self._run = manager.attach(model, tokenizer, strict=strict)
-        self._run.one_sequence = True  # a configuration may ask for several, too
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
@@ -133,7 +132,7 @@ class _Generating:
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
-        self._thread = threading.Thread(target=self._generate, name=STREAM, daemon=True)
+        self._thread = threading.Thread(target=self._generate, name="probemon-stream", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -168,12 +167,19 @@ class _Generating:
         try:
             with self._run:
                 if not self._closed:
+                    self._check()
                     self._out = self._model.generate(**self._arguments)
         except BaseException as error:  # the reader raises it
             self._error = error
         with self._changed:
             self._done = True
             self._changed.notify_all()
+
+    def _check(self) -> None:
+        """A configuration may ask for several sequences, too: rows could not be told apart. Raises what `generate` would refuse."""
+        prompt = read_call(self._run.model, (), self._arguments)
+        if prompt.n_beams > 1 or prompt.n_sequences > 1:
+            raise ConfigError(f"stream follows one sequence, the configuration asks for {prompt.n_beams} beams and {prompt.n_sequences} sequences: attach and use run.result")
 
     def _put(self, placed: Placed, scores: Scores) -> None:
         if threading.current_thread() is not self._thread:

@@ -22,6 +22,7 @@ from probemon.hierarchy import Ints
 from probemon.types import GENERATED, PROMPT
 
 NEVER = np.iinfo(np.int64).max
+NO_ID = -1  # of a token that was given as an embedding
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,18 @@ class Call:
             return
         self.last_column[done & (self.last_column == NEVER)] = column
 
-    def skip(self, column: int, n_rows: int) -> None:
-        """Columns before `column` were run without being shown here: go on after them."""
+    def begin(self, column: int, n_rows: int) -> None:
+        """What is shown here begins at `column`, in `n_rows` rows: said once, before anything else."""
         if self.first_column < 0:
-            self.first_column, self.n_rows, self.last_column = 0, n_rows, np.full(n_rows, NEVER)
-        self.frontier = column
+            self.first_column = self.frontier = column
+            self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
 
-    def missed(self, ids: Ints, offset: int, column: int, mask: Ints | None) -> list[Placed]:
-        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `offset`. Goes on after them."""
-        first, found = max(self.frontier, offset), []
-        self.skip(column, len(ids))
+    def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[Placed]:
+        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`. Goes on after them."""
+        self.begin(0, len(ids))
+        first, found = self.frontier, []
         prompt = column if self.prompt_columns is None else self.prompt_columns
+        self.frontier, self._n_sampled = column, max(self._n_sampled, column - prompt)
         for phase, begin, end in ((PROMPT, first, min(column, prompt)), (GENERATED, max(first, prompt), column)):
             if begin >= end:
                 continue
@@ -107,15 +109,14 @@ class Call:
                 real &= mask[:, begin:end] != 0
                 self.mask = mask
             rows, at = np.nonzero(real)
-            found.append(Placed(rows, at + begin, at, ids[rows, at + begin - offset], phase))
+            at_ids = at + begin - ids_begin
+            found.append(Placed(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase))
         return found
 
     def place(self, forward: Forward) -> list[Placed]:
         """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape
-        if self.first_column < 0:
-            self.first_column = self.frontier = forward.start
-            self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
+        self.begin(forward.start, n_rows)
         if n_rows != self.n_rows:
             raise AlignmentError(f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart")
         end = forward.start + width

@@ -1,10 +1,9 @@
 """Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = Batches(new_recording)
-    batches.opened(manager)                        # raises NotSupportedDecoding where hooks would not run
+    batches = Batches(model, new_recording, seen_up_to, take_stop)
+    batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
-    batches.finish(outputs)                        # afterwards: every request was seen to its end
 
 A packed forward has one row with the tokens of several requests behind one another. The manager of transformers says
 whose they are; what it says is compared with the forward's own tensors, and refused where the two differ. Only the
@@ -16,9 +15,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.generation import Prompt
 from probemon.record import SHARED, Recording
 from probemon.running import Generation
+from probemon.shadow import Owner, shadow
 
 _CHILD = "__child#"  # how transformers names the sequences forked from one request
 _WARM_UP = "__warmup_"
@@ -45,7 +46,7 @@ class Request:
         """It runs as `state` from now on."""
         self.state = weakref.ref(state)
         self.generation.end = self._end
-        if self.generation.stop.any():
+        if self.generation.stopping:
             self._end()
 
     def _end(self) -> None:
@@ -55,42 +56,102 @@ class Request:
 
 
 class Batches:
-    """Follows every manager opened while a run is attached; `new_recording(call)` makes a recording in the run."""
+    """Follows every manager opened while a run is attached.
 
-    def __init__(self, new_recording: Callable[[Call], Recording]) -> None:
-        self._new_recording = new_recording
-        # A manager and its cache go when its user lets go of them; what was seen of its requests stays until they are finished.
+    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that columns
+    before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of `generate_batch` run; `errors`
+    of forwards: in a thread of transformers' they would only fail the requests.
+    """
+
+    def __init__(
+        self, model: Any, new_recording: Callable[[Call], Recording], seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        take_stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._model, self._new_recording, self._seen_up_to, self._take_stop = model, new_recording, seen_up_to, take_stop
+        self.n_calls, self._stack = 0, ExitStack()
+        self.errors: list[BaseException] = []
+        # A manager and its cache go when its user lets go of them.
         self._live: weakref.WeakKeyDictionary[Any, dict[str, Request]] = weakref.WeakKeyDictionary()
-        self._unfinished: list[dict[str, Request]] = []
-        self._n_collecting = 0  # calls of generate_batch that will ask for their requests when these are done
+        self._stop_new = False  # requests that wait to begin are to end with their first token
         self._lock = threading.Lock()
 
-    def opened(self, manager: Any) -> None:
-        """A manager was made. Raises `NotSupportedDecoding` where forwards would not pass our hooks."""
+    def shadow(self, stack: ExitStack, owner: Owner) -> None:
+        """Follow managers from now on, until `stack` is closed."""
+        self._stack = stack.enter_context(ExitStack())
+        shadow(stack, owner, self._model, "init_continuous_batching", partial(self._open, owner))
+        shadow(stack, owner, self._model, "generate_batch", self._generate_batch)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Keep an error for whoever waits for the requests."""
+        try:
+            yield
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    def stop(self) -> int:
+        """End every request that has begun, and of a `generate_batch` also those that wait; how many had begun."""
+        with self._lock:
+            running = [request.generation for live in self._live.values() for request in list(live.values())]
+            self._stop_new = self.n_calls > 0
+        for generation in running:
+            generation.stop_all = True
+        return len(running)
+
+    def _open(self, owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manager = original(*args, **kwargs)
+        try:
+            if self._opened(manager):
+                shadow(self._stack, owner, manager.output_router, "deliver_batch", partial(self._delivered, weakref.ref(manager)))
+        except NotSupportedDecoding:
+            before = getattr(manager, "_original_attn_impl", None)
+            if before is not None:  # making a manager changes the host's attention; stopping one that never started does not undo it
+                self._model.set_attn_implementation(before)
+            raise
+        return manager
+
+    def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stopped = self._take_stop()
+        with self._lock:
+            self.n_calls += 1
+            self._stop_new = stopped or self._stop_new
+        try:
+            outputs = original(*args, **kwargs)
+        finally:
+            with self._lock:
+                self.n_calls -= 1
+                self._stop_new = self._stop_new and self.n_calls > 0
+        errors, self.errors = self.errors, []
+        if errors:  # transformers keeps what a hook raises to itself and fails the requests
+            raise errors[0]
+        return outputs
+
+    def _delivered(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
+        """Requests that end, in the thread of their manager: all of them but the last token has passed the taps."""
+        for generation, ids in self._finish(manager(), outputs):
+            with suppress(AlignmentError), self.reporting():
+                self._seen_up_to(generation.recording, ids, 0, ids.shape[1] - 1, generation)
+        return original(outputs)
+
+    def _opened(self, manager: Any) -> bool:
+        """A manager was made; False if it is known (a persistent one is handed out again). Raises `NotSupportedDecoding` where forwards would not pass our hooks."""
         config = getattr(manager, "continuous_batching_config", None)
         graphs = getattr(config, "cuda_graph_booleans", None)
-        if config is None or graphs is None:
+        if config is None or graphs is None or not hasattr(getattr(manager, "output_router", None), "deliver_batch"):
             raise NotSupportedDecoding("continuous batching of this version of transformers keeps its requests where we do not look: use a newer one, or detach")
         if any(graphs) or config.varlen_compile_config is not None or config.decode_compile_config is not None:
             raise NotSupportedDecoding(
                 "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks do not run in a replay. "
                 "Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs, or detach"
             )
-        if manager not in self._live:  # a persistent one is handed out again
-            self._unfinished = [live for live in self._unfinished if live]
-            self._live[manager] = {}
-            self._unfinished.append(self._live[manager])
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """For the time of the block, requests that end are kept for `finish`."""
         with self._lock:
-            self._n_collecting += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._n_collecting -= 1
+            if manager in self._live:
+                return False
+            live: dict[str, Request] = {}
+            self._live[manager] = live
+        weakref.finalize(manager, _let_go_all, live)
+        return True
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, Placed]]:
         """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
@@ -116,38 +177,31 @@ class Batches:
             )
         # Copied at once: the manager writes the next batch into the same memory.
         token_ids, columns = ids[0].detach().cpu().numpy().astype(np.int64), positions[0].detach().cpu().numpy().astype(np.int64)
-        if not self._n_collecting:
-            self._let_go(manager)
+        self._let_go(manager)
         found = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
-            if begin < end:
+            if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
                 generation = self._request(manager, future.state).generation
                 found += [(generation, placed) for placed in self._segment(manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
         return found
 
-    def finish(self, outputs: Mapping[str, Any]) -> list[tuple[Recording, Ints]]:
-        """The recordings of requests that ended, and their ids `[1, L]`; they are followed no longer."""
-        ended = []
-        for request_id, output in outputs.items():
+    def _finish(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
+        """The generations of requests that end with `outputs`, and their ids `[1, L]`; they are followed no longer."""
+        live, ended = self._live[manager], []
+        for output in outputs:
             if output.error is not None or not output.is_finished():
                 continue
-            ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            # Several managers may have a request of this name: tokens tell which is meant.
-            found = [live for live in self._unfinished if request_id in live and live[request_id].prompt == list(output.prompt_ids)]
-            mine = next((live for live in found if live[request_id].generation.recording.matches(ids)), found[0] if found else None)
-            if mine is not None:
-                recording = mine.pop(request_id).generation.recording
-            else:  # no forward of it was seen at all
-                recording = self._new_recording(Call(len(output.prompt_ids)))
-                recording.request = request_id
-            recording.output, recording.done = output, True
-            ended.append((recording, ids))
+            request = live.pop(output.request_id, None)
+            # None: no forward of it was seen at all.
+            generation = self._new_request(live, output.request_id, list(output.prompt_ids)) if request is None else request.generation
+            generation.recording.output, generation.recording.done = output, True
+            ended.append((generation, np.asarray([[*output.prompt_ids, *output.generated_tokens]])))
         return ended
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _let_go(self, manager: Any) -> None:
-        """Of a manager that its user feeds: requests that are in neither of its queues any more."""
+        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any more."""
         live = self._live[manager]
         for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
             live.pop(request_id).generation.recording.done = True
@@ -163,14 +217,17 @@ class Batches:
             known.follow(state)
             return known
         prompt = list(state.initial_tokens[: state._true_initial_tokens or len(state.initial_tokens)])
-        recording = self._new_recording(Call(len(prompt)))
-        recording.request, recording.before = state.request_id, SHARED
-        parent = live.get(state.request_id.split(_CHILD)[0]) if _CHILD in state.request_id else None
-        if parent is not None and parent.prompt == prompt:
-            recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
-        live[state.request_id] = Request(Generation(recording, Prompt(len(prompt), 0), stop=np.zeros(1, dtype=bool)), prompt)
+        live[state.request_id] = Request(self._new_request(live, state.request_id, prompt), prompt)
         live[state.request_id].follow(state)
         return live[state.request_id]
+
+    def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
+        recording = self._new_recording(Call(len(prompt)))
+        recording.request, recording.before = request_id, SHARED
+        parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
+        if parent is not None and parent.prompt == prompt:
+            recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
+        return Generation(recording, Prompt(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new)
 
     def _shared(self, manager: Any, n_columns: int) -> bool:
         """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
@@ -178,17 +235,21 @@ class Batches:
 
     def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[Placed]:
         call, first = generation.recording.call, int(columns[0])
-        sequence = [*state.initial_tokens, *state.generated_tokens][first : first + len(ids)]
-        if columns.tolist() != list(range(first, first + len(ids))) or sequence != ids[: len(sequence)].tolist():
+        sequence = [*state.initial_tokens, *state.generated_tokens]
+        told = sequence[first : first + len(ids)]
+        if columns.tolist() != list(range(first, first + len(ids))) or told != ids[: len(told)].tolist():
             raise AlignmentError(f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request")
         if call.first_column >= 0 and first + len(ids) <= call.frontier:
             return []  # run again after preemption: these have their scores
         if first > max(call.frontier, 0) and not (call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)):
-            raise AlignmentError(
-                f"request {state.request_id} runs column {first}, the taps saw {max(call.frontier, 0)}: the host ran a packed forward past our hooks, so nothing is reported"
-            )
+            self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
             call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding
         # In the packed row, offsets count from the beginning of the segment.
         return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
+
+
+def _let_go_all(live: dict[str, Request]) -> None:
+    for request in live.values():
+        request.generation.recording.done = True

@@ -31,7 +31,7 @@ class Prompt:
     """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
-    `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cached`: columns in the cache it came with.
+    `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
     """
 
     columns: int
@@ -41,6 +41,7 @@ class Prompt:
     n_beams: int = 1
     n_sequences: int = 1
     cached: int = 0
+    cache: Any = None
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -63,7 +64,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache),
+        "cached": _n_cached(cache), "cache": cache,
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.

@@ -10,6 +10,7 @@ read, so it is never shown, unless `show_last` asks for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from probemon.errors import ConfigError
 from probemon.running import Generation
+
+LOG = logging.getLogger("probemon")
 
 
 class HeldStreamer(BaseStreamer):
@@ -40,7 +43,7 @@ class HeldStreamer(BaseStreamer):
                 raise ConfigError(f"a held streamer shows one sequence, this generate() has {len(value)}: score a batch without a streamer")
             self._generation, self._waiting, self.withheld = generation, [], []
             self._column = generation.prompt.columns
-            generation.on_failure.append(self._close)
+            generation.on_failure.append(self.failed)
             self._streamer.put(value)
             return
         self._waiting.extend(value.reshape(-1).split(1))
@@ -53,14 +56,21 @@ class HeldStreamer(BaseStreamer):
         self._show(generation)
         if self._show_last and generation.showable_columns() == self._column and len(self._waiting) == 1 and generation.stop_column is None:
             self._streamer.put(self._waiting.pop())
-        generation.on_failure.remove(self._close)
-        self._close()
+        generation.on_failure.remove(self.failed)
+        self._keep_back()
+        self._streamer.end()
 
-    def _close(self) -> None:
-        """The end, or what generate() raised: whoever reads the inner streamer must not wait for ever."""
+    def _keep_back(self) -> None:
         self.withheld = [int(token) for token in self._waiting]
         self._waiting = []
-        self._streamer.end()
+
+    def failed(self) -> None:
+        """generate() raises, or was refused before its prompt came: whoever reads the inner streamer must not wait for ever."""
+        self._keep_back()
+        try:
+            self._streamer.end()
+        except Exception:  # what generate() raised is what counts
+            LOG.exception("%s.end() failed", type(self._streamer).__name__)
 
     def _show(self, generation: Generation) -> None:
         while self._waiting and self._column < generation.showable_columns():

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ LAST = "the last generated token is never run by the host"
 BEFORE = "it came in a cache, and this run did not see it being run"
 SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
 GAP = "no forward of the host showed it"
-FORGOTTEN = "it was scored and not kept (keep_tokens)"
+FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
+_AGE = itertools.count()
 _PIECES = 256  # batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
 
 
@@ -46,13 +48,13 @@ class Tokens:
         return Tokens(row, position, token_id, phase, Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k))
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
     """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
 
     `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
     were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
-    before `forgotten`.
+    before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
     """
 
     call: Call
@@ -74,12 +76,14 @@ class Recording:
     _n_small: int = 0
     placed: list[Placed] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
 
     def add(self, placed: Placed, scores: Scores) -> None:
         """One batch of tokens with their scores, entry by entry."""
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
+        self.ages.append(next(_AGE))
         self._n_small += 1
         if self._n_small == _PIECES:
             self._join()
@@ -91,7 +95,7 @@ class Recording:
             columns = self.placed[pieces].columns
             self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
             dropped, pieces = dropped + len(columns), pieces + 1
-        del self.placed[:pieces], self.scores[:pieces]
+        del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces]
         self.n_forgotten += dropped
         if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
             self.forgotten, self.earlier = self._forgotten_before(), None
@@ -145,6 +149,7 @@ class Recording:
         placed = self.placed[-n:]
         rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
         self.placed[-n:] = [Placed(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
+        del self.ages[len(self.ages) - n + 1 :]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
 
     def _forgotten_before(self) -> int:

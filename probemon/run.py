@@ -63,8 +63,8 @@ class MonitorRun:
 
     `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
     with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
-    `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many of the newest
-    tokens keep their scores at least (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
+    `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many tokens
+    keep their scores at least, the oldest are forgotten first (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
     model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
     """
 
@@ -177,14 +177,17 @@ class MonitorRun:
         self._listeners.append(listener)
 
     def stop(self) -> None:
-        """End every row of the running generation at its next token, or of the next one if none runs; from any thread."""
-        self._watcher.stop_all = True
+        """End every generation that runs at its next token, or the next one if none does; from any thread.
+
+        Of a `generate_batch` every request ends, also those that wait; of a batching manager those that have begun.
+        """
+        self._watcher.stop()
 
     def stop_mine(self) -> None:
         """From a callback: end the generation that calls it, every row, and no other thread's."""
         generation = self._watcher.current()
         if generation is not None:
-            generation.stop[:] = True
+            generation.stop_all = True
 
     @property
     def recordings(self) -> list[Recording]:
@@ -329,12 +332,14 @@ class MonitorRun:
             return
         recordings = self._watcher.recordings
         surplus = sum(recording.n_kept for recording in recordings) - self._keep_tokens
-        for recording in recordings:
-            surplus -= recording.forget(surplus)
-            if recording.n_kept:  # the rest is younger
+        while surplus > 0 and any(recording.n_kept for recording in recordings):
+            oldest = min((recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0])
+            forgotten = oldest.forget(surplus)
+            if not forgotten:
                 break
-        while recordings[0].done and not recordings[0].n_kept:
-            del recordings[0]
+            surplus -= forgotten
+        for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
+            recordings.remove(recording)
 
     def _check(self, prompt: Prompt) -> None:
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
@@ -352,7 +357,7 @@ class MonitorRun:
                 )  # fmt: skip
                 if callable(rule.action):
                     self._call("an action", rule.action, event)
-                    if generation.stop[row] or self._watcher.stop_all:  # it stopped what it saw: a held streamer hides that too
+                    if generation.stop[row] or generation.stop_all:  # it stopped what it saw: a held streamer hides that too
                         generation.stop_column = column if generation.stop_column is None else min(column, generation.stop_column)
                     continue
                 generation.stop_column = column if generation.stop_column is None else min(column, generation.stop_column)

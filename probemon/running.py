@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from probemon.align import Forward, Ints, Placed
+from probemon.align import NO_ID, Forward, Ints, Placed
 from probemon.errors import AlignmentError
 from probemon.generation import Prompt
 from probemon.hierarchy import Mask
@@ -29,12 +29,13 @@ from probemon.record import Recording
 from probemon.types import GENERATED, PROMPT
 
 States = dict[str, Tensor]
-NO_ID = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
-    """`ids`, `mask`: of the whole sequence, for the next forward. `stop [B]`: rows an action stopped; `raising`: what an action raises.
+    """`ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
+
+    `stop [B]`: rows an action stopped; `stop_all`: every row is to end; `raising`: what an action raises.
 
     `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were scored, from
     `blind_column` on not all. `on_failure`: called when `generate` raises.
@@ -48,11 +49,13 @@ class Generation:
     recording: Recording
     prompt: Prompt
     ids: Ints | None = None
+    begin: int = 0
     mask: Ints | None = None
     drafting: int = 0
     prepared: bool = False
     acting: bool = False
     raising: BaseException | None = None
+    stop_all: bool = False
     stop_column: int | None = None
     scored_columns: int = 0
     blind_column: int | None = None
@@ -64,14 +67,19 @@ class Generation:
     end: Callable[[], None] | None = None
 
     def sequence(self, ids: Any, mask: Any) -> None:
-        """What `generate` is about to run: the whole sequence and its mask, or None where there is none."""
-        self.ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
+        """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
+        before, given = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
+        self.ids, self.begin = given, self.prompt.offset
+        if self.prompt.chunked and given is not None and given.shape[1] + self.begin <= self.prompt.columns:
+            self.begin = max(self.prompt.cached, self.begin)
+            if before is not None:
+                self.ids = np.concatenate([before, given], axis=1)
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
         """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where not."""
-        if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.prompt.offset:
-            known = self.ids[:, max(0, start - self.prompt.offset) :]
+        if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.begin:
+            known = self.ids[:, max(0, start - self.begin) :]
             if known.shape[1] == embeds.shape[1]:
                 return torch.from_numpy(known)
         return torch.full(embeds.shape[:2], NO_ID)
@@ -90,13 +98,13 @@ class Generation:
 
     def check_ids(self, forward: Forward) -> None:
         """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers does not)."""
-        ids, offset = self.ids, self.prompt.offset
-        if ids is None or self.prompt.chunked:
+        ids, begin = self.ids, self.begin
+        if ids is None:
             return
         end = forward.start + forward.ids.shape[1]
-        if ids.shape[1] + offset != end or not np.array_equal(ids[:, max(0, forward.start - offset) :], forward.ids[:, max(0, offset - forward.start) :]):
+        if ids.shape[1] + begin != end or not np.array_equal(ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]):
             raise AlignmentError(
-                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + offset}: "
+                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: "
                 "these are not the sequence's tokens at their own places, so the host's own answer is wrong too. Start with an empty cache"
             )
 
@@ -139,8 +147,15 @@ class Generation:
             ends = np.zeros(call.n_rows, dtype=bool)
         call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
 
+    @property
+    def stopping(self) -> bool:
+        """Whether some row is to end at its next token."""
+        return self.stop_all or bool(self.stop.any())
+
     def stopped(self, like: Tensor) -> Tensor:
-        """Rows that an action stopped, as a mask like `like [B]`."""
+        """Rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""
+        if self.stop_all:
+            return torch.ones_like(like)
         return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
 
 

@@ -1,9 +1,9 @@
 """Shadow: put a method before a model's own, on the instance, and take it away again without trace.
 
     with ExitStack() as stack:
-        shadow(stack, owner, "generate", around)        # model.generate(...) is around(original, ...)
+        shadow(stack, owner, model, "generate", around)        # model.generate(...) is around(original, ...)
 
-Owners that shadow one model may leave in any order: who left first is skipped when the others do.
+Owners that shadow one object may leave in any order: who left first is skipped when the others do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 class Owner(Protocol):
     """Whose shadow it is; once it is no longer `open`, its shadows only pass through."""
 
-    model: Any
     open: bool
 
 
@@ -26,10 +25,10 @@ class Owner(Protocol):
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
 
 
-def shadow(stack: ExitStack, owner: Owner, name: str, around: Callable[..., Any]) -> None:
-    """Put `around(original, ...)` before a method; undone by `stack`, what was there before shows again."""
-    attributes = vars(owner.model)
-    original, previous = getattr(owner.model, name), attributes.get(name)
+def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put `around(original, ...)` before a method of `target`; undone by `stack`, what was there before shows again."""
+    attributes = vars(target)
+    original, previous = getattr(target, name), attributes.get(name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ def stream_async(
     manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
     include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
 ) -> AsyncIterator[TokenEvent]:  # fmt: skip
-    """The same for `async for`; the event loop is never blocked."""
+    """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is closed."""
     return _async_events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
 
 
@@ -117,16 +117,18 @@ class _Generating:
     ) -> None:  # fmt: skip
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        if generate.get("num_return_sequences") not in (None, 1):
-            raise ConfigError("stream follows one sequence: attach and use run.result for several")
-        if generate.get("num_beams") not in (None, 1):
-            raise ConfigError("stream follows one sequence, beams are many until the end: attach and use run.result")
         if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
             raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
         self._run = manager.attach(model, tokenizer, strict=strict)
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
+        if generate.get("num_return_sequences") not in (None, 1):
+            raise ConfigError("stream follows one sequence: attach and use run.result for several")
+        # A configuration may ask for several sequences, too: rows could not be told apart.
+        prompt = read_call(self._run.model, (), self._arguments)
+        if prompt.n_beams > 1 or prompt.n_sequences > 1:
+            raise ConfigError(f"stream follows one sequence, {prompt.n_beams} beams and {prompt.n_sequences} sequences are asked for: attach and use run.result")
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Placed, Scores]] = deque()
         self._out: Any = None
@@ -167,19 +169,12 @@ class _Generating:
         try:
             with self._run:
                 if not self._closed:
-                    self._check()
                     self._out = self._model.generate(**self._arguments)
         except BaseException as error:  # the reader raises it
             self._error = error
         with self._changed:
             self._done = True
             self._changed.notify_all()
-
-    def _check(self) -> None:
-        """A configuration may ask for several sequences, too: rows could not be told apart. Raises what `generate` would refuse."""
-        prompt = read_call(self._run.model, (), self._arguments)
-        if prompt.n_beams > 1 or prompt.n_sequences > 1:
-            raise ConfigError(f"stream follows one sequence, the configuration asks for {prompt.n_beams} beams and {prompt.n_sequences} sequences: attach and use run.result")
 
     def _put(self, placed: Placed, scores: Scores) -> None:
         if threading.current_thread() is not self._thread:

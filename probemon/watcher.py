@@ -14,12 +14,13 @@ threads may generate on one model at once.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ from probemon.batching import Batches
 from probemon.beams import Beams
 from probemon.errors import AlignmentError, ConceptRaised, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, read_call
+from probemon.hold import HeldStreamer
 from probemon.host import find_layers, forget_compiled, host_state, is_encoder_decoder
 from probemon.ranks import Ranks
 from probemon.reading import read_forward
@@ -45,7 +47,7 @@ from probemon.types import Gap
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen.
 ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], None]
 
-
+LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
 
 
@@ -62,7 +64,6 @@ class Watcher:
         self.model, self.ranks = model, Ranks.of(model)
         self.recordings: list[Recording] = []
         self.forward_seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
-        self.stop_all = False
         self.open = False
         self._decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
@@ -71,20 +72,42 @@ class Watcher:
         self._tap = Tap(model, sites, self._tapped)
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._thread = Thread()
-        self._n_running = self._n_recordings = 0
-        self._batches = Batches(lambda call: self._new_recording(call, 0))
-        self.batch_errors: list[BaseException] = []  # of forwards in a thread of transformers', where nobody would see them
+        self._running: list[Generation] = []
+        self._stop_next = False  # the next generate() is to end at its first token
+        self._n_recordings = self._attaching_thread = 0
+        self._batches = Batches(model, lambda call: self._new_recording(call, 0), self._seen_up_to, self._take_stop)
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
     @property
     def generating(self) -> bool:
         """Whether some thread is inside `generate()`."""
-        return self._n_running > 0
+        return bool(self._running) or self._batches.n_calls > 0
+
+    def stop(self) -> None:
+        """End every generation that runs, or the next one if none does."""
+        with self._lock:
+            running = list(self._running)
+            for generation in running:
+                generation.stop_all = True
+            n_requests = self._batches.stop()
+            self._stop_next = not running and not n_requests and not self._batches.n_calls
+
+    def _take_stop(self) -> bool:
+        """Whether a stop came while nothing ran: it is meant for what begins now."""
+        with self._lock:
+            taken, self._stop_next = self._stop_next, False
+        return taken
+
+    @property
+    def batch_errors(self) -> list[BaseException]:
+        """Of forwards of a batching manager that the user runs, in a thread where nobody would see them."""
+        return self._batches.errors
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             forget_compiled(self.model)
+            self._attaching_thread = threading.get_ident()
             self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
             stack.callback(setattr, self, "open", False)
             stack.callback(forget_compiled, self.model)
@@ -94,11 +117,10 @@ class Watcher:
                 stack.enter_context(self._tap)
                 stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             if hasattr(self.model, "generate"):
-                shadow(stack, self, "generate", self._generate)
-                shadow(stack, self, "prepare_inputs_for_generation", self._prepare)
-                shadow(stack, self, "_get_stopping_criteria", self._criteria)
-                shadow(stack, self, "init_continuous_batching", self._open_batching)
-                shadow(stack, self, "generate_batch", self._generate_batch)
+                shadow(stack, self, self.model, "generate", self._generate)
+                shadow(stack, self, self.model, "prepare_inputs_for_generation", self._prepare)
+                shadow(stack, self, self.model, "_get_stopping_criteria", self._criteria)
+                self._batches.shadow(stack, self)
             self._stack = stack.pop_all()
         return self
 
@@ -128,61 +150,36 @@ class Watcher:
             finally:
                 outer.drafting -= 1
                 outer.prepared = False
-        prompt = read_call(self.model, args, kwargs)
-        self._check(prompt)
+        try:
+            prompt = read_call(self.model, args, kwargs)
+            self._check(prompt)
+        except BaseException:
+            if isinstance(kwargs.get("streamer"), HeldStreamer):
+                kwargs["streamer"].failed()
+            raise
         recording = self._new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = self._thread.generation = Generation(recording, prompt)
         INSIDE.models[id(self.model)] += 1
+        self._running.append(generation)
+        generation.stop_all |= self._take_stop()
         try:
-            with self._counted():
-                out = original(*args, **kwargs)
-                sequences = getattr(out, "sequences", out)
-                self._seen_up_to(recording, sequences, sequences.shape[1] - 1, generation)
+            out = original(*args, **kwargs)
+            sequences = getattr(out, "sequences", out)
+            self._seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
         except BaseException:
             for failed in generation.on_failure:
                 failed()
             raise
         finally:
+            self._running.remove(generation)
             INSIDE.models[id(self.model)] -= 1
             self._thread.generation, self._thread.shape = None, ()
             recording.done = True
         recording.output = sequences
         recording.host_after = host_state(self.model)
         return out
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._lock:
-            self._n_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._n_running -= 1
-                # Reset here, not at the start: a stop that came before the first token is still meant.
-                self.stop_all = self.stop_all and self._n_running > 0
-
-    def _open_batching(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        manager = original(*args, **kwargs)
-        try:
-            self._batches.opened(manager)
-        except NotSupportedDecoding:
-            before = getattr(manager, "_original_attn_impl", None)
-            if before is not None:  # making a manager changes the host's attention; stopping one that never started does not undo it
-                self.model.set_attn_implementation(before)
-            raise
-        return manager
-
-    def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._counted(), self._batches.collecting():
-            outputs = original(*args, **kwargs)
-            if self.batch_errors:  # transformers keeps what a hook raises to itself and fails the requests
-                raise self.batch_errors.pop(0)
-            for recording, ids in self._batches.finish(outputs):
-                self._seen_up_to(recording, ids, ids.shape[1] - 1)
-        return outputs
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._thread.generation
@@ -198,6 +195,9 @@ class Watcher:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._thread.generation
         if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+            if threading.get_ident() != self._attaching_thread:  # most likely it was running when this run attached
+                LOG.warning("a generate() of another thread began before probemon was attached, and is not watched")
+                return criteria
             raise NotSupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
                 "call model.generate(...) inside the with block"
@@ -215,7 +215,7 @@ class Watcher:
             for placed, states in generation.accepted(ids):
                 self._score(generation, recording, placed, states)
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
-        self._seen_up_to(recording, ids, ids.shape[1] - 1, generation)
+        self._seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
         if self.ranks is not None:
             verdict = self.ranks.agree(stopped.to(torch.int32) if generation.raising is None else torch.full_like(stopped, RAISE, dtype=torch.int32))
@@ -231,8 +231,6 @@ class Watcher:
 
     def stopped(self, like: Tensor) -> Tensor:
         """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
-        if self.stop_all:
-            return torch.ones_like(like)
         generation = self._thread.generation
         return torch.zeros_like(like) if generation is None else generation.stopped(like)
 
@@ -240,20 +238,27 @@ class Watcher:
         """The generation of the calling thread."""
         return self._thread.generation
 
-    def _seen_up_to(self, recording: Recording, ids: Any, columns: int, generation: Generation | None = None) -> None:
-        """Blindness is loud: the first `columns` of ids `[B, L]` have passed the taps, or an error (by choice a `Gap`) says not."""
-        call, end = recording.call, columns + recording.offset
+    def _seen_up_to(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
+        """Blindness is loud: columns before `end` have passed the taps, or an error (by choice a `Gap`) says not.
+
+        ids `[B, L]` begin at column `ids_begin`.
+        """
+        call = recording.call
         # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
         if not self.open or not self._scores or (call.frontier >= end and call.first_column >= 0):
             return
+        given = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+        if given is None:
+            raise AlignmentError(f"a forward begins at column {end}, the taps saw {call.frontier}, and which tokens came between is unknown")
+        self._begin(generation, generation.prompt.cached, len(given))
+        whose = f"request {recording.request}" if recording.request else "generate()"
         self._blind(
-            recording, max(call.frontier, 0), end - 1,
-            f"generate() is at column {end}, the taps saw {max(call.frontier, 0)}: the host ran forwards past our hooks "
+            recording, call.frontier, end - 1,
+            f"{whose} is at column {end}, the taps saw {call.frontier}: the host ran forwards past our hooks "
             "(was it compiled before probemon was attached?), so nothing is reported",
             possible=recording.beams is None,
         )  # fmt: skip
-        given = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
-        for placed in call.missed(given, recording.offset, end, None if generation is None else generation.mask):
+        for placed in call.missed(given, ids_begin, end, generation.mask):
             self._score(generation, self._ready(recording, generation), placed, GAP)
 
     def _blind(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
@@ -282,23 +287,20 @@ class Watcher:
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
-            with self._reporting_errors():
+            with self._batches.reporting():
                 packed = self._batches.place(given)
             mine.waiting = [Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             return
         forward, cache = read_forward(given, generation)
-        recording = self._document(forward, cache) if generation is None else generation.recording
-        if generation is not None and recording.call.first_column < 0 and forward.start > generation.prompt.cached:
-            raise AlignmentError(
-                f"the first forward that the taps saw begins at column {forward.start}, {generation.prompt.cached} columns came in a cache: the host ran "
-                "forwards past our hooks, so nothing is reported"
-            )
-        if recording.call.first_column < 0 and forward.start > 0 and recording.earlier is None:
-            recording.earlier = self._known(cache, len(forward.ids))
-        if generation is not None:
+        if generation is None:
+            recording = self._document(forward, cache)
+        else:
+            recording = self._begin(generation, min(generation.prompt.cached, forward.start), len(forward.ids))
             generation.check_ids(forward)
+            if forward.start > recording.call.frontier:
+                self._seen_up_to(recording, generation.ids, generation.begin, forward.start, generation)
         placed = recording.call.place(forward)
         self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
@@ -309,21 +311,21 @@ class Watcher:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
 
+    def _begin(self, generation: Generation, column: int, n_rows: int) -> Recording:
+        """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
+        recording = generation.recording
+        if recording.call.first_column < 0:
+            recording.call.begin(column, n_rows)
+            if column > 0:
+                recording.earlier = self._known(generation.prompt.cache, n_rows)
+        return recording
+
     def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
         if recording.retained is None:
             recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
         if generation is not None and not len(generation.stop):
             generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
         return recording
-
-    @contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """In a thread of transformers' an error would only fail the requests: keep it, for whoever waits for them."""
-        try:
-            yield
-        except BaseException as error:
-            self.batch_errors.append(error)
-            raise
 
     def _document(self, forward: Forward, cache: Any) -> Recording:
         """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a new one."""
@@ -334,6 +336,7 @@ class Watcher:
             return known
         document = self._new_recording(Call(None), 0)
         document.done = True  # for all that is known: another forward may go on with it
+        document.earlier = known if forward.start > 0 else None
         return document
 
     def _known(self, cache: Any, n_rows: int) -> Recording | None:
@@ -346,7 +349,7 @@ class Watcher:
         if not mine.shape:
             return
         begin = time.perf_counter()
-        with self._reporting_errors() if mine.recording is None else nullcontext():
+        with self._batches.reporting() if mine.recording is None else nullcontext():
             if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
                 raise NotSupportedHost(
                     f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "
@@ -370,7 +373,7 @@ class Watcher:
             if one.generation is not None and one.generation.end is not None:  # continuous batching has no criteria to stop at
                 if one.generation.raising is not None:
                     raise one.generation.raising
-                if one.generation.stop.any() or self.stop_all:
+                if one.generation.stopping:
                     one.generation.end()
         mine.waiting = []
 
@@ -381,7 +384,7 @@ class Watcher:
             return
         if mine.waiting:
             missing = [site for site in self._sites if site not in mine.waiting[0].states]
-            with self._reporting_errors() if mine.recording is None else nullcontext():
+            with self._batches.reporting() if mine.recording is None else nullcontext():
                 for one in mine.waiting:
                     columns = one.placed.columns
                     if not len(columns):  # padding alone

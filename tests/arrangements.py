@@ -239,6 +239,10 @@ def vision_language(folder):
     with manager.attach(model) as run:
         out = model.generate(ids, pixel_values=pixels, **COMMON)
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(7, 7)], forward={"pixel_values": pixels})
+    if not OLDEST:
+        with manager.attach(model) as run:
+            out = model.generate(torch.tensor([[1, 5, 9, 13, 7]]), prefill_chunk_size=2, **COMMON)
+        check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 7)])
 
 
 def encoder_only(folder, name):

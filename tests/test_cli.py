@@ -86,7 +86,7 @@ def test_error_in_generate_reaches_the_consumer(demo, manager):
     model, tokenizer = demo
     with pytest.raises(NotImplementedError, match="guidance_scale"):
         list(manager.stream(model, tokenizer, CHAT, guidance_scale=2.0, max_new_tokens=3))
-    with pytest.raises(ConfigError, match="beams are many"):
+    with pytest.raises(ConfigError, match="beams"):
         manager.stream(model, tokenizer, CHAT, num_beams=2)
     with pytest.raises(ConfigError, match="needs the model's tokenizer"):
         manager.stream(model, None, CHAT)

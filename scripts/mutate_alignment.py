@@ -23,7 +23,7 @@ from probemon.packfile import write_text_atomically
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "batching", "hosts")]
+TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts")]
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
     ("align.py", "found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
@@ -36,11 +36,15 @@ MUTATIONS = [
     ("align.py", "max(self.frontier, min(end, self.prompt_columns))", "max(self.frontier, min(end, self.prompt_columns - 1))", "a prompt token is called generated"),
     ("watcher.py", "one.states[site] = hidden[rows, offsets]", "one.states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
     ("reading.py", "start = 0 if cache is None else _n_cached(cache, given)", "start = 0", "the cache's length is ignored"),
-    ("watcher.py", "recording.earlier = self._known(cache, len(forward.ids))", "recording.earlier = None", "the first turn is forgotten"),
+    ("watcher.py", "recording.earlier = self._known(generation.prompt.cache, n_rows)", "pass", "the first turn is forgotten"),
+    ("watcher.py", "document.earlier = known if forward.start > 0 else None", "pass", "a document forgets what is in its cache"),
+    ("running.py", "self.ids = np.concatenate([before, given], axis=1)", "pass", "chunks of a prompt before the last are forgotten"),
+    ("running.py", "self.begin = max(self.prompt.cached, self.begin)", "pass", "a chunked prompt begins before its cache"),
     ("watcher.py", "if one.placed.draft and one.generation is not None:", "if False:", "drafts are reported at once"),
     ("watcher.py", "outer.drafting += 1", "outer.drafting += 0", "the model's own drafts are taken for its output"),
     ("watcher.py", '"decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"', '"attention_mask"', "a decoder's padding is read from the encoder's mask"),
-    ("align.py", "        self.skip(column, len(ids))\n", "", "columns that were not seen are waited for"),
+    ("align.py", "self.frontier, self._n_sampled = column, max", "self._n_sampled = max", "columns that were not seen are waited for"),
+    ("align.py", "max(self._n_sampled, column - prompt)", "self._n_sampled", "tokens sampled past a gap are not counted"),
     ("running.py", "if not seen.all() or first > max(self.scored_columns, self.prompt.columns):", "if False:", "a held streamer shows a token that was not seen"),
     ("stream.py", "if threading.current_thread() is not self._thread:", "if False:", "a stream gives another generation's tokens"),
     ("running.py", "                if column >= last:\n                    break\n", "", "rejected drafts are kept"),

@@ -71,7 +71,7 @@ class Arena(Protocol):
 class ResidentArena:
     """The whole pack, slot = probe. On a CPU this is the mapped pack itself, on a GPU one upload.
 
-    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used.
+    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`).
     """
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device, check: Callable[[Ints], None]) -> None:
@@ -80,21 +80,24 @@ class ResidentArena:
         self._source = weights
         self._check = check
         self._n = len(weights["w1"])
-        self._checked = np.zeros(self._n, dtype=bool)
+        self.checked = np.zeros(self._n, dtype=bool)
         self._pins: Counter[int] = Counter()
         self._hits = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """One wave of everything."""
-        if not self._checked[probes].all():
-            fresh = probes[~self._checked[probes]]
-            try:
-                self._check(fresh)
-            except PackCorrupt as error:
-                raise ProbeLoadError(str(error)) from error
-            self._checked[fresh] = True
+        if not self.checked[probes].all():
+            self.check(probes[~self.checked[probes]])
         self._hits += len(probes)
         yield np.arange(len(probes)), probes
+
+    def check(self, probes: Ints) -> None:
+        """Look at the weights of probes before their first use. Raises `ProbeLoadError`."""
+        try:
+            self._check(probes)
+        except PackCorrupt as error:
+            raise ProbeLoadError(str(error)) from error
+        self.checked[probes] = True
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
         """Nothing is ever evicted; kept for the count."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,11 @@ class CascadePlan:
     expand_threshold: Floats
     always: npt.NDArray[np.bool_]
     exempt: npt.NDArray[np.bool_]
+
+    @cached_property
+    def start(self) -> Ints:
+        """Ascending ids of `always`."""
+        return np.flatnonzero(self.always)
 
     @classmethod
     def of(
@@ -171,6 +178,13 @@ def _admit(
         else:
             dropped[child] = True
     return admitted
+
+
+def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask]:
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which are over `alert [P]`."""
+    rows, probes = np.nonzero(step.active)
+    values = step.scores[rows, probes]
+    return np.concatenate([[0], np.cumsum(step.active.sum(axis=1))]), probes.astype(np.int32), values, values > alert[probes]
 
 
 def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:

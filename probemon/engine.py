@@ -6,7 +6,8 @@
     descent, n_evaluated = engine.evaluate(plan, inputs, retained)
 
 Two strategies with one result: `descent` scores a probe when the hierarchy reaches it, `exhaustive` scores
-every probe at once and applies the same rule to the scores. Scores are bitwise the same either way.
+every probe at once and applies the same rule to the scores. Scores are bitwise the same either way. Where the weights lie
+in memory and numba reads them, a whole descent is one compiled call; elsewhere it is `probemon.cascade`, round by round.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.arena import Arena
-from probemon.cascade import CascadePlan, Descent, apply_rule, descend
-from probemon.errors import ConfigError
+from probemon.arena import Arena, ResidentArena
+from probemon.cascade import CascadePlan, Descent, apply_rule, collect, descend, retain
+from probemon.errors import ConfigError, ProbeLoadError
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
 from probemon.types import Floats
+
+if TYPE_CHECKING:
+    from probemon.kernels.numba_cpu import CompiledNet
 
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
@@ -63,6 +68,12 @@ class Engine:
         self._resident = resident
         self._input = pack.input_index.numpy()
         self._every = np.arange(pack.n_probes)
+        self._alert = pack.alert_threshold.numpy()
+        self._net: CompiledNet | None = None
+        if impl == "numba" and resident:
+            from probemon.kernels.numba_cpu import CompiledNet
+
+            self._net = CompiledNet.of(arena.weights)
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
@@ -108,11 +119,45 @@ class Engine:
         """The descent of N states, and how many probes each evaluated. `strategy` overrides the choice."""
         n = len(inputs)
         strategy = strategy or (self.choice.step if retained is not None or n < _BATCH // 4 else self.choice.batch)
+        if self._net is not None:
+            descent = self._compiled(plan, inputs, retained, strategy == "exhaustive")
+            return descent, np.full(n, self.pack.n_probes) if strategy == "exhaustive" else descent.active.sum(axis=1)
         if strategy == "exhaustive":
             descent = apply_rule(plan, self.everything(inputs), retained)
             return descent, np.full(n, self.pack.n_probes)
         descent = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
         return descent, descent.active.sum(axis=1)
+
+    def collect(self, step: Descent) -> tuple[Ints, Any, Floats, Mask]:
+        """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which fire."""
+        if self._net is None:
+            return collect(step, self._alert)
+        from probemon.kernels.numba_cpu import collect as compiled
+
+        return compiled(step.active, step.scores, self._alert)
+
+    def retain(self, plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
+        """The next step's retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
+        config = plan.config
+        if self._net is None or step.dropped[rows].any():
+            return retain(plan, step, rows)
+        from probemon.kernels.numba_cpu import best
+
+        most = config.keep_top_k if config.aggressive_pruning else self.pack.n_probes
+        return best(step.active, step.scores, plan.exempt, rows, most), np.zeros(len(rows), dtype=np.int64)
+
+    def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
+        assert self._net is not None and isinstance(self.arena, ResidentArena)
+        tree = plan.tree
+        active, dropped, scores, damaged = self._net.descend(
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self.arena.checked, inputs.values, len(inputs), plan.start,
+            retained, plan.expand_threshold, path_rule=plan.path_rule, max_rounds=plan.config.max_rounds, max_active=plan.config.max_loaded_probes,
+            everything=everything,
+        )  # fmt: skip
+        if damaged >= 0:
+            self.arena.check(np.asarray([damaged]))
+            raise ProbeLoadError(f"{self.pack.concepts[damaged]['id']} has a weight that is not finite: restore the pack")
+        return Descent(active, dropped, scores)
 
     def batch_size(self) -> int:
         """States worth evaluating at once."""

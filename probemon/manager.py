@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from probemon.arena import Arena, PagedArena, ResidentArena
-from probemon.cascade import CascadePlan, expand_thresholds, retain
+from probemon.cascade import CascadePlan, expand_thresholds
 from probemon.engine import Engine, Inputs
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
@@ -170,22 +170,20 @@ class DynamicProbeManager:
         if not finite.all():
             step.active[~finite] = False
             step.dropped[~finite] = False
-        kept, n_released = retain(plan, step, keep)
+        kept, n_released = self.engine.retain(plan, step, keep)
         if retained is not None:
             kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
         released = np.zeros(len(inputs), dtype=np.int64)
         released[keep] = n_released
-        rows, probes = np.nonzero(step.active)
-        values = step.scores[rows, probes]
-        active, dropped = step.active.sum(axis=1), step.dropped.sum(axis=1)
+        ptr, probes, values, fired = self.engine.collect(step)
+        active, dropped = np.diff(ptr), step.dropped.sum(axis=1)
         coverage = Coverage(
             n_probes=p, active=active, dropped=dropped, not_reached=np.where(finite, p - active - dropped, 0),
             evaluated=np.where(finite, evaluated, 0), released=released,
             unseen=tuple("" if ok else "hidden state is not finite" for ok in finite.tolist()),
         )  # fmt: skip
         scores = Scores(
-            ptr=np.concatenate([[0], np.cumsum(active)]), probes=probes.astype(np.int32), values=values,
-            fired_mask=values > self._alert[probes], coverage=coverage, report_top_k=self.config.report_top_k,
+            ptr=ptr, probes=probes, values=values, fired_mask=fired, coverage=coverage, report_top_k=self.config.report_top_k,
         )  # fmt: skip
         return scores, kept
 

@@ -1,37 +1,155 @@
-"""numba on a CPU: each weight row is read where it lies, widened once, and used for every state that needs it.
+"""numba on a CPU: probes scored where their weights lie, and a whole descent in one compiled call.
 
-One routine computes every dot product, so a pair's summation order is fixed by the length alone.
-Compiled code is cached on disk; the first call on a machine takes a few seconds.
+    net = CompiledNet(weights)
+    scores = net.score(hidden, rows, slots)                       # [M] of M pairs
+    net.descend(tree, x, ..., active, dropped, scores)            # what probemon.cascade does, without leaving compiled code
+
+Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes along
+D, one fused multiply-add each, then one fixed tree of additions. A pair's summation order thus depends on the length
+alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one after
+another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
+
+All compiled code is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in
+the file of a function that it calls. The first call on a machine compiles, which takes some seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+_LANES = 16
+_MANY = 16  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _dot(a: Array, b: Array) -> np.float32:
-    total = np.float32(0.0)
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
-    return total
+def _dot_tile(n_rows: int, n_states: int) -> Any:
+    """Dots of `n_rows` weight rows (bf16 or fp32 bits, 1-D `w` from elements `w_at`) and `n_states` fp32 states (`x` from `x_at`).
+
+    Each of length `d`; `out[r * n_states + s]`.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def tile(typing_context: Any, w: Any, w_at: Any, x: Any, x_at: Any, d: Any, out: Any) -> Any:
+        signature = types.void(w, w_at, x, x_at, d, out)
+
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            w_data, w_from, x_data, x_from, out_data = (context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5))
+            length, half = args[4], kinds[0].dtype == types.uint16
+            i64, f32 = ir.IntType(64), ir.FloatType()
+            vector = ir.VectorType(f32, _LANES)
+            element = context.get_value_type(kinds[0].dtype)
+
+            def pointers(data: Any, begin: Any, n: int) -> list[Any]:
+                return [builder.gep(data, [builder.load(builder.gep(begin, [i64(i)]))]) for i in range(n)]
+
+            def widened(value: Any, kind: Any) -> Any:  # bf16 is the upper half of an fp32
+                if half:
+                    wide = ir.VectorType(ir.IntType(32), _LANES) if kind is vector else ir.IntType(32)
+                    value = builder.shl(builder.zext(value, wide), ir.Constant(wide, [16] * _LANES if kind is vector else 16))
+                return builder.bitcast(value, kind)
+
+            def accumulate(kind: Any, begin: Any, end: Any, stride: int, name: str) -> list[list[Any]]:
+                fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}")
+                zero = ir.Constant(kind, [0.0] * _LANES if kind is vector else 0.0)
+                sums = [[cgutils.alloca_once_value(builder, zero) for _ in xs] for _ in ws]
+                stored = ir.VectorType(element, _LANES) if kind is vector else element
+                with cgutils.for_range_slice(builder, begin, end, i64(stride)) as (i, _):
+                    values = [
+                        widened(builder.load(builder.bitcast(builder.gep(p, [i]), stored.as_pointer()), align=element.width // 8), kind) for p in ws
+                    ]
+                    states = [builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()), align=4) for p in xs]
+                    for value, row in zip(values, sums, strict=True):
+                        for state, total in zip(states, row, strict=True):
+                            builder.store(builder.call(fma, [value, state, builder.load(total)]), total)
+                return sums
+
+            ws, xs = pointers(w_data, w_from, n_rows), pointers(x_data, x_from, n_states)
+            whole = builder.and_(length, i64(-_LANES))
+            body = accumulate(vector, i64(0), whole, _LANES, f"v{_LANES}f32")
+            tail = accumulate(f32, whole, length, 1, "f32")
+            for r in range(n_rows):
+                for s in range(n_states):
+                    value, n = builder.load(body[r][s]), _LANES
+                    while n > 1:  # the fixed tree: upper half onto lower half
+                        n //= 2
+                        halves = [ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(at, at + n))) for at in (0, n)]
+                        lower, upper = (builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), half_at) for half_at in halves)
+                        value = builder.fadd(lower, upper)
+                    total = builder.fadd(builder.extract_element(value, ir.Constant(ir.IntType(32), 0)), builder.load(tail[r][s]))
+                    builder.store(total, builder.gep(out_data, [i64(r * n_states + s)]))
+            return context.get_dummy_value()
+
+        return signature, emit
+
+    return tile
+
+
+_dot_1x1, _dot_1x4, _dot_4x4 = _dot_tile(1, 1), _dot_tile(1, 4), _dot_tile(4, 4)
 
 
 @njit(cache=True, nogil=True)
-def _widen(bits: Array, shift: np.uint32, out: Array) -> None:
-    # bf16 is the upper half of an fp32: shift 16. fp32 comes as its own bits: shift 0.
-    for i in range(bits.shape[0]):
-        out[i] = np.uint32(bits[i]) << shift
+def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array) -> None:
+    """`out[i * n_rows + j]`: weight row j from element `base` on, times the state that begins at `x[x_at[i]]`."""
+    w_at, at, tile = np.empty(4, np.int64), np.empty(4, np.int64), np.empty(16, np.float32)
+    j = 0
+    if n >= _MANY:
+        while j + 4 <= n_rows:
+            for r in range(4):
+                w_at[r] = base + (j + r) * d
+            i = 0
+            while i + 4 <= n:
+                for s in range(4):
+                    at[s] = x_at[i + s]
+                _dot_4x4(w, w_at, x, at, d, tile)
+                for s in range(4):
+                    for r in range(4):
+                        out[(i + s) * n_rows + j + r] = tile[r * 4 + s]
+                i += 4
+            while i < n:
+                at[0] = x_at[i]
+                for r in range(4):
+                    w_at[0] = base + (j + r) * d
+                    _dot_1x1(w, w_at, x, at, d, tile)
+                    out[i * n_rows + j + r] = tile[0]
+                i += 1
+            j += 4
+    while j < n_rows:
+        w_at[0] = base + j * d
+        i = 0
+        while i + 4 <= n:
+            for s in range(4):
+                at[s] = x_at[i + s]
+            _dot_1x4(w, w_at, x, at, d, tile)
+            for s in range(4):
+                out[(i + s) * n_rows + j] = tile[s]
+            i += 4
+        while i < n:
+            at[0] = x_at[i]
+            _dot_1x1(w, w_at, x, at, d, tile)
+            out[i * n_rows + j] = tile[0]
+            i += 1
+        j += 1
+
+
+@njit(cache=True, nogil=True)
+def _add_bias(z: Array, bias: Array, base: int, n_rows: int, n: int, rectify: bool) -> None:
+    for i in range(n):
+        for j in range(n_rows):
+            value = z[i * n_rows + j] + bias[base + j]
+            z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # a NaN stays a NaN
 
 
 @njit(cache=True, nogil=True)
@@ -41,82 +159,403 @@ def _sigmoid(logit: np.float32) -> np.float32:
 
 
 @njit(cache=True, nogil=True)
-def _scores(
-    x: Array, w1: Array, b1: Array, w2: Array, b2: Array, w3: Array, b3: Array, shift: np.uint32, n_layers: int,
-    rows: Array, group_ptr: Array, group_slot: Array, out: Array,
-) -> None:  # fmt: skip
-    h1, d = w1.shape[1], w1.shape[2]
-    h2 = w2.shape[1]
-    widest = 0
-    for g in range(group_slot.shape[0]):
-        widest = max(widest, group_ptr[g + 1] - group_ptr[g])
-    bits = np.empty(max(d, max(h1, h2)), dtype=np.uint32)
-    wide = bits.view(np.float32)
-    first = np.empty((widest, h1), dtype=np.float32)
-    second = np.empty((widest, h2), dtype=np.float32)
-    for g in range(group_slot.shape[0]):
-        slot, begin = group_slot[g], group_ptr[g]
-        n = group_ptr[g + 1] - begin
-        for j in range(h1):
-            _widen(w1[slot, j], shift, bits[:d])
-            for i in range(n):
-                first[i, j] = _dot(wide[:d], x[rows[begin + i]]) + b1[slot, j]
-        if n_layers == 1:
-            for i in range(n):
-                out[begin + i] = _sigmoid(first[i, 0])
-            continue
-        for i in range(n):
-            for j in range(h1):
-                first[i, j] = max(first[i, j], np.float32(0.0)) if first[i, j] == first[i, j] else first[i, j]
+def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
+    """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes only."""
+    w1, b1, w2, b2, w3, b3, d, h1, h2, n_layers = net
+    if n_layers == 1:
+        _products(w1, slot * d, n_slots, d, x, x_at, n, own)
+        _add_bias(own, b1, slot, n_slots, n, False)
+    else:
+        first = np.empty(n * h1, np.float32)
+        begin = np.arange(n) * h1
+        _products(w1, slot * h1 * d, h1, d, x, x_at, n, first)
+        _add_bias(first, b1, slot * h1, h1, n, True)
         if n_layers == 3:
-            for j in range(h2):
-                _widen(w2[slot, j], shift, bits[:h1])
-                for i in range(n):
-                    z = _dot(wide[:h1], first[i]) + b2[slot, j]
-                    second[i, j] = z if z > 0 or z != z else np.float32(0.0)
-            _widen(w3[slot], shift, bits[:h2])
-            for i in range(n):
-                out[begin + i] = _sigmoid(_dot(wide[:h2], second[i]) + b3[slot])
+            second = np.empty(n * h2, np.float32)
+            _products(w2, slot * h2 * h1, h2, h1, first, begin, n, second)
+            _add_bias(second, b2, slot * h2, h2, n, True)
+            _products(w3, slot * h2, 1, h2, second, np.arange(n) * h2, n, own)
         else:
-            _widen(w3[slot], shift, bits[:h1])
-            for i in range(n):
-                out[begin + i] = _sigmoid(_dot(wide[:h1], first[i]) + b3[slot])
+            _products(w3, slot * h1, 1, h1, first, begin, n, own)
+        _add_bias(own, b3, slot, 1, n, False)
+    for i in range(n * n_slots):
+        own[i] = _sigmoid(own[i])
+
+
+@njit(cache=True, nogil=True)
+def _all_finite(bits: Array, begin: int, end: int, exponent: int) -> bool:
+    bad = 0
+    for i in range(begin, end):
+        bad |= (bits[i] & exponent) == exponent
+    return bad == 0
+
+
+@njit(cache=True, nogil=True)
+def _is_sound(net: Any, slot: int) -> bool:
+    w1, b1, w2, b2, w3, b3, d, h1, h2, n_layers = net
+    exponent = 0x7F80 if w1.itemsize == 2 else 0x7F800000
+    sound = _all_finite(w1, slot * h1 * d, (slot + 1) * h1 * d, exponent)
+    for j in range(h1):
+        sound &= math.isfinite(b1[slot * h1 + j])
+    if n_layers == 3:
+        sound &= _all_finite(w2, slot * h2 * h1, (slot + 1) * h2 * h1, exponent)
+        for j in range(h2):
+            sound &= math.isfinite(b2[slot * h2 + j])
+    if n_layers > 1:
+        last = h2 if n_layers == 3 else h1
+        sound &= _all_finite(w3, slot * last, (slot + 1) * last, exponent) and math.isfinite(b3[slot])
+    return sound
+
+
+@njit(cache=True, nogil=True)
+def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
+    """Scores of M pairs whose slots do not fall, `out [M]`."""
+    d = net[6]
+    x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
+    while at < len(slots):
+        n = 0
+        while at + n < len(slots) and slots[at + n] == slots[at]:
+            x_at[n] = rows[at + n] * d
+            n += 1
+        _score_slots(net, slots[at], 1, x, x_at, n, own)
+        out[at : at + n] = own[:n]
+        at += n
+
+
+@njit(cache=True, nogil=True)
+def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array) -> int:
+    """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes. The first damaged probe, or -1."""
+    n_probes, d = scores.shape[1], net[6]
+    if n_states == 1:
+        pair_probe[:n_pairs].sort()
+    else:
+        count = np.zeros(n_probes + 1, np.int64)
+        for i in range(n_pairs):
+            count[pair_probe[i] + 1] += 1
+        for p in range(n_probes):
+            count[p + 1] += count[p]
+        row = np.empty(n_pairs, np.int64)
+        probe = np.empty(n_pairs, np.int64)
+        for i in range(n_pairs):
+            to = count[pair_probe[i]]
+            count[pair_probe[i]] = to + 1
+            row[to], probe[to] = pair_row[i], pair_probe[i]
+        pair_row[:n_pairs], pair_probe[:n_pairs] = row, probe
+    x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), 0
+    while at < n_pairs:
+        probe_here, n = pair_probe[at], 0
+        if not sound[probe_here]:
+            if not _is_sound(net, probe_here):
+                return probe_here
+            sound[probe_here] = True
+        while at + n < n_pairs and pair_probe[at + n] == probe_here:
+            x_at[n] = (input_of[probe_here] * n_states + pair_row[at + n]) * d
+            n += 1
+        _score_slots(net, probe_here, 1, x, x_at, n, own)
+        for i in range(n):
+            scores[pair_row[at + i], probe_here] = own[i]
+        at += n
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, scores: Array) -> int:
+    """Own scores of every probe for every state. The first damaged probe, or -1."""
+    n_probes, d, linear = scores.shape[1], net[6], net[9] == 1
+    x_at = np.empty(n_states, np.int64)
+    at = 0
+    while at < n_probes:
+        n = 1
+        while linear and at + n < n_probes and n < 256 and input_of[at + n] == input_of[at]:
+            n += 1
+        for p in range(at, at + n):
+            if not sound[p]:
+                if not _is_sound(net, p):
+                    return p
+                sound[p] = True
+        for i in range(n_states):
+            x_at[i] = (input_of[at] * n_states + i) * d
+        own = np.empty(n_states * n, np.float32)
+        _score_slots(net, at, n, x, x_at, n_states, own)
+        for i in range(n_states):
+            for k in range(n):
+                scores[i, at + k] = own[i * n + k]
+        at += n
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row: int, probe: int) -> None:
+    begin, end = parent_ptr[probe], parent_ptr[probe + 1]
+    if begin < end:
+        best = scores[row, parent_idx[begin]]
+        for e in range(begin + 1, end):
+            best = max(best, scores[row, parent_idx[e]])
+        scores[row, probe] *= best
+
+
+@njit(cache=True, nogil=True)
+def _add_ancestors(parent_ptr: Array, parent_idx: Array, active: Array, row: int, mark: Array, stamp: int, found: Array, begin: int, end: int) -> int:
+    """Append to `found[begin:end]` the ancestors of its probes that are neither active nor marked, marking them; the new end."""
+    at = begin
+    while at < end:
+        for e in range(parent_ptr[found[at]], parent_ptr[found[at] + 1]):
+            parent = parent_idx[e]
+            if not active[row, parent] and mark[parent] != stamp:
+                mark[parent] = stamp
+                found[end] = parent
+                end += 1
+        at += 1
+    return end
+
+
+@njit(cache=True, nogil=True)
+def _admit(
+    parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int, room: int,
+    expanded: Array, stamp: int, found: Array, begin: int, end: int,
+) -> int:  # fmt: skip
+    """Keep of the children `found[begin:end]` what fits, with its ancestors, best expanding parent first; the new end."""
+    children = np.sort(found[begin:end])
+    key = np.empty(len(children), np.float32)
+    for i in range(len(children)):
+        best = np.float32(-np.inf)
+        for e in range(parent_ptr[children[i]], parent_ptr[children[i] + 1]):
+            if expanded[parent_idx[e]] == stamp:
+                best = max(best, scores[row, parent_idx[e]])
+        key[i] = -best
+    admitted = np.zeros(len(parent_ptr), np.int64)
+    end = begin
+    for at in np.argsort(key, kind="mergesort"):  # stable: ties to the lower id
+        child = children[at]
+        if admitted[child] == 1:
+            continue  # came as an ancestor of a better one
+        found[end] = child
+        last = end + 1
+        if path_rule:
+            bundle = at + 2  # a mark of this child's own
+            admitted[child] = bundle
+            walk = end
+            while walk < last:
+                for e in range(parent_ptr[found[walk]], parent_ptr[found[walk] + 1]):
+                    parent = parent_idx[e]
+                    if not active[row, parent] and admitted[parent] != 1 and admitted[parent] != bundle:
+                        admitted[parent] = bundle
+                        found[last] = parent
+                        last += 1
+                walk += 1
+        if last - end <= room:
+            for i in range(end, last):
+                admitted[found[i]] = 1
+            room -= last - end
+            end = last
+        else:
+            dropped[row, child] = True
+    return end
+
+
+@njit(cache=True, nogil=True)
+def _descend(
+    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, sound: Array, x: Array,
+    start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
+    active: Array, dropped: Array, scores: Array,
+) -> int:  # fmt: skip
+    """The descent of probemon.cascade; `active`, `dropped`, `scores` `[N, P]` come zeroed. The first damaged probe, or -1."""
+    n_states, n_probes = active.shape
+    frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
+    new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
+    mark, expanded, stamp = np.zeros(n_probes, np.int64), np.zeros(n_probes, np.int64), 0
+    n_active, n = np.zeros(n_states, np.int64), 0
+    for row in range(n_states):
+        begin = n
+        for p in start:
+            active[row, p] = True
+            frontier[n] = p
+            n += 1
+        if len(retained):
+            for p in range(n_probes):
+                if retained[row, p] and not active[row, p]:
+                    active[row, p] = True
+                    frontier[n] = p
+                    n += 1
+            if path_rule:
+                stamp += 1
+                end = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, frontier, begin + len(start), n)
+                for i in range(n, end):
+                    active[row, frontier[i]] = True
+                n = end
+        frontier_row[begin:n] = row
+        n_active[row] = n - begin
+    if everything:
+        bad = _score_everything(net, x, n_states, input_of, sound, scores)
+        if bad >= 0:
+            return bad
+        if path_rule:
+            for row in range(n_states):
+                for p in range(n_probes):
+                    _times_best_parent(parent_ptr, parent_idx, scores, row, p)
+    n_rounds = 0
+    while True:
+        if not everything:
+            bad = _score_round(net, x, n_states, input_of, sound, frontier_row, frontier, n, scores)
+            if bad >= 0:
+                return bad
+            if path_rule:
+                for i in range(n):  # in the order of probes, so parents come first
+                    _times_best_parent(parent_ptr, parent_idx, scores, frontier_row[i] if n_states > 1 else 0, frontier[i])
+        if n_rounds == max_rounds:
+            break
+        n_rounds += 1
+        if n_states > 1:  # row by row again
+            order = np.argsort(frontier_row[:n], kind="mergesort")
+            frontier_row[:n], frontier[:n] = frontier_row[:n][order], frontier[:n][order]
+        i, n_new = 0, 0
+        while i < n:
+            row, begin = frontier_row[i], n_new
+            stamp += 1
+            while i < n and frontier_row[i] == row:
+                parent = frontier[i]
+                if scores[row, parent] > threshold[parent]:
+                    expanded[parent] = stamp
+                    for e in range(child_ptr[parent], child_ptr[parent + 1]):
+                        child = child_idx[e]
+                        if not active[row, child] and mark[child] != stamp:
+                            mark[child] = stamp
+                            new[n_new] = child
+                            n_new += 1
+                i += 1
+            children_end = n_new
+            if path_rule:
+                n_new = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, new, begin, n_new)
+            if n_active[row] + n_new - begin > most:
+                n_new = _admit(
+                    parent_ptr, parent_idx, path_rule, active, dropped, scores, row, most - n_active[row], expanded, stamp, new, begin, children_end
+                )
+            for k in range(begin, n_new):
+                active[row, new[k]] = True
+                dropped[row, new[k]] = False
+            new_row[begin:n_new] = row
+            n_active[row] += n_new - begin
+        frontier_row, frontier, new_row, new, n = new_row, new, frontier_row, frontier, n_new
+        if n == 0:
+            break
+    if everything:
+        for row in range(n_states):
+            for p in range(n_probes):
+                if not active[row, p]:
+                    scores[row, p] = 0
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _collect(active: Array, scores: Array, alert: Array) -> Any:
+    """Active probes state by state: `ptr [N+1]`, ids, scores, and which fire."""
+    ptr = np.zeros(len(active) + 1, np.int64)
+    for row in range(len(active)):
+        n = 0
+        for p in range(active.shape[1]):
+            n += active[row, p]
+        ptr[row + 1] = ptr[row] + n
+    probes, values, fired = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32), np.empty(ptr[-1], np.bool_)
+    at = 0
+    for row in range(len(active)):
+        for p in range(active.shape[1]):
+            if active[row, p]:
+                probes[at], values[at], fired[at] = p, scores[row, p], scores[row, p] > alert[p]
+                at += 1
+    return ptr, probes, values, fired
+
+
+@njit(cache=True, nogil=True)
+def _best(active: Array, scores: Array, exempt: Array, rows: Array, most: int, kept: Array) -> None:
+    """`kept[i]`: the best `most` of the active probes of `rows[i]` that are not exempt, ties to the lower id."""
+    probes, key = np.empty(active.shape[1], np.int64), np.empty(active.shape[1], np.float32)
+    for i in range(len(rows)):
+        n = 0
+        for p in range(active.shape[1]):
+            if active[rows[i], p] and not exempt[p]:
+                score = scores[rows[i], p]
+                probes[n], key[n] = p, -score if score == score else np.float32(np.inf)
+                n += 1
+        if n <= most:
+            for k in range(n):
+                kept[i, probes[k]] = True
+        else:
+            for k in np.argsort(key[:n], kind="mergesort")[:most]:
+                kept[i, probes[k]] = True
+
+
+@dataclass(frozen=True)
+class CompiledNet:
+    """Stacked weights on a CPU as compiled code reads them: bits of bf16 or fp32, in place. The tensors must stay alive."""
+
+    bits: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> CompiledNet:
+        """Views, no copies."""
+        _, h1, d = weights["w1"].shape
+        h2 = weights["w2"].shape[1] if "w2" in weights else 0
+        w1, b1 = _bits(weights["w1"]), _flat(weights["b1"])
+        w2, w3 = (_bits(weights[name]) if name in weights else w1[:0] for name in ("w2", "w3"))
+        b2, b3 = (_flat(weights[name]) if name in weights else b1[:0] for name in ("b2", "b3"))
+        return cls((w1, b1, w2, b2, w3, b3, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
+
+    def score(self, hidden: Tensor, rows: Array, slots: Array) -> Array:
+        """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+        x = _states(hidden)
+        out = np.empty(len(slots), dtype=np.float32)
+        if len(slots) < 2 or (slots[1:] >= slots[:-1]).all():  # nothing to sort
+            _score_pairs(self.bits, x, rows, slots, out)
+            return out
+        order = np.argsort(slots, kind="stable")
+        _score_pairs(self.bits, x, rows[order], slots[order], out)
+        scores = np.empty_like(out)
+        scores[order] = out
+        return scores
+
+    def descend(
+        self, links: tuple[Array, Array, Array, Array], input_of: Array, sound: Array, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
+        threshold: Array, *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
+    ) -> tuple[Array, Array, Array, int]:  # fmt: skip
+        """Active and dropped `[N, P]` bool, scores `[N, P]`, and the first damaged probe (or -1, if all are sound).
+
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx; `sound [P]`: probes whose weights were looked at;
+        `hidden [I * N, D]`; `start`: always active; `everything`: score all probes at once, and search in the scores.
+        """
+        shape = (n_states, len(input_of))
+        active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+        bad = _descend(
+            self.bits, *links, input_of, sound, _states(hidden), start, np.empty((0, shape[1]), np.bool_) if retained is None else retained,
+            threshold, path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
+        )  # fmt: skip
+        return active, dropped, scores, int(bad)
+
+
+def collect(active: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array]:
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which are over `alert [P]`."""
+    found: tuple[Array, Array, Array, Array] = _collect(active, scores, alert)
+    return found
+
+
+def best(active: Array, scores: Array, exempt: Array, rows: Array, most: int) -> Array:
+    """`[len(rows), P]`: the best `most` active probes of some rows that are not `exempt`, ties to the lower id."""
+    kept = np.zeros((len(rows), active.shape[1]), np.bool_)
+    _best(active, scores, exempt, rows, most, kept)
+    return kept
 
 
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
-    n_layers = 1 + ("w2" in weights) + ("w3" in weights)
-    bf16 = weights["w1"].dtype == torch.bfloat16
-    bits = {name: _bits(weights[name]) for name in ("w1", "w2", "w3") if name in weights}
-    empty = bits["w1"]
-    slot, row = slots.numpy(), rows.numpy()
-    order = None
-    if len(slot) and not (slot[1:] > slot[:-1]).all():  # one state's probes come in order: nothing to sort or to group
-        order = np.argsort(slot, kind="stable")
-        slot, row = slot[order], row[order]
-        starts = np.flatnonzero(np.concatenate([[True], slot[1:] != slot[:-1]]))
-        group_ptr, group_slot = np.append(starts, len(slot)), slot[starts]
-    else:
-        group_ptr, group_slot = np.arange(len(slot) + 1), slot
-    out = np.empty(len(slot), dtype=np.float32)
-    _scores(
-        hidden.to(torch.float32).contiguous().numpy(),
-        bits["w1"], weights["b1"].numpy(),
-        bits.get("w2", empty[:0]), weights["b2"].numpy() if "b2" in weights else _NO_BIAS2,
-        bits.get("w3", empty[:0, 0]), weights["b3"].numpy() if "b3" in weights else _NO_BIAS3,
-        np.uint32(16 if bf16 else 0), n_layers,
-        row, group_ptr, group_slot, out,
-    )  # fmt: skip
-    if order is None:
-        return torch.from_numpy(out)
-    scores = np.empty_like(out)
-    scores[order] = out
-    return torch.from_numpy(scores)
+    return torch.from_numpy(CompiledNet.of(weights).score(hidden, rows.numpy(), slots.numpy()))
+
+
+def _states(hidden: Tensor) -> Array:
+    return hidden.to(torch.float32).contiguous().view(-1).numpy()
 
 
 def _bits(tensor: Tensor) -> Array:
-    return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32).numpy()
+    return tensor.contiguous().view(-1).view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32).numpy()
 
 
-_NO_BIAS2 = np.zeros((0, 0), dtype=np.float32)
-_NO_BIAS3 = np.zeros(0, dtype=np.float32)
+def _flat(tensor: Tensor) -> Array:
+    return tensor.contiguous().view(-1).numpy()

@@ -1,0 +1,114 @@
+"""Compiled scoring and descent on a CPU: the sets, scores and ties of the cascade that the oracle proves, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from test_cascade import cases
+
+from probemon.cascade import CascadePlan, collect, descend, expand_thresholds, retain
+from probemon.errors import ConfigError
+from probemon.hierarchy import ConceptTree
+from probemon.kernels import score_probes
+
+numba_cpu = pytest.importorskip("probemon.kernels.numba_cpu")
+SHAPES = {"linear": (), "one layer": (24,), "two layers": (24, 9)}
+
+
+def weights(shape, d, dtype, n=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size, scale=1.0):
+        return torch.randn(size, generator=generator) * scale
+
+    h1 = shape[0] if shape else 1
+    made = {"w1": random(n, h1, d, scale=d**-0.5).to(dtype), "b1": random(n, h1)}
+    if len(shape) == 2:
+        made |= {"w2": random(n, shape[1], h1, scale=0.2).to(dtype), "b2": random(n, shape[1])}
+    if shape:
+        made |= {"w3": random(n, shape[-1], scale=0.3).to(dtype), "b3": random(n)}
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [1, 15, 16, 70, 576])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
+    net, n = weights(shape, d, dtype), 39  # tiles of 4 x 4 with a rest, of 1 x 4 with a rest, and single ones
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows, slots = torch.arange(n).repeat_interleave(11), torch.arange(11).repeat(n)
+    shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))
+    many = torch.empty(n, 11)
+    many[rows[shuffled], slots[shuffled]] = score_probes(x, net, rows[shuffled], slots[shuffled], impl="numba")
+    for group in (1, 3, 7):
+        for at in range(0, n, group):
+            part = x[at : at + group]
+            some = score_probes(part, net, torch.arange(len(part)).repeat(11), torch.arange(11).repeat_interleave(len(part)), impl="numba")
+            assert torch.equal(some.reshape(11, -1).T, many[at : at + group])
+    assert (many - oracle(net, x)).abs().max() < 1e-6
+
+
+def oracle(net, x):
+    """fp64, probe by probe."""
+    columns = []
+    for p in range(len(net["w1"])):
+        z = x.double() @ net["w1"][p].double().T + net["b1"][p].double()
+        if "w2" in net:
+            z = z.relu() @ net["w2"][p].double().T + net["b2"][p].double()
+        z = z.relu() @ net["w3"][p].double() + net["b3"][p].double() if "w3" in net else z[:, 0]
+        columns.append(z.sigmoid())
+    return torch.stack(columns, dim=1)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_compiled_descent_is_that_of_the_cascade(case):
+    """Scores with many ties: a linear probe's weight is its logit for each of the one-hot states."""
+    tree, path, alert, config, always_on, first, second = case
+    thresholds = expand_thresholds(tree, "path" if path else "independent", config.load_threshold, alert, alert, None)
+    try:
+        plan = CascadePlan.of(tree, "path" if path else "independent", config, thresholds, always_on)
+    except ConfigError:
+        return
+    links, retained = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), None
+    states = torch.eye(len(first))
+    for ticks in (first, second):
+        with np.errstate(divide="ignore"):
+            logits = np.clip(np.log(ticks.astype(np.float64)) - np.log1p(-ticks.astype(np.float64)), -30, 30)
+        net = numba_cpu.CompiledNet.of({"w1": torch.from_numpy(logits.T.astype(np.float32).copy())[:, None], "b1": torch.zeros(tree.n, 1)})
+        n = len(ticks)
+        own = net.score(states, np.tile(np.arange(n), tree.n), np.repeat(np.arange(tree.n), n)).reshape(tree.n, n).T
+        expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
+        for everything in (False, True):
+            active, dropped, scores, damaged = net.descend(
+                links, np.zeros(tree.n, np.int64), np.zeros(tree.n, bool), states, n, plan.start, retained, thresholds,
+                path_rule=path, max_rounds=config.max_rounds, max_active=config.max_loaded_probes, everything=everything,
+            )  # fmt: skip
+            assert damaged == -1
+            assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
+            assert np.array_equal(scores, expected.scores)
+        for mine, theirs in zip(numba_cpu.collect(active, scores, alert), collect(expected, alert), strict=True):
+            assert np.array_equal(mine, theirs)
+        kept, _ = retain(plan, expected, np.arange(n))
+        for row in np.flatnonzero(~expected.dropped.any(axis=1)):
+            most = config.keep_top_k if config.aggressive_pruning else tree.n
+            assert np.array_equal(numba_cpu.best(active, scores, plan.exempt, np.array([row]), most)[0], kept[row])
+        retained = kept
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["descent", "exhaustive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_damaged_weights_are_noticed_when_first_used(shape, dtype, everything, bad):
+    tree = ConceptTree([0, 2, 2, 2], [1, 2], [0, 1, 1])
+    for name in weights(shape, 20, dtype, n=3):
+        net = weights(shape, 20, dtype, n=3)
+        net[name].reshape(3, -1)[2, -1] = bad
+        sound = np.zeros(3, bool)
+        for threshold, noticed in ((-1.0, 2), (2.0, 2 if everything else -1)):  # reached or not
+            *_, damaged = numba_cpu.CompiledNet.of(net).descend(
+                (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), sound, torch.zeros(1, 20), 1, np.array([0]), None,
+                np.full(3, threshold, np.float32), path_rule=False, max_rounds=None, max_active=3, everything=everything,
+            )  # fmt: skip
+            assert damaged == noticed and not sound[2], name

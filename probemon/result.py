@@ -140,10 +140,12 @@ class Result:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
 
         A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`: "prompt",
-        "generated" or None for both. Raises `UnknownConcept`, `ConfigError`.
+        "generated" (by this `generate()`, not by an earlier turn on its cache) or None for every token. Raises `UnknownConcept`, `ConfigError`.
         """
         probe, aggregator = self.pack.find(concept), named(aggregate)
         chosen = self._of_phase(self.row == row, phase)
+        if phase == "generated":  # a rule begins anew with every generate()
+            chosen[: np.flatnonzero(self._of_phase(self.row == row, "prompt")).max(initial=-1) + 1] = False
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
             raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
         chosen &= self.coverage.seen

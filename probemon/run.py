@@ -184,10 +184,11 @@ class MonitorRun:
         self._watcher.stop()
 
     def stop_mine(self) -> None:
-        """From a callback: end the generation that calls it, every row, and no other thread's."""
+        """From a callback: end the generation that calls it, every row, and no other thread's. Raises `ConfigError` elsewhere."""
         generation = self._watcher.current()
-        if generation is not None:
-            generation.stop_all = True
+        if generation is None:
+            raise ConfigError("run.stop_mine() is for what is called in the thread that generates (an action, a listener): from elsewhere call run.stop()")
+        generation.stop_all = True
 
     @property
     def recordings(self) -> list[Recording]:

@@ -105,7 +105,7 @@ class Generation:
         if ids.shape[1] + begin != end or not np.array_equal(ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]):
             raise AlignmentError(
                 f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: "
-                "these are not the sequence's tokens at their own places, so the host's own answer is wrong too. Start with an empty cache"
+                "these are not the sequence's tokens at their own places, so the host's own answer is wrong too. Start with an empty cache, and run no forward of your own inside generate()"
             )
 
     def beam_tokens(self, placed: Placed) -> Placed:

@@ -113,7 +113,8 @@ class Watcher:
             stack.callback(forget_compiled, self.model)
             if self._scores:
                 # What opens a forward comes last: another thread may be in one meanwhile.
-                stack.callback(self._decoder.register_forward_hook(self._after).remove)
+                self._closing = self._decoder.register_forward_hook(self._after)
+                stack.callback(self._closing.remove)
                 stack.enter_context(self._tap)
                 stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             if hasattr(self.model, "generate"):
@@ -175,7 +176,7 @@ class Watcher:
         finally:
             self._running.remove(generation)
             INSIDE.models[id(self.model)] -= 1
-            self._thread.generation, self._thread.shape = None, ()
+            self._thread.generation, self._thread.shape, self._thread.waiting = None, (), []
             recording.done = True
         recording.output = sequences
         recording.host_after = host_state(self.model)
@@ -208,6 +209,7 @@ class Watcher:
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording
+        self._lost()
         if generation.prompt.speculative:
             if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
                 return done
@@ -280,6 +282,8 @@ class Watcher:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self._thread
+        if mine.generation is not None:
+            self._lost()  # of the forward before this one
         mine.recording, mine.waiting, mine.shape = None, [], ()
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
         # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
@@ -292,6 +296,8 @@ class Watcher:
             mine.waiting = [Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
+            if self._closing.id not in self._decoder._forward_hooks:
+                self._lost()
             return
         forward, cache = read_forward(given, generation)
         if generation is None:
@@ -310,6 +316,8 @@ class Watcher:
         if cache is not None:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
+        if self._closing.id not in self._decoder._forward_hooks:  # nothing would tell us that this forward ended
+            self._lost()
 
     def _begin(self, generation: Generation, column: int, n_rows: int) -> Recording:
         """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
@@ -377,23 +385,34 @@ class Watcher:
                     one.generation.end()
         mine.waiting = []
 
+    def _lost(self) -> None:
+        """The forward that was open has ended, or will end unnoticed, and some of its tokens were not seen at every site."""
+        mine = self._thread
+        if not self.open:  # detached meanwhile, by another thread
+            mine.waiting = []
+        if not mine.waiting:
+            return
+        waiting, missing = mine.waiting, [site for site in self._sites if site not in mine.waiting[0].states]
+        mine.shape = ()
+        with self._batches.reporting() if mine.recording is None else nullcontext():
+            mine.waiting = []  # told once, also where that raises
+            for one in waiting:
+                columns = one.placed.columns
+                if not len(columns):  # padding alone
+                    continue
+                self._blind(
+                    one.recording, int(columns.min()), int(columns.max()),
+                    f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
+                )  # fmt: skip
+        mine.waiting = waiting
+        self._hand_on(f"the host did not run through {', '.join(missing)}")
+
     @torch.compiler.disable
     def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         mine = self._thread
         if not mine.shape:
             return
-        if mine.waiting:
-            missing = [site for site in self._sites if site not in mine.waiting[0].states]
-            with self._batches.reporting() if mine.recording is None else nullcontext():
-                for one in mine.waiting:
-                    columns = one.placed.columns
-                    if not len(columns):  # padding alone
-                        continue
-                    self._blind(
-                        one.recording, int(columns.min()), int(columns.max()),
-                        f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
-                    )  # fmt: skip
-            self._hand_on(f"the host did not run through {', '.join(missing)}")
+        self._lost()
         cache = getattr(output, "past_key_values", None)
         if cache is not None and mine.recording is not None:
             self._by_cache[cache] = mine.recording

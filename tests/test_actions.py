@@ -120,6 +120,20 @@ def test_aggregates_follow_a_beam_through_its_rows(manager, model, aggregate):
     assert n
 
 
+@pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
+def test_a_second_turn_aggregates_anew(manager, model, aggregate):
+    cache, values = DynamicCache(), []
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
+        ids = torch.cat([first, torch.tensor([[8, 9]])], dim=1)
+        for k in range(1, 14):  # one event a rule: the k-th tells of the k-th token
+            run.on("c9", above=0.0, for_tokens=k, aggregate=aggregate, action=lambda event: values.append((event.column, event.value)))
+        out = model.generate(ids, **GREEDY, past_key_values=cache)
+    offline = run.result(out).aggregate("c9", aggregate)
+    assert offline.positions.tolist() == list(range(21, 34)) and ids.shape[1] == 21
+    assert values == list(zip(offline.positions.tolist(), offline.values.tolist(), strict=True))
+
+
 def test_inactive_tokens_count_as_zero_and_are_counted(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **GREEDY)

@@ -113,6 +113,57 @@ def test_blind_prompt_of_embeddings_is_sent_to_sinks(manager, model):
     assert [reason for batch in memory.batches for reason in batch.scores.coverage.unseen][:5] == [GAP] * 5
 
 
+class Removed(Blinded):
+    """Takes every forward hook of the model away, as who wants to remove all hooks does; the pre-hooks stay."""
+
+    def before(self, module, args, kwargs):
+        for one, hooks in self.kept.items():
+            one._forward_hooks.update(hooks)
+        if self.n in self.lost:
+            self.kept = {one: dict(one._forward_hooks) for one in self.model.modules()}
+            for one in self.kept:
+                one._forward_hooks.clear()
+        self.n += 1
+
+    def __exit__(self, *error):
+        self.handle.remove()
+        for one, hooks in self.kept.items():
+            one._forward_hooks.update(hooks)
+
+
+LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": 61}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}, LOOKUP], ids=["greedy", "no cache", "beams", "drafts"])
+@pytest.mark.parametrize("lost", [[0], [2, 3], range(99)], ids=["prompt", "two steps", "all"])
+def test_every_forward_hook_removed(manager, model, options, lost):
+    with manager.attach(model), Removed(model, lost), pytest.raises(AlignmentError, match="without reaching"):
+        model.generate(PROMPT, **{**GREEDY, **options})
+    gaps = []
+    with manager.attach(model, on_gap=gaps.append) as run, Removed(model, lost):
+        out = model.generate(PROMPT, **{**GREEDY, **options})
+    result = run.result(out)
+    assert len(gaps) >= min(len(lost), 2) and set(unseen(result).values()) == {LAST, "the host did not run through resid_post.1"}
+    with manager.attach(model) as run:
+        same = model.generate(PROMPT, **{**GREEDY, **options})
+    whole = run.result(same)
+    assert torch.equal(same, out)
+    for i in np.flatnonzero(result.coverage.seen):  # what is seen is right; what is retained may differ after a gap
+        mine, full = (dict(zip(r.scores.active(i).tolist(), r.scores.active_scores(i).tolist(), strict=True)) for r in (result, whole))
+        assert mine.keys() & full.keys() and all(abs(mine[p] - full[p]) < 1e-5 for p in mine.keys() & full.keys())
+
+
+def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
+    with manager.attach(model), torch.no_grad(), Removed(model, [0]), pytest.raises(AlignmentError, match="without reaching"):
+        model(PROMPT)
+    with manager.attach(model, on_gap=lambda gap: None) as run, torch.no_grad():
+        with Removed(model, [0]):
+            model(PROMPT)
+        assert set(unseen(run.result(PROMPT)).values()) == {"the host did not run through resid_post.1"}
+        model(PROMPT)
+        assert not unseen(run.result(PROMPT))
+
+
 def test_beams_cannot_be_followed_past_a_gap(manager, model):
     with manager.attach(model, on_gap=lambda gap: None), Blinded(model, [2]), pytest.raises(AlignmentError, match="past our hooks"):
         model.generate(PROMPT, **GREEDY, num_beams=2)
@@ -204,6 +255,11 @@ def paused(model, ids, column=8):
         return outs[0]
 
     return finish
+
+
+def test_stop_mine_is_for_the_thread_that_generates(manager, model):
+    with manager.attach(model) as run, pytest.raises(ConfigError, match=r"call run.stop\(\)"):
+        run.stop_mine()
 
 
 def test_stop_ends_what_runs_and_not_what_begins_later(manager, model):

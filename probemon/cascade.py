@@ -180,11 +180,12 @@ def _admit(
     return admitted
 
 
-def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which are over `alert [P]`."""
+def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints]:
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were dropped `[N]`."""
     rows, probes = np.nonzero(step.active)
     values = step.scores[rows, probes]
-    return np.concatenate([[0], np.cumsum(step.active.sum(axis=1))]), probes.astype(np.int32), values, values > alert[probes]
+    ptr = np.concatenate([[0], np.cumsum(step.active.sum(axis=1))])
+    return ptr, probes.astype(np.int32), values, values > alert[probes], step.dropped.sum(axis=1)
 
 
 def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:

@@ -3,7 +3,7 @@
     engine = Engine(pack, arena, device, impl)
     inputs = engine.inputs({"resid_post.15": hidden})             # hidden [N, D]
     engine.choose(plan, "auto")                                   # measures, then says what it picked
-    descent, n_evaluated = engine.evaluate(plan, inputs, retained)
+    outcome = engine.evaluate(plan, inputs, retained, keep=np.arange(len(inputs)))
 
 Two strategies with one result: `descent` scores a probe when the hierarchy reaches it, `exhaustive` scores
 every probe at once and applies the same rule to the scores. Scores are bitwise the same either way. Where the weights lie
@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
 from probemon.types import Floats
-
-if TYPE_CHECKING:
-    from probemon.kernels.numba_cpu import CompiledNet
 
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
@@ -52,6 +49,21 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and next retained sets."""
+
+    ptr: Ints
+    probes: Any
+    values: Floats
+    fired: Mask
+    n_active: Ints
+    n_dropped: Ints
+    n_evaluated: Ints
+    n_released: Ints
+    kept: Mask
+
+
+@dataclass(frozen=True)
 class Choice:
     """How states are evaluated: `step` for a token of a few rows, `batch` for many tokens, `why` in words."""
 
@@ -69,11 +81,11 @@ class Engine:
         self._input = pack.input_index.numpy()
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
-        self._net: CompiledNet | None = None
+        self._net: Any = None
         if impl == "numba" and resident:
-            from probemon.kernels.numba_cpu import CompiledNet
+            from probemon.kernels import numba_cpu
 
-            self._net = CompiledNet.of(arena.weights)
+            self._numba, self._net = numba_cpu, numba_cpu.CompiledNet.of(arena.weights)
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
@@ -81,10 +93,9 @@ class Engine:
         blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.dtype) for spec in self.pack.inputs]
         finite = np.ones(len(blocks[0]), dtype=bool)
         for x in blocks:  # a hidden state that is not finite is not finite after normalisation either
-            ok = np.isfinite(x.sum(dim=-1, dtype=torch.float32).cpu().numpy())
-            if not ok.all():  # finite terms may overflow a sum: look at each
-                ok = torch.isfinite(x).all(dim=-1).cpu().numpy()
-            finite &= ok
+            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
+            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
+                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
         return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), finite)
 
     def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:
@@ -113,38 +124,33 @@ class Engine:
         own = self.own_scores(inputs, rows, probes).reshape(n, p)
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
-    def evaluate(
-        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, strategy: str | None = None
-    ) -> tuple[Descent, Ints]:
-        """The descent of N states, and how many probes each evaluated. `strategy` overrides the choice."""
-        n = len(inputs)
+    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+        n, finite = len(inputs), inputs.finite
         strategy = strategy or (self.choice.step if retained is not None or n < _BATCH // 4 else self.choice.batch)
+        everything = strategy == "exhaustive"
         if self._net is not None:
-            descent = self._compiled(plan, inputs, retained, strategy == "exhaustive")
-            return descent, np.full(n, self.pack.n_probes) if strategy == "exhaustive" else descent.active.sum(axis=1)
-        if strategy == "exhaustive":
-            descent = apply_rule(plan, self.everything(inputs), retained)
-            return descent, np.full(n, self.pack.n_probes)
-        descent = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
-        return descent, descent.active.sum(axis=1)
-
-    def collect(self, step: Descent) -> tuple[Ints, Any, Floats, Mask]:
-        """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which fire."""
-        if self._net is None:
-            return collect(step, self._alert)
-        from probemon.kernels.numba_cpu import collect as compiled
-
-        return compiled(step.active, step.scores, self._alert)
-
-    def retain(self, plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
-        """The next step's retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
-        config = plan.config
-        if self._net is None or step.dropped[rows].any():
-            return retain(plan, step, rows)
-        from probemon.kernels.numba_cpu import best
-
-        most = config.keep_top_k if config.aggressive_pruning else self.pack.n_probes
-        return best(step.active, step.scores, plan.exempt, rows, most), np.zeros(len(rows), dtype=np.int64)
+            step = self._compiled(plan, inputs, retained, everything)
+        elif everything:
+            step = apply_rule(plan, self.everything(inputs), retained)
+        else:
+            step = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
+        all_seen = finite.all()
+        if not all_seen:
+            step.active[~finite] = False
+            step.dropped[~finite] = False
+        found = collect(step, self._alert) if self._net is None else self._numba.collect(step.active, step.dropped, step.scores, self._alert)
+        ptr, probes, values, fired, n_dropped = found
+        n_active, released = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
+        if self._net is None or n_dropped.any():
+            kept, released[keep] = retain(plan, step, keep)
+        else:
+            most = plan.config.keep_top_k if plan.config.aggressive_pruning else self.pack.n_probes
+            kept = self._numba.best(ptr, probes, values, plan.exempt, keep, most)
+        if retained is not None and not all_seen:
+            kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
+        evaluated = np.where(finite, self.pack.n_probes, 0) if everything else n_active
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, kept)
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)
@@ -206,7 +212,7 @@ class Engine:
             apply_rule(plan, scores, None)
 
         def searching() -> None:
-            self.evaluate(plan, inputs, None, "descent")
+            self.evaluate(plan, inputs, None, self._every[:0], "descent")
 
         times = _interleaved([exhaustive, rule, searching])
         scaled = times[0] * self.pack.n_probes / len(some) + times[1]

@@ -165,27 +165,18 @@ class DynamicProbeManager:
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
-        finite, p = inputs.finite, self.pack.n_probes
-        step, evaluated = self.engine.evaluate(plan, inputs, retained)
-        if not finite.all():
-            step.active[~finite] = False
-            step.dropped[~finite] = False
-        kept, n_released = self.engine.retain(plan, step, keep)
-        if retained is not None:
-            kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
-        released = np.zeros(len(inputs), dtype=np.int64)
-        released[keep] = n_released
-        ptr, probes, values, fired = self.engine.collect(step)
-        active, dropped = np.diff(ptr), step.dropped.sum(axis=1)
+        found, p = self.engine.evaluate(plan, inputs, retained, keep), self.pack.n_probes
+        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(inputs)
+        if not inputs.finite.all():
+            not_reached = np.where(inputs.finite, not_reached, 0)
+            unseen = tuple("" if ok else "hidden state is not finite" for ok in inputs.finite.tolist())
         coverage = Coverage(
-            n_probes=p, active=active, dropped=dropped, not_reached=np.where(finite, p - active - dropped, 0),
-            evaluated=np.where(finite, evaluated, 0), released=released,
-            unseen=tuple("" if ok else "hidden state is not finite" for ok in finite.tolist()),
+            n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
+            released=found.n_released, unseen=unseen,
         )  # fmt: skip
-        scores = Scores(
-            ptr=ptr, probes=probes, values=values, fired_mask=fired, coverage=coverage, report_top_k=self.config.report_top_k,
-        )  # fmt: skip
-        return scores, kept
+        return Scores(
+            ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.config.report_top_k,
+        ), found.kept  # fmt: skip
 
     # -- inside ----------------------------------------------------------------------------------
 

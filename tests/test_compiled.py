@@ -87,12 +87,13 @@ def test_compiled_descent_is_that_of_the_cascade(case):
             assert damaged == -1
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(scores, expected.scores)
-        for mine, theirs in zip(numba_cpu.collect(active, scores, alert), collect(expected, alert), strict=True):
+        found = numba_cpu.collect(active, dropped, scores, alert)
+        for mine, theirs in zip(found, collect(expected, alert), strict=True):
             assert np.array_equal(mine, theirs)
         kept, _ = retain(plan, expected, np.arange(n))
         for row in np.flatnonzero(~expected.dropped.any(axis=1)):
             most = config.keep_top_k if config.aggressive_pruning else tree.n
-            assert np.array_equal(numba_cpu.best(active, scores, plan.exempt, np.array([row]), most)[0], kept[row])
+            assert np.array_equal(numba_cpu.best(*found[:3], plan.exempt, np.array([row]), most)[0], kept[row])
         retained = kept
 
 

@@ -447,41 +447,41 @@ def _descend(
 
 
 @njit(cache=True, nogil=True)
-def _collect(active: Array, scores: Array, alert: Array) -> Any:
-    """Active probes state by state: `ptr [N+1]`, ids, scores, and which fire."""
-    ptr = np.zeros(len(active) + 1, np.int64)
-    for row in range(len(active)):
-        n = 0
-        for p in range(active.shape[1]):
+def _collect(active: Array, dropped: Array, scores: Array, alert: Array) -> Any:
+    """Active probes state by state: `ptr [N+1]`, ids, scores, and which fire; dropped ones of each state."""
+    n_states, n_probes = active.shape
+    ptr, n_dropped = np.zeros(n_states + 1, np.int64), np.zeros(n_states, np.int64)
+    for row in range(n_states):
+        n, m = 0, 0
+        for p in range(n_probes):
             n += active[row, p]
-        ptr[row + 1] = ptr[row] + n
+            m += dropped[row, p]
+        ptr[row + 1], n_dropped[row] = ptr[row] + n, m
     probes, values, fired = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32), np.empty(ptr[-1], np.bool_)
     at = 0
-    for row in range(len(active)):
-        for p in range(active.shape[1]):
+    for row in range(n_states):
+        for p in range(n_probes):
             if active[row, p]:
                 probes[at], values[at], fired[at] = p, scores[row, p], scores[row, p] > alert[p]
                 at += 1
-    return ptr, probes, values, fired
+    return ptr, probes, values, fired, n_dropped
 
 
 @njit(cache=True, nogil=True)
-def _best(active: Array, scores: Array, exempt: Array, rows: Array, most: int, kept: Array) -> None:
-    """`kept[i]`: the best `most` of the active probes of `rows[i]` that are not exempt, ties to the lower id."""
-    probes, key = np.empty(active.shape[1], np.int64), np.empty(active.shape[1], np.float32)
+def _best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
+    """`[len(rows), P]`: the best `most` of the active probes of some rows that are not exempt, ties to the lower id."""
+    kept = np.zeros((len(rows), len(exempt)), np.bool_)
     for i in range(len(rows)):
-        n = 0
-        for p in range(active.shape[1]):
-            if active[rows[i], p] and not exempt[p]:
-                score = scores[rows[i], p]
-                probes[n], key[n] = p, -score if score == score else np.float32(np.inf)
+        begin, end = ptr[rows[i]], ptr[rows[i] + 1]
+        chosen, key, n = np.empty(end - begin, np.int64), np.empty(end - begin, np.float32), 0
+        for at in range(begin, end):
+            if not exempt[probes[at]]:
+                chosen[n], key[n] = probes[at], -values[at] if values[at] == values[at] else np.float32(np.inf)
                 n += 1
-        if n <= most:
-            for k in range(n):
-                kept[i, probes[k]] = True
-        else:
-            for k in np.argsort(key[:n], kind="mergesort")[:most]:
-                kept[i, probes[k]] = True
+        order = np.arange(n) if n <= most else np.argsort(key[:n], kind="mergesort")[:most]
+        for k in order:
+            kept[i, chosen[k]] = True
+    return kept
 
 
 @dataclass(frozen=True)
@@ -531,16 +531,15 @@ class CompiledNet:
         return active, dropped, scores, int(bad)
 
 
-def collect(active: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, and which are over `alert [P]`."""
-    found: tuple[Array, Array, Array, Array] = _collect(active, scores, alert)
+def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were dropped `[N]`."""
+    found: tuple[Array, Array, Array, Array, Array] = _collect(active, dropped, scores, alert)
     return found
 
 
-def best(active: Array, scores: Array, exempt: Array, rows: Array, most: int) -> Array:
+def best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
     """`[len(rows), P]`: the best `most` active probes of some rows that are not `exempt`, ties to the lower id."""
-    kept = np.zeros((len(rows), active.shape[1]), np.bool_)
-    _best(active, scores, exempt, rows, most, kept)
+    kept: Array = _best(ptr, probes, values, exempt, rows, most)
     return kept
 
 

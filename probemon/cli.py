@@ -103,6 +103,7 @@ def watch(
     lines = [
         f"{len(result)} tokens ({int(generated.sum())} generated), {cover.n_unseen} unseen (the last one generated is never run by the host)",
         f"{opened.n_probes} probes, {per_token[1]:.0f} active and {per_token[0]:.0f} evaluated a token, {int(cover.dropped.sum())} dropped",
+        f"kernel: {manager.impl} ({manager.impl_why})",
         f"strategy: {manager.strategy.step} for a token, {manager.strategy.batch} for a prompt: {manager.strategy.why}",
     ]
     if cost is not None:

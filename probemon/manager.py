@@ -22,7 +22,7 @@ from probemon.cascade import CascadePlan, expand_thresholds
 from probemon.engine import Engine, Inputs
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
-from probemon.kernels import check_device, check_impl, default_impl
+from probemon.kernels import check_device, check_impl, choose_impl
 from probemon.pack import ProbePack
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
@@ -35,7 +35,7 @@ Hidden = Tensor | Mapping[str, Tensor]
 class DynamicProbeManager:
     """Scores hidden states with a pack, descending its hierarchy.
 
-    `device`, `impl` (kernel; None picks by device) and the settings of `CascadeConfig` by name:
+    `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of `CascadeConfig` by name:
     base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes, unload_threshold,
     always_on, report_top_k, max_rounds. `arena_bytes` bounds the weights held on the device (None: the whole
     pack stays there); `cache_bytes` bounds the copies that a paged arena keeps in RAM. `strategy` is how
@@ -50,7 +50,8 @@ class DynamicProbeManager:
         self.pack = pack
         self.config = CascadeConfig.of(settings)
         self.device = check_device(device)
-        self.impl = check_impl(impl or default_impl(self.device, pack.dtype), self.device, pack.dtype)
+        chosen, self.impl_why = (impl, "as asked") if impl else choose_impl(self.device, pack.weights)
+        self.impl = check_impl(chosen, self.device, pack.dtype)
         self._alert = pack.alert_threshold.numpy()
         self._thresholds = expand_thresholds(
             pack.tree, pack.score_rule, self.config.load_threshold, self._alert, pack.expand_threshold.numpy(),

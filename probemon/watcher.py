@@ -364,8 +364,11 @@ class Watcher:
                     "[rows, tokens, hidden size]: which state is whose is unknown"
                 )
             for one in mine.waiting:
+                if hidden.shape[1] == 1 and len(one.placed) == len(hidden):  # a token of every row
+                    one.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
+                    continue
                 rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (one.placed.rows, one.placed.offsets))
-                one.states[site] = hidden[rows, offsets]  # a copy: the host may reuse its memory
+                one.states[site] = hidden[rows, offsets]
             if all(len(one.states) == len(self._sites) for one in mine.waiting):
                 self._hand_on()
         mine.seconds += time.perf_counter() - begin

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from test_cascade import cases
 
+from probemon import DynamicProbeManager
 from probemon.cascade import CascadePlan, collect, descend, expand_thresholds, retain
 from probemon.errors import ConfigError
 from probemon.hierarchy import ConceptTree
@@ -113,3 +114,10 @@ def test_damaged_weights_are_noticed_when_first_used(shape, dtype, everything, b
                 np.full(3, threshold, np.float32), path_rule=False, max_rounds=None, max_active=3, everything=everything,
             )  # fmt: skip
             assert damaged == noticed and not sound[2], name
+
+
+def test_kernel_is_chosen_by_measuring_and_said(pack):
+    chosen = DynamicProbeManager(pack)
+    assert chosen.impl in ("numba", "cpu") and chosen.impl_why.startswith("measured: ")
+    asked = DynamicProbeManager(pack, impl="cpu")
+    assert asked.impl == "cpu" and asked.impl_why == "as asked"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from probemon.pack import ProbePack
 
 IMPLS = ("reference", "cpu", "numba", "triton")
+_TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
 
 
 @functools.cache
@@ -44,14 +46,29 @@ def check_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def default_impl(device: torch.device, dtype: torch.dtype) -> str:
-    """The implementation used where none is asked for: triton on a GPU, numba (else torch) on a CPU."""
+def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The implementation used where none is asked for, and why: triton on a GPU; on a CPU what is faster on some of the weights."""
     if device.type == "cuda":
-        return "triton"
-    if device.type == "cpu":
-        readable = dtype in (torch.float32, torch.bfloat16)
-        return "numba" if readable and _installed("numba") else "cpu"
-    return "reference"
+        return "triton", "the weights are on a GPU"
+    if device.type != "cpu":
+        return "reference", f"no other runs on {device.type}"
+    if weights["w1"].dtype not in (torch.float32, torch.bfloat16):
+        return "cpu", f"numba does not read {weights['w1'].dtype}"
+    if not _installed("numba"):
+        return "cpu", "numba is not installed (probemon[cpu])"
+    slots = torch.arange(min(_TRIAL, len(weights["w1"])))
+    hidden, rows = torch.zeros(1, weights["w1"].shape[2]), torch.zeros_like(slots)
+    taken: dict[str, float] = {}
+    for impl in ("numba", "cpu"):
+        score_probes(hidden, weights, rows, slots, impl=impl)  # numba may have to compile
+        seconds = []
+        for _ in range(_TRIALS):
+            begin = time.perf_counter()
+            score_probes(hidden, weights, rows, slots, impl=impl)
+            seconds.append(time.perf_counter() - begin)
+        taken[impl] = min(seconds)
+    best, other = sorted(taken, key=lambda impl: taken[impl])
+    return best, f"measured: {taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}"
 
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -113,4 +130,4 @@ def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack) -> Tenso
     return own
 
 
-__all__ = ["IMPLS", "check_device", "check_impl", "default_impl", "exhaustive_reference", "prepare_input", "score_probes"]
+__all__ = ["IMPLS", "check_device", "check_impl", "choose_impl", "exhaustive_reference", "prepare_input", "score_probes"]

@@ -159,6 +159,15 @@ def _sigmoid(logit: np.float32) -> np.float32:
 
 
 @njit(cache=True, nogil=True)
+def _touch(w: Array, begin: int, end: int) -> int:
+    """Read one value of every cache line, so that the rest is near when it is asked for."""
+    total, stride = 0, 64 // w.itemsize
+    for i in range(begin, end, stride):
+        total += w[i]
+    return total
+
+
+@njit(cache=True, nogil=True)
 def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
     """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes only."""
     w1, b1, w2, b2, w3, b3, d, h1, h2, n_layers = net
@@ -168,6 +177,8 @@ def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: in
     else:
         first = np.empty(n * h1, np.float32)
         begin = np.arange(n) * h1
+        if n >= _MANY:  # the tiles read four rows at once, which memory is slow at: have them in the cache by then
+            first[0] = _touch(w1, slot * h1 * d, (slot + 1) * h1 * d)
         _products(w1, slot * h1 * d, h1, d, x, x_at, n, first)
         _add_bias(first, b1, slot * h1, h1, n, True)
         if n_layers == 3:

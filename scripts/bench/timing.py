@@ -1,0 +1,47 @@
+"""Timing many methods side by side: in turns, each round in another order, medians and 99th percentiles.
+
+    taken = interleaved({"ours": run, "floor": read}, n_rounds=40)     # run(round): what is timed; seconds by method
+    row(method, taken[method], ours=..., floor=...)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def interleaved(methods: Mapping[str, Callable[[int], object]], n_rounds: int, *, before: Callable[[], object] = lambda: None) -> dict[str, list[float]]:
+    """Seconds of `method(round)`, one entry a round; one round more comes first and is not counted. `before` runs untimed."""
+    names = list(methods)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for at in range(-1, n_rounds):
+        turn = at % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            before()
+            begin = time.perf_counter()
+            methods[name](at)
+            seconds = time.perf_counter() - begin
+            if at >= 0:
+                taken[name].append(seconds)
+    return taken
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """Median and 99th percentile in microseconds."""
+    return {"median_us": round(statistics.median(seconds) * 1e6, 1), "p99_us": round(float(np.percentile(seconds, 99)) * 1e6, 1), "n": len(seconds)}
+
+
+def rows_of(taken: Mapping[str, Sequence[float]], where: Mapping[str, Any], *, ours: str, floor: str | None) -> list[dict[str, Any]]:
+    """One row a method: what, how long, and its ratio to ours and to the floor, as medians of one interleaved run."""
+    found = []
+    for name, seconds in taken.items():
+        middle = statistics.median(seconds)
+        found.append({
+            **where, "method": name, **summary(seconds), "ratio_to_ours": round(middle / statistics.median(taken[ours]), 3),
+            "ratio_to_floor": None if floor is None else round(middle / statistics.median(taken[floor]), 3),
+        })  # fmt: skip
+    return found

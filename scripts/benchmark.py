@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402
+"""The benchmark: scoring, whole steps and a real host, ours beside the ways that people do it, in one process.
+
+    python scripts/benchmark.py                                       # --suite quick: within five minutes
+    python scripts/benchmark.py --suite cpu --json docs/benchmarks/cpu.json
+
+Every method must first give the right scores (against fp64, or the same sets as the slow twin); only then is anything timed,
+in turns, so that what else the machine does falls on all alike. Times are medians of one interleaved run: compare them
+within a file, never between files. The file has `rows` (method, figure, ratio to ours and to the floor) and `claims`.
+Weights and hierarchies of the scoring and step parts are random; the host, its hidden states and its packs are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from bench import host, scoring, stepping
+from bench.scoring import Cell
+from probemon.packfile import write_text_atomically
+from profile_cascade import Disagreement
+from provenance import commit, machine
+
+HEADLINE = Cell(576, "bfloat16", 1, 64)
+QUICK = (HEADLINE, Cell(576, "float32", 1, 64), Cell(576, "bfloat16", 8, 64), Cell(2560, "bfloat16", 1, 64))
+FULL = tuple(
+    Cell(d, dtype, batch, n) for d in (576, 2560, 4096) for dtype in ("bfloat16", "float32") for batch in (1, 8, 64) for n in (16, 64)
+)  # fmt: skip
+# The bar of each claim, and whether it is the most or the least that will do.
+BARS = {
+    "score_vs_floor": (2.0, "most"), "step_vs_slow_twin": (25.0, "least"), "step_vs_scoring": (1.5, "most"), "decode_overhead_pct": (2.0, "most"),
+    "prefill_overhead_pct": (15.0, "most"), "open_ms": (100.0, "most"), "cold_vs_slow_twin": (10.0, "least"),
+}  # fmt: skip
+
+
+def run(suite: str) -> dict[str, Any]:
+    """Every row and claim of a suite."""
+    quick = suite == "quick"
+    rows: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    for cell in QUICK if quick else FULL:
+        _say(begin, f"scoring: {cell}")
+        rows += scoring.measure(cell, 60 if cell == HEADLINE else 20, compiled=cell == HEADLINE and not quick)
+    [headline] = [row for row in rows if row["method"] == "ours (numba)" and all(row[key] == getattr(HEADLINE, key) for key in ("hidden", "dtype", "batch", "n_probes"))]
+    claims = {"score_vs_floor": headline["ratio_to_floor"]}
+    _say(begin, "steps of a 5,000-probe cascade, beside the slow twin")
+    steps = stepping.measure(5000, 60 if quick else 100)
+    _say(begin, "the demo model, watched and bare")
+    watched = host.measure(10 if quick else 40)
+    for part in (steps, watched):
+        rows += part["rows"]
+        claims |= part["claims"]
+    _say(begin, "done")
+    return {
+        "suite": suite, "claims": {name: _claim(name, claims[name]) for name in BARS}, "rows": rows, "agreement": steps["agreement"],
+        "seconds": round(time.perf_counter() - begin, 1), "machine": machine(), "commit": commit(),
+    }  # fmt: skip
+
+
+def _claim(name: str, value: float) -> dict[str, Any]:
+    bar, kind = BARS[name]
+    return {"value": round(value, 3), "bar": bar, "kind": kind, "holds": bool(value <= bar if kind == "most" else value >= bar)}
+
+
+def _say(begin: float, what: str) -> None:
+    print(f"[{time.perf_counter() - begin:6.1f} s] {what}", file=sys.stderr)
+
+
+def show(found: dict[str, Any]) -> None:
+    """Tables for a reader."""
+    for row in found["rows"]:
+        where = ", ".join(str(row[key]) for key in ("part", "hidden", "dtype", "batch", "n_probes", "pack") if key in row)
+        if "overhead_pct" in row:
+            print(f"{where:55s} {row['host_ms']:9.2f} ms bare, {row['watched_ms']:9.2f} ms watched: {row['overhead_pct']:+.2f} %")
+        else:
+            ratios = "".join(f"   {row[key]:8.2f} x {name}" for key, name in (("ratio_to_ours", "ours"), ("ratio_to_floor", "floor")) if row.get(key) is not None)
+            print(f"{where:55s} {row['method']:36s} {row['median_us']:11.1f} us (p99 {row['p99_us']:11.1f}){ratios}")
+    print()
+    for name, claim in found["claims"].items():
+        print(f"{name:22s} {claim['value']:9.3f}   bar: at {claim['kind']} {claim['bar']:g}   {'holds' if claim['holds'] else 'MISSED'}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"benchmark: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write. Status 1 if a method was wrong, so nothing was timed; a missed bar is published, not hidden."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=("quick", "cpu"), default="quick")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims to FILE")
+    arguments = parser.parse_args(argv)
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
+        parser.error(f"--json {arguments.json}: give a file in a folder that exists")
+    torch.set_num_threads(1)  # a parallel region of two stalls whenever another process takes a core
+    try:
+        found = run(arguments.suite)
+    except (scoring.WrongScores, Disagreement) as error:
+        print(f"benchmark: nothing was timed: {error}", file=sys.stderr)
+        return 1
+    show(found)
+    if arguments.json is not None:
+        write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

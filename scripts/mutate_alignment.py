@@ -114,7 +114,7 @@ def failed(copy: Path) -> str:
         return "ran out of time"
     if done.returncode == 0:
         return ""
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     return lines[0].split(" ")[1] if lines else "could not be imported"
 
 

@@ -78,6 +78,34 @@ def test_chunk_of_a_prompt(manager, model, lost, columns):
     assert told == dict(enumerate(out[0, :12].tolist()))
 
 
+@pytest.mark.skipif(OLDEST, reason="no chunks there")
+def test_second_turn_in_chunks(manager, model):
+    cache, gaps = DynamicCache(), []
+    with manager.attach(model, on_gap=gaps.append) as run:
+        first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
+        ids = torch.cat([first, torch.tensor([[33, 34, 35]])], dim=1)
+        with Blinded(model, [1]):  # columns 12, 13; 14, 15; then the generated ones
+            second = model.generate(ids, **GREEDY, past_key_values=cache, prefill_chunk_size=2)
+    two = run.result(second)
+    assert unseen(two) == {14: GAP, 15: GAP, 23: LAST} and len(gaps) == 1
+    same_prompt(two, prompt_scores(manager, model, second), [12, 13])
+
+
+def test_document_goes_on_where_a_generation_ended(manager, model):
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
+        more = torch.cat([first[:, -1:], torch.tensor([[33, 34]])], dim=1)
+        with torch.no_grad():
+            model(more, past_key_values=cache)
+    whole = torch.cat([first, more[:, 1:]], dim=1)
+    result, one = run.result(whole), run.result(first)
+    assert not unseen(result) and result.phase.tolist() == [0] * 5 + [1] * 7 + [0] * 3
+    for i in range(12):
+        assert np.array_equal(result.scores.active_scores(i), one.scores.active_scores(i))
+    same_prompt(result, prompt_scores(manager, model, whole), [12, 13, 14])
+
+
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1, 2]], ids=str)
 def test_second_turn_keeps_the_first(manager, model, lost):
     cache, gaps = DynamicCache(), []

@@ -13,7 +13,7 @@ one is asked for. Which arena holds the weights never changes a score.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from torch import Tensor
 from probemon.errors import ArenaFull, ConfigError, PackCorrupt, ProbeLoadError
 from probemon.hierarchy import Ints
 from probemon.store import ProbeStore
+
+HALF_LIFE = 20  # waves, about a token each
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,10 @@ class ResidentArena:
 
 
 class PagedArena:
-    """`n_slots` slots over a store: least recently used out first, pinned and in-use slots never.
+    """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
 
-    Slots are allocated once, empty ones are NaN: reading one by mistake cannot pass for a score.
+    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/eviction.py). Slots are allocated once, empty ones
+    are NaN: reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
     """
 
     def __init__(self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device) -> None:
@@ -134,29 +137,30 @@ class PagedArena:
         self.weights: Mapping[str, Tensor] = {
             name: torch.full((n_slots, *t.shape[1:]), float("nan"), dtype=t.dtype, device=device) for name, t in like.items()
         }
-        self._slot_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        n_probes = len(like["w1"])
+        self._slot_of = np.full(n_probes, -1, dtype=np.int64)
+        self._worth, self._used_at, self._now = np.zeros(n_probes), np.zeros(n_probes), 0
         self._free = list(range(n_slots - 1, -1, -1))
         self._pins: Counter[int] = Counter()
         self._hits = self._misses = self._evictions = self._uploaded = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """What is held comes first, so that a wave never loads what it has just evicted."""
-        wanted = probes.tolist()
-        held = [i for i, p in enumerate(wanted) if p in self._slot_of]
-        missing = [i for i, p in enumerate(wanted) if p not in self._slot_of]
+        probes = np.asarray(probes, dtype=np.int64)
+        held, missing = np.flatnonzero(self._slot_of[probes] >= 0), np.flatnonzero(self._slot_of[probes] < 0)
         self._hits += len(held)
-        room = self._n_slots - len(self._pins.keys() | {wanted[i] for i in held})
-        first, rest = held + missing[:room], missing[room:]
-        if first:
-            yield np.asarray(first), self._bring([wanted[i] for i in first])
+        room = self._n_slots - len(self._pins.keys() | set(probes[held].tolist()))
+        first, rest = np.concatenate([held, missing[:room]]), missing[room:]
+        if len(first):
+            yield first, self._bring(probes[first])
         room = self._n_slots - len(self._pins)
-        if rest and not room:
+        if len(rest) and not room:
             raise ArenaFull(
                 f"{self._n_slots} slots, all pinned, none for {len(rest)} more probes: raise arena_bytes or lower max_loaded_probes"
             )
         for at in range(0, len(rest), max(room, 1)):
             wave = rest[at : at + room]
-            yield np.asarray(wave), self._bring([wanted[i] for i in wave])
+            yield wave, self._bring(probes[wave])
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
         """Load these and never evict them until as many `unpin`. All or nothing."""
@@ -165,7 +169,7 @@ class PagedArena:
         if needed > self._n_slots:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
         with self.lock:
-            self._bring(wanted)
+            self._bring(np.asarray(wanted, dtype=np.int64))
             self._pins.update(wanted)
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
@@ -173,28 +177,36 @@ class PagedArena:
         with self.lock:
             _take_back(self._pins, probes)
 
-    def _bring(self, probes: list[int]) -> Ints:
-        missing = [p for p in probes if p not in self._slot_of]
+    def _bring(self, probes: Ints) -> Ints:
+        missing = probes[self._slot_of[probes] < 0].tolist()
         loaded = self._store.get_many(missing) if missing else {}  # before anything is evicted: it may raise
-        in_use = set(probes)
-        for probe in probes:
-            if probe in self._slot_of:
-                self._slot_of.move_to_end(probe)
+        if len(missing) > len(self._free):
+            self._evict(len(missing) - len(self._free), probes)
+        self._now += 1
+        self._worth[probes] = self._worth[probes] * 0.5 ** ((self._now - self._used_at[probes]) / HALF_LIFE) + 1
+        self._used_at[probes] = self._now
         for probe in missing:
-            slot = self._free.pop() if self._free else self._evict(in_use)
+            slot = self._free.pop()
             for name, tensor in loaded[probe].items():
                 self.weights[name][slot].copy_(tensor)
                 self._uploaded += tensor.numel() * tensor.element_size()
             self._slot_of[probe] = slot
         self._misses += len(missing)
-        return np.asarray([self._slot_of[p] for p in probes], dtype=np.int64)
+        return self._slot_of[probes]
 
-    def _evict(self, in_use: set[int]) -> int:
-        for probe in self._slot_of:
-            if probe not in in_use and probe not in self._pins:
-                self._evictions += 1
-                return self._slot_of.pop(probe)
-        raise ArenaFull(f"{self._n_slots} slots, {len(self._pins)} pinned, 0 evictable: raise arena_bytes or lower max_loaded_probes")
+    def _evict(self, n: int, in_use: Ints) -> None:
+        """Free the slots of the `n` probes of least worth that may go, ties to the lower id."""
+        held = np.flatnonzero(self._slot_of >= 0)
+        may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
+        if len(may_go) < n:
+            raise ArenaFull(
+                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise arena_bytes or lower max_loaded_probes"
+            )
+        worth = self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
+        for probe in may_go[np.lexsort((may_go, worth))[:n]].tolist():
+            self._free.append(int(self._slot_of[probe]))
+            self._slot_of[probe] = -1
+            self._evictions += 1
 
     def stats(self) -> ArenaStats:
         """A snapshot."""
@@ -203,15 +215,16 @@ class PagedArena:
         )
 
     def check_integrity(self) -> None:
-        """Slots and probes map one to one, pinned probes are held, empty slots are NaN, held ones are the store's."""
-        taken = list(self._slot_of.values())
+        """Slots and probes map one to one, pinned probes are held, slots never used are NaN, held ones are the store's."""
+        held = np.flatnonzero(self._slot_of >= 0)
+        taken = self._slot_of[held].tolist()
         assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)
-        assert all(p in self._slot_of for p in self._pins), self._pins
+        assert all(self._slot_of[p] >= 0 for p in self._pins), self._pins
         for name, tensor in self.weights.items():
             assert bool(torch.isnan(tensor[self._free]).all()), name
-        for probe, state in self._store.get_many(list(self._slot_of)).items():
+        for probe, state in self._store.get_many(held.tolist()).items():
             for name, tensor in state.items():
-                assert torch.equal(self.weights[name][self._slot_of[probe]].cpu(), tensor), (probe, name)
+                assert torch.equal(self.weights[name][int(self._slot_of[probe])].cpu(), tensor), (probe, name)
 
 
 def _take_back(pins: Counter[int], probes: Sequence[int] | Ints) -> None:

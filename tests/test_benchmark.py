@@ -1,0 +1,88 @@
+"""The benchmark's own parts: a wrong method stops it, every method of a small cell is right, claims are judged as they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark
+import eviction
+from bench import scoring
+from bench.scoring import Cell, WrongScores
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = Cell(32, "bfloat16", 2, 8)
+
+
+@pytest.fixture(autouse=True)
+def small_bank(monkeypatch):
+    monkeypatch.setattr(scoring, "BANK_BYTES", 1 << 20)
+
+
+def test_every_method_of_a_cell_is_right_and_in_the_file():
+    rows = scoring.measure(SMALL, 2, compiled=False)
+    names = {row["method"] for row in rows}
+    assert len(rows) == len(names) == 9
+    for row in rows:
+        assert row["median_us"] > 0 and row["n"] == 2 and row["ratio_to_floor"] > 0
+        if row["method"].startswith("ours"):
+            assert row["max_error"] < 1e-5
+        elif not row["method"].startswith("floor"):
+            assert row["max_error"] < 0.05
+    [ours] = [row for row in rows if row["method"] == "ours (numba)"]
+    assert ours["ratio_to_ours"] == 1.0
+
+
+def test_a_wrong_method_is_not_timed(monkeypatch):
+    whole = scoring.methods_of
+
+    def with_a_wrong_one(cell, compiled):
+        methods, bank = whole(cell, compiled)
+        return {**methods, "vmap": lambda at: torch.zeros(cell.n_probes, cell.batch)}, bank
+
+    monkeypatch.setattr(scoring, "methods_of", with_a_wrong_one)
+    with pytest.raises(WrongScores, match="vmap"):
+        scoring.measure(SMALL, 2, compiled=False)
+
+
+def test_the_floor_reads_every_byte_of_a_set():
+    methods, bank = scoring.methods_of(SMALL, False)
+
+    def total():
+        return [int(one) for one in methods["floor: read the same bytes"](0)]
+
+    before = total()
+    other = (set(range(bank.n)) - set(bank.sets[0].tolist())).pop()
+    for i, name in enumerate(("w1", "w2", "w3")):
+        flat = bank.weights[name].view(bank.n, -1)
+        flat[other, 0] += 1
+        assert total() == before  # not of the set
+        for at in (0, -1):
+            flat[bank.sets[0][-1], at] += 1
+            now = total()
+            assert now[i] != before[i]
+            before = now
+
+
+@pytest.mark.parametrize("name, value, holds", [("score_vs_floor", 2.0, True), ("score_vs_floor", 2.01, False), ("step_vs_slow_twin", 24.9, False), ("step_vs_slow_twin", 25.0, True)])
+def test_claims_are_judged_by_their_bars(name, value, holds):
+    assert benchmark._claim(name, value)["holds"] is holds
+
+
+def test_eviction_policies_on_a_trace_worked_by_hand():
+    trace = [[0], [1], [0], [2], [0], [1], [2]]  # two slots
+    counted = {name: eviction.misses(trace, 3, 2, key) for name, key in eviction.POLICIES.items()}
+    assert counted == {
+        "least recently used": 5,  # 0 1 | 2 for 1 | 1 for 2 | 2 for 0
+        "least often used": 5,  # 0 1 | 2 for 1 | 1 for 2 | 2 for 1
+        "least often used lately": 5,
+        "first in, first out": 6,  # 0 1 | 2 for 0 | 0 for 1 | 1 for 2 | 2 for 0
+        "bound: used again last (knows the future)": 4,  # 0 1 | 2 for 1 | 1 for 0, which is not used again
+    }
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured():
+    done = subprocess.run([sys.executable, ROOT / "scripts/benchmark.py", "--json", "/nowhere/at/all.json"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("benchmark: --json /nowhere") and done.stderr.count("\n") == 1

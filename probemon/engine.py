@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
 from probemon.types import Floats
+
+if TYPE_CHECKING:
+    from probemon.kernels.triton_cascade import DeviceCascade
 
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
@@ -82,6 +85,9 @@ class Engine:
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
+        self._device_plan: CascadePlan | None = None
+        self._device_cascade: DeviceCascade | None = None
+        self.n_overflowed = 0  # states that the device could not finish
         if impl == "numba" and resident:
             from probemon.kernels import numba_cpu
 
@@ -131,6 +137,8 @@ class Engine:
         everything = strategy == "exhaustive"
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
+        elif self.impl == "triton" and self._resident and not everything and self._on_device(plan) is not None:
+            step = self._descend_on_device(plan, inputs, retained)
         elif everything:
             step = apply_rule(plan, self.everything(inputs), retained)
         else:
@@ -151,6 +159,39 @@ class Engine:
             kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
         evaluated = np.where(finite, self.pack.n_probes, 0) if everything else n_active
         return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, kept)
+
+    def _on_device(self, plan: CascadePlan) -> DeviceCascade | None:
+        """The descent of a plan on the device, or None where a state's active probes may be too many for it."""
+        if self._device_plan is not plan:
+            from probemon.kernels.triton_cascade import DeviceCascade
+
+            self._device_plan = plan
+            self._device_cascade = DeviceCascade(plan, self.arena.weights, self._input) if DeviceCascade.fits(plan) else None
+        return self._device_cascade
+
+    def _descend_on_device(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
+        """States that overflow on the device are descended again, by the exact path, and counted in `n_overflowed`."""
+        assert self._device_cascade is not None
+        n, p = len(inputs), self.pack.n_probes
+        for _ in self.arena.waves(self._every):  # whatever is reached: weights are looked at before their first use
+            pass
+        before = None
+        if retained is not None:
+            before = np.full((n, max(1, int(retained.sum(axis=1).max(initial=0)))), -1, dtype=np.int32)
+            rows, probes = np.nonzero(retained)
+            before[rows, np.arange(len(rows)) - np.searchsorted(rows, rows)] = probes
+        found = self._device_cascade.descend(inputs.values, n, None if before is None else torch.from_numpy(before).to(self.device))
+        count, ids, values, over = (tensor.cpu().numpy() for tensor in (found.count, found.ids, found.scores, found.overflowed))
+        active, dropped, scores = np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=np.float32)
+        here = np.arange(ids.shape[1]) < count[:, None]
+        rows = np.nonzero(here)[0]
+        active[rows, ids[here]], scores[rows, ids[here]] = True, values[here]
+        again = np.flatnonzero(over)
+        if len(again):
+            self.n_overflowed += len(again)
+            exact = descend(plan, len(again), None if retained is None else retained[again], lambda rows, probes: self.own_scores(inputs, again[rows], probes))
+            active[again], dropped[again], scores[again] = exact.active, exact.dropped, exact.scores
+        return Descent(active, dropped, scores)
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)

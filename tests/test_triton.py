@@ -6,13 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from test_compiled import oracle, weights
+from hypothesis import given, settings
+from test_cascade import cases
+from test_compiled import logit_net, oracle, weights
 
-from probemon.kernels import score_probes
+from probemon import DynamicProbeManager
+from probemon.cascade import CascadePlan, descend, expand_thresholds, retain
+from probemon.errors import ConfigError
+from probemon.hierarchy import ConceptTree
+from probemon.kernels import score_probes, triton_fused
+from probemon.kernels.triton_cascade import DeviceCascade
+from probemon.types import CascadeConfig
 
-triton_fused = pytest.importorskip("probemon.kernels.triton_fused")
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
@@ -26,7 +34,8 @@ def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d):
     x = torch.randn(3, d, generator=torch.Generator().manual_seed(1))
     rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
     first, again = (score_probes(x, net, rows, slots, impl="triton") for _ in range(2))
-    assert torch.equal(first, again)
+    strided = score_probes(x, net, torch.stack([rows, slots], dim=1)[:, 0], torch.stack([rows, slots], dim=1)[:, 1], impl="triton")
+    assert torch.equal(first, again) and torch.equal(first, strided)
     assert (first.reshape(11, 3).T - oracle(net, x)).abs().max() < 1e-6
     assert all(not counters.any() for counters in triton_fused._ARRIVED.values())
 
@@ -36,6 +45,74 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * 3 * 7
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (3 * (2 * 6 + 2) + 3 * 3 + 3)
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
+
+
+def sets_of(found, n_probes):
+    """Active sets and scores `[N, P]`, as the cascade has them."""
+    active, scores = np.zeros((len(found.count), n_probes), bool), np.zeros((len(found.count), n_probes), np.float32)
+    for row, n in enumerate(found.count.tolist()):
+        ids = found.ids[row, :n].numpy()
+        assert len(set(ids.tolist())) == n
+        active[row, ids], scores[row, ids] = True, found.scores[row, :n].numpy()
+    return active, scores
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
+    """Over two steps, the second from what the first retained; scores with many ties, as in test_compiled.py."""
+    tree, path, alert, config, always_on, first, second = case
+    thresholds = expand_thresholds(tree, "path" if path else "independent", config.load_threshold, alert, alert, None)
+    try:
+        plan = CascadePlan.of(tree, "path" if path else "independent", config, thresholds, always_on)
+    except ConfigError:
+        return
+    retained, before, states = None, None, torch.eye(len(first))
+    for ticks in (first, second):
+        net, n = logit_net(ticks), len(ticks)
+        own = score_probes(states, net, torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n), impl="triton").reshape(tree.n, n).T.numpy()
+        expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
+        found = DeviceCascade(plan, net, np.zeros(tree.n)).descend(states, n, before)
+        fits = found.overflowed.numpy() == 0
+        assert not expected.dropped[fits].any()
+        assert fits[~expected.dropped.any(axis=1) & (expected.active.sum(axis=1) < config.max_loaded_probes)].all()
+        active, scores = sets_of(found, tree.n)
+        assert np.array_equal(active[fits], expected.active[fits]) and np.array_equal(scores[fits], expected.scores[fits])
+        kept, _ = retain(plan, expected, np.arange(n))
+        for row in np.flatnonzero(fits):
+            assert sorted(p for p in found.kept[row].tolist() if p >= 0) == np.flatnonzero(kept[row]).tolist()
+        retained = kept
+        most = max(1, int(kept.sum(axis=1).max()))
+        before = torch.full((n, most), -1, dtype=torch.int32)
+        for row in range(n):
+            ids = np.flatnonzero(kept[row])
+            before[row, : len(ids)] = torch.from_numpy(ids)
+
+
+@pytest.mark.parametrize("shape", [(20,), (20, 5)], ids=str)
+def test_device_cascade_of_split_probes_with_two_inputs(shape):
+    rng = np.random.default_rng(0)
+    parents = [[] if i < 3 else [f"c{rng.integers(0, i)}"] for i in range(11)]
+    _, tree = ConceptTree.build([f"c{i}" for i in range(11)], parents)
+    net, input_of = weights(shape, 24, torch.float32), rng.integers(0, 2, 11)
+    plan = CascadePlan.of(tree, "path", CascadeConfig(keep_top_k=3), np.full(11, 0.6, np.float32), [])
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4))  # two inputs of three states
+    exact = oracle(net, x).numpy().astype(np.float32)
+    own = np.stack([[exact[input_of[p] * 3 + row, p] for p in range(11)] for row in range(3)])
+    expected = descend(plan, 3, None, lambda rows, probes: own[rows, probes])
+    active, scores = sets_of(DeviceCascade(plan, net, input_of).descend(x, 3, None), 11)
+    assert np.array_equal(active, expected.active) and np.abs(scores - expected.scores).max() < 1e-6 and active.sum(axis=1).min() < 11
+
+
+def test_a_manager_descends_on_the_device_as_on_the_host_and_counts_what_overflowed(pack):
+    states = torch.randn(9, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(5))
+    for settings_, overflows in (({}, False), ({"max_loaded_probes": 14, "load_threshold": 0.1}, True), ({"max_rounds": 1, "keep_top_k": 4}, False)):
+        there = DynamicProbeManager(pack, impl="triton", strategy="descent", **settings_)
+        here = DynamicProbeManager(pack, impl="cpu", strategy="descent", **settings_)
+        mine, theirs = there.score_tokens(states, prompt_len=4), here.score_tokens(states, prompt_len=4)
+        assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-6
+        assert np.array_equal(mine.coverage.dropped, theirs.coverage.dropped) and bool(mine.coverage.dropped.any()) == overflows
+        assert (there.engine.n_overflowed > 0) == overflows

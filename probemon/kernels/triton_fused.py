@@ -25,16 +25,13 @@ _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _layered(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+def part_of_probe(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, row, slot, part, parts_ptr, arrived_ptr, out_ptr,
     D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One pair's `ROWS` rows of layer 1; `parts [M, N_PARTS, H2 or 1]`, `arrived [M]` int32 zeros, which are zeros again afterwards."""
-    pair = tl.program_id(0) // N_PARTS
-    part = tl.program_id(0) % N_PARTS
-    row = tl.load(rows_ptr + pair).to(tl.int64)
+    """One pair's `ROWS` rows of layer 1. Of this pair: `parts [N_PARTS, H2 or 1]`, `arrived` an int32 zero, zero again afterwards, `out`."""
     # int64: slot * H1 * D passes 2**31 at 6,554 slots of 128 x 2560.
-    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    row, slot = row.to(tl.int64), slot.to(tl.int64)
     j = part * ROWS + tl.arange(0, ROWS)
     j_in = j < H1
     total = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
@@ -51,26 +48,39 @@ def _layered(  # type: ignore[no-untyped-def]
     k_in = k < H2
     if LAYERS == 3:
         w2 = tl.load(w2_ptr + (slot * H2 + k[:, None]) * H1 + j[None, :], mask=k_in[:, None] & j_in[None, :], other=0.0).to(tl.float32)
-        mine = tl.sum(w2 * z[None, :], axis=1)
-        tl.store(parts_ptr + (pair.to(tl.int64) * N_PARTS + part) * H2 + k, mine, mask=k_in)
+        tl.store(parts_ptr + part * H2 + k, tl.sum(w2 * z[None, :], axis=1), mask=k_in)
     else:
         w3 = tl.load(w3_ptr + slot * H1 + j, mask=j_in, other=0.0).to(tl.float32)
-        tl.store(parts_ptr + pair.to(tl.int64) * N_PARTS + part, tl.sum(w3 * z, axis=0))
+        tl.store(parts_ptr + part, tl.sum(w3 * z, axis=0))
     tl.debug_barrier()  # every thread's part is stored before one of them says so
-    if tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel") == N_PARTS - 1:
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == N_PARTS - 1:
         p = tl.arange(0, BLOCK_PARTS)
         if LAYERS == 3:
-            at = (pair.to(tl.int64) * N_PARTS + p[:, None]) * H2 + k[None, :]
-            parts = tl.load(parts_ptr + at, mask=(p < N_PARTS)[:, None] & k_in[None, :], other=0.0, cache_modifier=".cg")
+            parts = tl.load(
+                parts_ptr + p[:, None] * H2 + k[None, :], mask=(p < N_PARTS)[:, None] & k_in[None, :], other=0.0, cache_modifier=".cg"
+            )
             z2 = tl.sum(parts, axis=0) + tl.load(b2_ptr + slot * H2 + k, mask=k_in, other=0.0)
             z2 = tl.where(z2 < 0, 0.0, z2)
             w3 = tl.load(w3_ptr + slot * H2 + k, mask=k_in, other=0.0).to(tl.float32)
             logit = tl.sum(w3 * z2, axis=0) + tl.load(b3_ptr + slot)
         else:
-            parts = tl.load(parts_ptr + pair.to(tl.int64) * N_PARTS + p, mask=p < N_PARTS, other=0.0, cache_modifier=".cg")
+            parts = tl.load(parts_ptr + p, mask=p < N_PARTS, other=0.0, cache_modifier=".cg")
             logit = tl.sum(parts, axis=0) + tl.load(b3_ptr + slot)
-        tl.store(out_ptr + pair, 1.0 / (1.0 + tl.exp(-logit)))
-        tl.store(arrived_ptr + pair, 0)
+        tl.store(out_ptr, 1.0 / (1.0 + tl.exp(-logit)))
+        tl.store(arrived_ptr, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _layered(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+    D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`."""
+    pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
+    part_of_probe(
+        x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, tl.load(rows_ptr + pair), tl.load(slots_ptr + pair), tl.program_id(0) % N_PARTS,
+        parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair, D, H1, H2, N_PARTS, LAYERS, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -116,7 +126,7 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     out = torch.empty(n, dtype=torch.float32, device=hidden.device)
     if not n:
         return out
-    x = hidden.contiguous()
+    x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
     if "w3" not in weights:
         _linear[(triton.cdiv(n, PAIRS),)](x, weights["w1"], weights["b1"], rows, slots, out, n, d, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
         return out

@@ -11,9 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from probemon.kernels import triton_cascade as cascade
 from probemon.kernels import triton_fused as kernels
 
-POINTERS = {"x_ptr": "w", "w1_ptr": "w", "w2_ptr": "w", "w3_ptr": "w", "rows_ptr": "i64", "slots_ptr": "i64", "arrived_ptr": "i32"}
+WEIGHTS = ("x_ptr", "w1_ptr", "w2_ptr", "w3_ptr")
+FLOATS = ("b1_ptr", "b2_ptr", "b3_ptr", "parts_ptr", "own_ptr", "score_ptr", "threshold_ptr")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
 
@@ -22,9 +24,9 @@ def signature(kernel, constants, dtype):
     for name in kernel.arg_names:
         if name in constants:
             found[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            kind = POINTERS.get(name, "fp32")
-            found[name] = "*" + (NAMES[dtype] if kind == "w" else kind)
+        elif name.endswith(("_ptr", "_idx")):
+            pairs = {"rows_ptr": "i64", "slots_ptr": "i64", "out_ptr": "fp32"}
+            found[name] = "*" + (NAMES[dtype] if name in WEIGHTS else pairs.get(name, "fp32" if name in FLOATS else "i32"))
         else:
             found[name] = "i32"
     return found
@@ -34,7 +36,18 @@ def cases():
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for d, h1, h2, layers in ((576, 128, 64, 3), (2560, 128, 64, 3), (4096, 128, 64, 3), (4096, 256, 256, 3), (4096, 512, 1, 2), (70, 5, 3, 3)):
             yield f"layered {layers} {h1}-{h2} {d} {dtype}", kernels._layered, kernels.layered_meta(h1, h2, d, layers), dtype
+            score = kernels.layered_meta(h1, h2, d, layers)
+            yield f"cascade: score {layers} {h1}-{h2} {d} {dtype}", cascade._score, score, dtype
+        linear = {"LAYERS": 1, "BLOCK_D": kernels.block_sizes(4096), "ROWS": 16, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
         yield f"linear 4096 {dtype}", kernels._linear, {"BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
+    for path, close in ((False, False), (True, False), (True, True)):
+        yield f"cascade: begin, close {close}", cascade._begin, {"CLOSE": close, "BLOCK": 64}, torch.float32
+        for opens in (False, True):
+            constants = {"PATH": path, "CLOSE": close, "OPEN": opens, "BLOCK": 64}
+            yield f"cascade: expand {constants}", cascade._expand, constants, torch.float32
+    for cap in (16, 512, 1024):
+        yield f"cascade: finish {cap}", cascade._finish, {"BLOCK_CAP": cap}, torch.float32
 
 
 def main():

@@ -1,0 +1,257 @@
+"""A whole descent on the device: which probes, their scores, and what is retained, without the host being asked in between.
+
+    cascade = DeviceCascade(plan, weights, input_of)
+    found = cascade.descend(x, n_states, retained)     # enqueues every launch; Found holds device tensors
+    found.overflowed.any()                             # these states the exact path must do: more active probes than fit
+
+Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each state's list,
+`_expand` turns their scores into path scores, marks the children of those that open and appends them. A round goes at least
+one level down, so as many rounds as the hierarchy has levels are always enough, and their number is fixed: the launches can be
+captured. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
+`_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall as on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from probemon.kernels.triton_fused import ROWS, block_sizes, layered_meta, part_of_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from probemon.cascade import CascadePlan
+
+_BLOCK = 64  # entries of a list that a program looks at together
+_MOST = 1024  # active probes of a state that the device path holds
+LAST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):  # type: ignore[no-untyped-def]
+    """Append candidates that nobody has marked; the new length, which may pass `CAP` (then the list holds the first `CAP`)."""
+    won = valid & (tl.atomic_xchg(mark_ptr + candidate, 1, mask=valid) == 0)
+    at = n + tl.cumsum(won.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + at, candidate, mask=won & (at < CAP))
+    return n + tl.sum(won.to(tl.int32), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):  # type: ignore[no-untyped-def]
+    """Append what `ids` link to in CSR."""
+    first = tl.load(ptr_ptr + ids, mask=valid, other=0)
+    length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
+    for e in range(0, tl.max(length, axis=0)):
+        here = e < length
+        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + first + e, mask=here, other=0), here, n, CAP)
+    return n
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _begin(  # type: ignore[no-untyped-def]
+    start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr,
+    P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b: the list of state b. `kept [B, K]` int32, -1 for none."""
+    b = tl.program_id(0).to(tl.int64)
+    ids_ptr, mark_ptr, kept_ptr = ids_ptr + b * CAP, mark_ptr + b * P, kept_ptr + b * K
+    i = tl.arange(0, BLOCK)
+    for s in range(0, P, BLOCK):
+        tl.store(mark_ptr + s + i, tl.zeros((BLOCK,), dtype=tl.int32), mask=s + i < P)
+    tl.debug_barrier()
+    n = tl.full((), 0, dtype=tl.int32)
+    for s in range(0, n_start, BLOCK):
+        inside = s + i < n_start
+        n = _append(ids_ptr, mark_ptr, tl.load(start_ptr + s + i, mask=inside, other=0), inside, n, CAP)
+    for s in range(0, K, BLOCK):
+        kept = tl.load(kept_ptr + s + i, mask=s + i < K, other=-1)
+        tl.debug_barrier()
+        n = _append(ids_ptr, mark_ptr, kept, kept >= 0, n, CAP)
+        if CLOSE:
+            n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, kept, kept >= 0, n, CAP)
+    tl.store(over_ptr + b, (n > LIMIT).to(tl.int32))
+    tl.store(begin_ptr + b, 0)
+    tl.store(count_ptr + b, tl.minimum(n, CAP))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _score(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr,
+    B, CAP, D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
+    b = tl.program_id(1).to(tl.int64)
+    entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
+    if (entry >= tl.load(begin_ptr + b)) & (entry < tl.load(count_ptr + b)):
+        at = b * CAP + entry
+        probe = tl.load(ids_ptr + at)
+        row = tl.load(input_ptr + probe) * B + b
+        if LAYERS == 1:
+            total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+            for start in range(0, D, BLOCK_D):
+                d = start + tl.arange(0, BLOCK_D)
+                x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                total += tl.load(w1_ptr + probe.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32) * x
+            tl.store(own_ptr + at, 1.0 / (1.0 + tl.exp(-(tl.sum(total, axis=0) + tl.load(b1_ptr + probe)))))
+        else:
+            part_of_probe(
+                x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, row, probe, part, parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
+                D, H1, H2, N_PARTS, LAYERS, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _expand(  # type: ignore[no-untyped-def]
+    ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, level_ptr, threshold_ptr,
+    child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_LEVELS, MOST_PARENTS,
+    PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold; `OPEN`: False in the last round."""
+    b = tl.program_id(0).to(tl.int64)
+    ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
+    begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
+    i = tl.arange(0, BLOCK)
+    for level in range(0, N_LEVELS):  # without the path rule there is one pass
+        for s in range(begin, count, BLOCK):
+            inside = s + i < count
+            ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+            score = tl.load(own_ptr + s + i, mask=inside, other=0.0)
+            if PATH:
+                inside = inside & (tl.load(level_ptr + ids, mask=inside, other=-1) == level)
+                first = tl.load(parent_ptr + ids, mask=inside, other=0)
+                last = tl.load(parent_ptr + ids + 1, mask=inside, other=0)
+                best = tl.full((BLOCK,), -1.0, dtype=tl.float32)
+                for e in range(0, MOST_PARENTS):
+                    here = inside & (first + e < last)
+                    above = tl.load(score_ptr + tl.load(parent_idx + first + e, mask=here, other=0), mask=here, other=-1.0)
+                    best = tl.where((above > best) | (above != above), above, best)
+                score = tl.where(first < last, score * best, score)
+            tl.store(score_ptr + ids, score, mask=inside)
+        tl.debug_barrier()  # a parent's score is there before its children's
+    n = count
+    if OPEN:
+        for s in range(begin, count, BLOCK):
+            inside = s + i < count
+            ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+            opens = inside & (tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
+            n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
+        if CLOSE:
+            tl.debug_barrier()  # the new children are in the list
+            n_children = tl.minimum(n, CAP)
+            for s in range(count, n_children, BLOCK):
+                inside = s + i < n_children
+                ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+                n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, ids, inside, n, CAP)
+    if n > LIMIT:
+        tl.store(over_ptr + b, 1)
+    tl.store(begin_ptr + b, count)
+    tl.store(count_ptr + b, tl.minimum(n, CAP))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _finish(  # type: ignore[no-untyped-def]
+    ids_ptr, score_ptr, count_ptr, exempt_ptr, out_ptr, kept_ptr, P, CAP, K, KEEP, BLOCK_CAP: tl.constexpr,
+):  # fmt: skip
+    """Program b: `out [B, CAP]`, scores in the order of the list; `kept [B, K]`, the best `KEEP` that are not exempt, -1 for none."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_CAP)
+    inside = i < tl.load(count_ptr + b)
+    ids = tl.load(ids_ptr + b * CAP + i, mask=inside, other=0)
+    score = tl.load(score_ptr + b * P + ids, mask=inside, other=0.0)
+    tl.store(out_ptr + b * CAP + i, score, mask=inside)
+    may = inside & (tl.load(exempt_ptr + ids, mask=inside, other=1) == 0)
+    # The bits of floats that are not negative are in their order; what is not a number comes after every number.
+    worst_first = LAST - score.to(tl.int32, bitcast=True)
+    high = tl.where(may, tl.where(score == score, worst_first, LAST - 1), LAST)
+    key = tl.sort((high.to(tl.int64) << 32) | ids.to(tl.int64))
+    kept = tl.where(((key >> 32) < LAST) & (i < KEEP), (key & 0xFFFFFFFF).to(tl.int32), -1)
+    tl.store(kept_ptr + b * K + i, kept, mask=i < K)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of N states, on the device: `count [N]`, `ids` and `scores [N, CAP]` in no order, `kept [N, K]` (-1: none), `overflowed [N]`."""
+
+    count: Tensor
+    ids: Tensor
+    scores: Tensor
+    kept: Tensor
+    overflowed: Tensor
+
+
+class DeviceCascade:
+    """The descent of a plan over weights that are all on one device, slot = probe. `fits(plan)` says whether it can be."""
+
+    def __init__(self, plan: CascadePlan, weights: Mapping[str, Tensor], input_of: np.ndarray) -> None:
+        tree, self._plan = plan.tree, plan
+        self._weights, self.device = weights, weights["w1"].device
+
+        def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.as_tensor(np.ascontiguousarray(values)).to(dtype).to(self.device)
+
+        self._limit = min(plan.config.max_loaded_probes, tree.n)
+        self.cap = max(16, triton.next_power_of_2(self._limit))
+        self.keep = min(plan.config.keep_top_k, self.cap) if plan.config.aggressive_pruning else self.cap
+        self._n_kept = max(1, self.keep)
+        self._close = plan.path_rule and not tree.is_tree
+        ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if self._close else [[]] * tree.n
+        self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
+        self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
+        self._start, self._exempt = put(plan.start), put(plan.exempt)
+        self._level, self._threshold = put(tree.level), put(plan.expand_threshold, torch.float32)
+        self._child_ptr, self._child_idx = put(tree.child_ptr), put(tree.child_idx if len(tree.child_idx) else [0])
+        self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
+        self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
+        self._n_levels = int(tree.level.max()) + 1
+        self._input_of = put(input_of)
+        n_rounds = len(tree.level_slices)
+        self._n_rounds = n_rounds if plan.config.max_rounds is None else min(n_rounds, plan.config.max_rounds)
+
+    @staticmethod
+    def fits(plan: CascadePlan) -> bool:
+        """Whether a state's active probes are few enough to be sorted by one program."""
+        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
+
+    def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
+        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none. Enqueues, and waits for nothing."""
+        weights, cap, n_probes = self._weights, self.cap, self._plan.tree.n
+        _, h1, d = weights["w1"].shape
+        n_layers = 1 + ("w2" in weights) + ("w3" in weights)
+        h2 = weights["w2"].shape[1] if "w2" in weights else 1
+        n_parts = triton.cdiv(h1, ROWS) if n_layers > 1 else 1
+
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        begin, count, over = empty(n_states), empty(n_states), empty(n_states)
+        ids, mark, kept = empty(n_states, cap), empty(n_states, n_probes), empty(n_states, self._n_kept)
+        own, score, out = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes, cap))
+        parts = empty(n_states * cap * n_parts * h2 if n_layers > 1 else 1, dtype=torch.float32)
+        arrived = torch.zeros(n_states * cap, dtype=torch.int32, device=self.device)
+        before = torch.full((n_states, 1), -1, dtype=torch.int32, device=self.device) if retained is None else retained
+        path, x, before = self._plan.path_rule, x.contiguous(), before.contiguous()
+        _begin[(n_states,)](
+            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
+            n_probes, cap, before.shape[1], self._limit, CLOSE=self._close, BLOCK=_BLOCK,
+        )  # fmt: skip
+        b1 = weights["b1"]
+        layers = [weights["w1"], b1, *(weights.get(name, b1) for name in ("w2", "b2", "w3", "b3"))]
+        meta = layered_meta(h1, h2, d, n_layers) if n_layers > 1 else {"LAYERS": 1, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        for at in range(self._n_rounds + 1):
+            _score[(cap * n_parts, n_states)](
+                x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta
+            )
+            _expand[(n_states,)](
+                ids, own, score, mark, begin, count, over, self._level, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
+                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_levels if path else 1, self._most_parents,
+                PATH=path, CLOSE=self._close, OPEN=at < self._n_rounds, BLOCK=_BLOCK,
+            )  # fmt: skip
+        _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self._n_kept, self.keep, BLOCK_CAP=cap)
+        return Found(count, ids, out, kept, over)

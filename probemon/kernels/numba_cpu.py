@@ -31,7 +31,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 _LANES = 16
-_MANY = 16  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
+_MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:

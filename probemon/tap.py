@@ -8,6 +8,7 @@ Everything is resolved before anything is attached, so a bad site leaves no hook
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -19,6 +20,20 @@ from torch import Tensor, nn
 from probemon.host import find_layers, site_module
 
 Callback = Callable[[str, Tensor], None]
+
+
+def outside_graphs(function: Any) -> Any:
+    """A compiled host leaves its graph for `function`, instead of tracing through it, at the cost of a break.
+
+    `torch.compiler.disable` alone would do, but its wrapper takes longer than many a hook, and most hosts are not compiled.
+    """
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return call
 
 
 class Tap:
@@ -48,7 +63,7 @@ class Tap:
         self._stack.close()
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        @torch.compiler.disable  # a compiled host leaves its graph here, instead of tracing through us
+        @outside_graphs
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, (tuple, list)) else output
             self._callback(site, hidden.detach())

@@ -41,7 +41,7 @@ from probemon.reading import read_forward
 from probemon.record import GAP, Recording
 from probemon.running import INSIDE, Generation, States, Thread, Waiting, Watched
 from probemon.shadow import shadow
-from probemon.tap import Tap
+from probemon.tap import Tap, outside_graphs
 from probemon.types import Gap
 
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen.
@@ -277,8 +277,7 @@ class Watcher:
 
     # -- one forward -----------------------------------------------------------------------------
 
-    # Not traced: a compiled host leaves its graph for our hooks, at the cost of a break for each.
-    @torch.compiler.disable
+    @outside_graphs
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self._thread
@@ -410,7 +409,7 @@ class Watcher:
         mine.waiting = waiting
         self._hand_on(f"the host did not run through {', '.join(missing)}")
 
-    @torch.compiler.disable
+    @outside_graphs
     def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         mine = self._thread
         if not mine.shape:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import benchmark
+import figures
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
@@ -28,13 +31,22 @@ def test_every_python_example_of_the_readme_runs(tmp_path):
     assert (tmp_path / "my-pack/manifest.json").is_file()
 
 
-def test_overhead_in_the_readme_is_the_measured_one():
-    measured = result("demo_cpu.json")
-    for name in PACKS:
-        cost = measured["packs"][name]
-        line = f"| `{name}` | {cost['host_ms']:.1f} ms | {cost['watched_ms']:.1f} ms | {cost['overhead_pct']:+.1f} % | {cost['monitor_ms']:.2f} ms ({cost['inside_hooks_pct']:.1f} %) |"
-        assert line in README
-    assert measured["machine"]["commit"]
+def test_tables_of_the_benchmark_are_those_of_its_result_file():
+    measured, page = result("cpu.json"), (ROOT / "docs/performance.md").read_text()
+    assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)
+    for table, text in ((figures.claims, README), (figures.host, README), (figures.claims, page), (figures.host, page), (figures.grid, page)):
+        assert "\n".join(table(measured)) in text
+    paged = {row["method"]: row for row in measured["rows"] if row["part"] == "paging"}
+    assert f"{paged['paged, copies in RAM']['ratio_to_ours']:.1f} times" in page and f"{paged['paged, nothing kept in RAM']['ratio_to_ours']:.1f} times" in page
+    for row in measured["rows"]:
+        if row["part"] == "scoring" and row["max_error"] is not None:
+            assert row["max_error"] < (1e-6 if row["method"].startswith("ours") else 5e-3)  # what the page says of errors
+
+
+def test_eviction_is_what_was_measured():
+    for trace in result("eviction.json")["traces"].values():
+        for share, misses in trace["misses"].items():
+            assert float(share) > 2 or misses["least often used lately"] < misses["least recently used"]
 
 
 def test_speedup_in_the_readme_is_the_measured_one():

@@ -4,6 +4,7 @@
 
     python scripts/benchmark.py                                       # --suite quick: within five minutes
     python scripts/benchmark.py --suite cpu --json docs/benchmarks/cpu.json
+    python scripts/benchmark.py --suite gpu --json docs/benchmarks/h200.json          # on a machine that has one
 
 Every method must first give the right scores (against fp64, or the same sets as the slow twin); only then is anything timed,
 in turns, so that what else the machine does falls on all alike. Times are medians of one interleaved run: compare them
@@ -28,8 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from bench import host, scoring, stepping
-from bench.scoring import Cell
+from bench.scoring import Cell, WrongScores
 from probemon.packfile import write_text_atomically
 from profile_cascade import Disagreement
 from provenance import commit, machine
@@ -44,10 +44,26 @@ BARS = {
     "score_vs_floor": (2.0, "most"), "step_vs_slow_twin": (25.0, "least"), "step_vs_scoring": (1.5, "most"), "decode_overhead_pct": (2.0, "most"),
     "prefill_overhead_pct": (15.0, "most"), "open_ms": (100.0, "most"), "cold_vs_slow_twin": (10.0, "least"),
 }  # fmt: skip
+GPU_BARS = {"kernel_read_fraction": (0.7, "least"), "step_us": (50.0, "most"), "decode_overhead_pct": (1.0, "most"), "vs_repaired_bank": (5.0, "least")}
+
+
+def run_gpu() -> dict[str, Any]:
+    """Every row and claim of a GPU."""
+    begin = time.perf_counter()
+    from bench import gpu
+
+    found = gpu.measure(torch.device("cuda"))
+    claims = {name: _claim(value, *GPU_BARS[name]) for name, value in found["claims"].items()}
+    return {
+        "suite": "gpu", "gpu": torch.cuda.get_device_name(), "claims": claims, "rows": found["rows"], "read_gb_per_s": found["read_gb_per_s"],
+        "seconds": round(time.perf_counter() - begin, 1), "machine": {**machine(), "cuda": torch.version.cuda}, "commit": commit(),
+    }  # fmt: skip
 
 
 def run(suite: str) -> dict[str, Any]:
     """Every row and claim of a suite."""
+    from bench import host, scoring, stepping  # of what a machine with a GPU need not have
+
     quick = suite == "quick"
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
@@ -65,13 +81,12 @@ def run(suite: str) -> dict[str, Any]:
         claims |= part["claims"]
     _say(begin, "done")
     return {
-        "suite": suite, "claims": {name: _claim(name, claims[name]) for name in BARS}, "rows": rows, "agreement": steps["agreement"],
+        "suite": suite, "claims": {name: _claim(claims[name], *bar) for name, bar in BARS.items()}, "rows": rows, "agreement": steps["agreement"],
         "seconds": round(time.perf_counter() - begin, 1), "machine": machine(), "commit": commit(),
     }  # fmt: skip
 
 
-def _claim(name: str, value: float) -> dict[str, Any]:
-    bar, kind = BARS[name]
+def _claim(value: float, bar: float, kind: str) -> dict[str, Any]:
     return {"value": round(value, 3), "bar": bar, "kind": kind, "holds": bool(value <= bar if kind == "most" else value >= bar)}
 
 
@@ -101,15 +116,17 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write. Status 1 if a method was wrong, so nothing was timed; a missed bar is published, not hidden."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("quick", "cpu"), default="quick")
+    parser.add_argument("--suite", choices=("quick", "cpu", "gpu"), default="quick")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims to FILE")
     arguments = parser.parse_args(argv)
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
         parser.error(f"--json {arguments.json}: give a file in a folder that exists")
+    if arguments.suite == "gpu" and not torch.cuda.is_available():
+        parser.error("--suite gpu needs a GPU, torch sees none here")
     torch.set_num_threads(1)  # a parallel region of two stalls whenever another process takes a core
     try:
-        found = run(arguments.suite)
-    except (scoring.WrongScores, Disagreement) as error:
+        found = run_gpu() if arguments.suite == "gpu" else run(arguments.suite)
+    except (WrongScores, Disagreement) as error:
         print(f"benchmark: nothing was timed: {error}", file=sys.stderr)
         return 1
     show(found)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_compiled import SHAPES, oracle, weights
+from nets import SHAPES, oracle, weights
 
 from probemon import DynamicProbeManager
 from probemon.kernels import score_probes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from nets import logit_net, oracle, weights
 from test_cascade import cases
-from test_compiled import logit_net, oracle, weights
 
 from probemon import DynamicProbeManager
 from probemon.cascade import CascadePlan, descend, expand_thresholds, retain

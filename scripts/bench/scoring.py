@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, nn
 
 from bench.timing import interleaved, rows_of
@@ -161,17 +160,18 @@ def _without_grad(method: Callable[[int], Any]) -> Callable[[int], Any]:
     return run
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
-def _read(words, slots, n):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for slot in slots:
-        for i in range(n):
-            total += words[slot, i]
-    return total
-
-
 def _reader(bank: Bank) -> Callable[[int], Any]:
     """Adds up the weights of a set as 64-bit words, where they lie: the bytes that must be read, and nothing else."""
+    from numba import njit
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+    def total_of(words, slots, n):  # type: ignore[no-untyped-def]
+        total = np.uint64(0)
+        for slot in slots:
+            for i in range(n):
+                total += words[slot, i]
+        return total
+
     words = [bank.weights[name].view(bank.n, -1).view(torch.uint8).numpy().view(np.uint64) for name in ("w1", "w2", "w3")]
     sets = [chosen.numpy() for chosen in bank.sets]
-    return lambda at: [_read(tensor, sets[at], tensor.shape[1]) for tensor in words]
+    return lambda at: [total_of(tensor, sets[at], tensor.shape[1]) for tensor in words]

@@ -1,0 +1,227 @@
+"""On a GPU: the fused kernel beside what people write, and a whole resident step as one captured graph.
+
+    found = measure(torch.device("cuda"))          # rows and claims; raises WrongScores before anything is timed
+
+Times are the device's own, between two events around a call, the chip's cache swept before each, the methods in turns. Random
+weights. `kernel_read_fraction` is the weights' bytes over the kernel's time, over the rate at which this GPU was seen to read.
+On a CPU (for a dry run at small sizes) times are the host's and nothing is captured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward
+from bench.timing import rows_of
+from probemon.cascade import CascadePlan, descend
+from probemon.hierarchy import ConceptTree
+from probemon.kernels import score_probes
+from probemon.kernels.triton_cascade import DeviceCascade
+from probemon.types import CascadeConfig
+
+N_SETS = 8
+CELLS = tuple(Cell(d, "bfloat16", batch, 64) for d in (2560, 4096) for batch in (1, 8, 64))
+SWEEP_BYTES = 256 << 20
+OURS, REPAIRED = "ours (triton)", "stacked bank, repaired"
+
+
+class Timer:
+    """Seconds of a call on a device, after its caches were swept."""
+
+    def __init__(self, device: torch.device, sweep_bytes: int = SWEEP_BYTES) -> None:
+        self.device, self._sweep = device, torch.empty(sweep_bytes, dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        self._sweep.fill_(1)
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            call()
+            return time.perf_counter() - begin
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def interleaved(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: Timer) -> dict[str, list[float]]:
+    """As `bench.timing.interleaved`, on the device's clock; three rounds are not counted."""
+    names = list(methods)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for at in range(-3, n_rounds):
+        turn = at % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            seconds = timer(partial(methods[name], at % N_SETS))
+            if at >= 0:
+                taken[name].append(seconds)
+    return taken
+
+
+def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a graph, so that launching it from Python is not what is timed."""
+    if device.type != "cuda":
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def random_bank(n: int, cell: Cell, device: torch.device) -> dict[str, Tensor]:
+    """Stacked random weights of `n` 128-64-1 probes."""
+    generator, dtype = torch.Generator(device=device).manual_seed(0), getattr(torch, cell.dtype)
+
+    def random(*size: int, scale: float) -> Tensor:
+        return torch.randn(size, generator=generator, device=device) * scale
+
+    return {
+        "w1": torch.cat([(random(64, H1, cell.hidden, scale=cell.hidden**-0.5)).to(dtype) for _ in range(n // 64)]), "b1": random(n // 64 * 64, H1, scale=0.1),
+        "w2": random(n // 64 * 64, H2, H1, scale=H1**-0.5).to(dtype), "b2": random(n // 64 * 64, H2, scale=0.1),
+        "w3": random(n // 64 * 64, H2, scale=H2**-0.5).to(dtype), "b3": random(n // 64 * 64, scale=0.1),
+    }  # fmt: skip
+
+
+def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_bank: int = 512) -> list[dict[str, Any]]:
+    """One cell: every method checked against fp64, then timed. Raises `WrongScores`."""
+    bank = random_bank(n_bank, cell, device)
+    n_bank = len(bank["w1"])
+    rng = np.random.default_rng(0)
+    x = torch.randn(N_SETS, cell.batch, cell.hidden, device=device).to(bank["w1"].dtype)
+    sets = [torch.from_numpy(np.sort(rng.choice(n_bank, cell.n_probes, replace=False))).to(device) for _ in range(N_SETS)]
+    rows = torch.arange(cell.batch, device=device).repeat(cell.n_probes)
+    slots = [chosen.repeat_interleave(cell.batch) for chosen in sets]
+    stacks = [{name: w[chosen].contiguous() for name, w in bank.items()} for chosen in sets]
+
+    def gathered(at: int) -> Tensor:
+        return bank_forward({name: w.index_select(0, sets[at]) for name, w in bank.items()}, x[at])
+
+    eager: dict[str, Callable[[int], Any]] = {
+        OURS: lambda at: score_probes(x[at], bank, rows, slots[at], impl="triton"),
+        REPAIRED: lambda at: bank_forward(stacks[at], x[at]),
+        "gather, then bmm": gathered,
+    }
+    exact = {name: tensor.double() for name, tensor in stacks[0].items()}
+    h = torch.einsum("mhd,bd->mbh", exact["w1"], x[0].double()) + exact["b1"][:, None]
+    h = torch.einsum("mkh,mbh->mbk", exact["w2"], h.relu()) + exact["b2"][:, None]
+    want = (torch.einsum("mk,mbk->mb", exact["w3"], h.relu()) + exact["b3"][:, None]).sigmoid()
+    errors = {}
+    for name, method in eager.items():
+        errors[name] = float((method(0).reshape(want.shape).double() - want).abs().max())
+        if not errors[name] < (STRICT if name == OURS else LOOSE):
+            raise WrongScores(f"{name} at {cell}: scores are off by {errors[name]:.2g}")
+    graphs = {name: [captured(device, partial(method, at)) for at in range(N_SETS)] for name, method in eager.items()}
+    everything = torch.arange(n_bank, device=device)
+    methods: dict[str, Callable[[int], object]] = {f"{name}, launched from Python": method for name, method in eager.items()}
+    methods |= {name: (lambda at, calls=calls: calls[at]()) for name, calls in graphs.items()}  # type: ignore[misc]
+    if cell.batch == 1:
+        methods["every probe of the bank"] = lambda at: score_probes(x[at], bank, torch.zeros_like(everything), everything, impl="triton")
+    taken = interleaved(methods, n_rounds, timer)
+    n_bytes = sum(w[0].numel() * w.element_size() for w in bank.values()) * cell.n_probes
+    found = rows_of(taken, {"part": "scoring", **asdict(cell), "weight_bytes": n_bytes}, ours=OURS, floor=None)
+    return [{**row, "max_error": errors.get(row["method"].removesuffix(", launched from Python"))} for row in found]
+
+
+def read_rate(device: torch.device, timer: Timer, n_bytes: int = 4 << 30) -> float:
+    """Bytes a second, the best of a few sums over a large tensor."""
+    words = torch.ones(n_bytes // 4, dtype=torch.float32, device=device)
+    return n_bytes / min(timer(words.sum) for _ in range(20))
+
+
+def step(
+    device: torch.device, timer: Timer, n_rounds: int, n_probes: int = 8000, hidden: int = 4096, n_layers: int = 32, wide: int = 14336
+) -> list[dict[str, Any]]:
+    """A resident step of a large random cascade, device only, as one graph, by itself and beside a decode step of a random host.
+
+    First the sets must be those of the host's cascade.
+    """
+    cell = Cell(hidden, "bfloat16", 1, n_probes)
+    bank, rng = random_bank(n_probes, cell, device), np.random.default_rng(0)
+    n_probes = len(bank["w1"])
+    parents = [[] if i < 14 else [str(rng.integers(0, max(14, i // 8)))] for i in range(n_probes)]
+    order, tree = ConceptTree.build([str(i) for i in range(n_probes)], parents)
+    bank = {name: tensor[torch.from_numpy(order).to(device)] for name, tensor in bank.items()}
+    x = torch.randn(N_SETS, 1, hidden, device=device).to(bank["w1"].dtype)
+    zero = torch.zeros(n_probes, dtype=torch.int64, device=device)
+    own = [score_probes(one, bank, zero, torch.arange(n_probes, device=device), impl="triton").cpu().numpy() for one in x]
+    threshold = np.full(n_probes, np.quantile(np.stack(own), 0.9), np.float32)  # a tenth of the probes open
+    plan = CascadePlan.of(tree, "independent", CascadeConfig(max_loaded_probes=min(512, n_probes)), threshold, [])
+    cascade = DeviceCascade(plan, bank, np.zeros(n_probes))
+    evaluated = []
+    for at in range(N_SETS):
+        found = cascade.descend(x[at], 1, None)
+        expected = descend(plan, 1, None, lambda rows, probes, at=at: own[at][probes])  # type: ignore[misc]
+        n = int(found.count[0])
+        if int(found.overflowed[0]) or set(found.ids[0, :n].tolist()) != set(np.flatnonzero(expected.active[0]).tolist()):
+            raise WrongScores(f"the device's cascade is not the host's at state {at}")
+        evaluated.append(n)
+    graphs = [captured(device, partial(cascade.descend, x[at], 1, None)) for at in range(N_SETS)]
+    taken = interleaved({"a step": lambda at: graphs[at]()}, n_rounds, timer)
+    where = {**asdict(cell), "evaluated": statistics.mean(evaluated)}
+    steps = rows_of(taken, {"part": "step", **where}, ours="a step", floor=None)
+    layers = [_layer(hidden, wide, x.dtype, device) for _ in range(n_layers)]
+    hosts = {name: captured(device, partial(_decode, layers, x[0], watched)) for name, watched in (("bare", None), ("watched", cascade))}
+    taken = interleaved({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
+    return steps + rows_of(taken, {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where}, ours="watched", floor=None)
+
+
+def _layer(hidden: int, wide: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Random weights of one decoder layer: queries, keys and values (grouped), output, gate and up, down."""
+    shapes = ((hidden, hidden), (hidden, hidden // 2), (hidden, hidden), (hidden, 2 * wide), (wide, hidden))
+    return [torch.randn(shape, device=device).mul_(shape[0] ** -0.5).to(dtype) for shape in shapes]
+
+
+def _decode(layers: list[list[Tensor]], x: Tensor, cascade: DeviceCascade | None) -> None:
+    """The matrix products of one decode step; halfway the cascade is forked onto a stream of its own, and joined at the end."""
+    h, cuda = x, x.is_cuda
+    side = torch.cuda.Stream() if cuda and cascade is not None else None
+    for i, (query, key_value, output, gate_up, down) in enumerate(layers):
+        n = h / h.float().square().mean(dim=-1, keepdim=True).add(1e-6).sqrt().to(h.dtype)
+        h = h + (n @ query) @ output + (n @ key_value).sum() * 0
+        gate, up = (h @ gate_up).chunk(2, dim=-1)
+        h = h + (torch.nn.functional.silu(gate) * up) @ down
+        if i == len(layers) // 2 and cascade is not None:
+            if side is None:
+                cascade.descend(h, 1, None)
+            else:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    cascade.descend(h, 1, None)
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)
+
+
+def measure(device: torch.device) -> dict[str, Any]:
+    """Every cell and a step. Raises `WrongScores`."""
+    timer = Timer(device)
+    rate = read_rate(device, timer)
+    rows: list[dict[str, Any]] = []
+    for cell in CELLS:
+        rows += scoring(cell, device, timer, 100)
+    steps = step(device, timer, 200)
+    bare, watched = (next(row["median_us"] for row in steps if row["method"] == name) for name in ("bare", "watched"))
+    found = {(row["hidden"], row["method"]): row["median_us"] for row in rows if row["batch"] == 1}
+    size = {row["hidden"]: row["weight_bytes"] for row in rows}
+    return {
+        "rows": rows + steps, "read_gb_per_s": round(rate / 1e9, 1),
+        "claims": {
+            "kernel_read_fraction": min(size[d] / (found[d, OURS] / 1e6) / rate for d in size), "step_us": steps[0]["median_us"],
+            "decode_overhead_pct": 100 * (watched / bare - 1),
+            "vs_repaired_bank": min(found[d, REPAIRED] / found[d, OURS] for d in size),
+        },
+    }  # fmt: skip

@@ -93,6 +93,10 @@ class ResidentArena:
         self._hits += len(probes)
         yield np.arange(len(probes)), probes
 
+    def used(self, n: int) -> None:
+        """So many slots were read without asking for a wave."""
+        self._hits += n
+
     def check(self, probes: Ints) -> None:
         """Look at the weights of probes before their first use. Raises `ProbeLoadError`."""
         try:

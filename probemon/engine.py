@@ -158,6 +158,8 @@ class Engine:
         if retained is not None and not all_seen:
             kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
         evaluated = np.where(finite, self.pack.n_probes, 0) if everything else n_active
+        if self._net is not None and isinstance(self.arena, ResidentArena):
+            self.arena.used(int(evaluated.sum()))
         return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, kept)
 
     def _on_device(self, plan: CascadePlan) -> DeviceCascade | None:

@@ -92,3 +92,11 @@ def test_kernel_is_chosen_by_measuring_and_said(pack):
     assert chosen.impl in ("numba", "cpu") and chosen.impl_why.startswith("measured: ")
     asked = DynamicProbeManager(pack, impl="cpu")
     assert asked.impl == "cpu" and asked.impl_why == "as asked"
+
+
+@pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
+def test_slots_read_by_compiled_code_are_counted(pack, strategy):
+    manager = DynamicProbeManager(pack, impl="numba", strategy=strategy)
+    before = manager.arena.stats().hits
+    scores = manager.score_tokens(torch.randn(5, pack.architecture.hidden_size), prompt_len=2)
+    assert manager.arena.stats().hits - before == int(scores.coverage.evaluated.sum()) > 0

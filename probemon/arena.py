@@ -184,6 +184,10 @@ class PagedArena:
     def _bring(self, probes: Ints) -> Ints:
         missing = probes[self._slot_of[probes] < 0].tolist()
         loaded = self._store.get_many(missing) if missing else {}  # before anything is evicted: it may raise
+        for probe, state in loaded.items():
+            wrong = [name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]]
+            if wrong or len(state) != len(self.weights):
+                raise ProbeLoadError(f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }: expected those of the pack's other probes")
         if len(missing) > len(self._free):
             self._evict(len(missing) - len(self._free), probes)
         self._now += 1

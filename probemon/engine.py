@@ -85,8 +85,7 @@ class Engine:
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
-        self._device_plan: CascadePlan | None = None
-        self._device_cascade: DeviceCascade | None = None
+        self._device: tuple[CascadePlan, DeviceCascade | None] | None = None
         self.n_overflowed = 0  # states that the device could not finish
         if impl == "numba" and resident:
             from probemon.kernels import numba_cpu
@@ -137,8 +136,8 @@ class Engine:
         everything = strategy == "exhaustive"
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
-        elif self.impl == "triton" and self._resident and not everything and self._on_device(plan) is not None:
-            step = self._descend_on_device(plan, inputs, retained)
+        elif not everything and (on_device := self._on_device(plan)) is not None:
+            step = self._descend_on_device(on_device, plan, inputs, retained)
         elif everything:
             step = apply_rule(plan, self.everything(inputs), retained)
         else:
@@ -163,17 +162,18 @@ class Engine:
         return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, kept)
 
     def _on_device(self, plan: CascadePlan) -> DeviceCascade | None:
-        """The descent of a plan on the device, or None where a state's active probes may be too many for it."""
-        if self._device_plan is not plan:
+        """The descent of a plan on the device, or None where there is none, or a state's active probes may be too many for it."""
+        if self.impl != "triton" or not self._resident:
+            return None
+        known = self._device  # one look: another thread may be at another plan
+        if known is None or known[0] is not plan:
             from probemon.kernels.triton_cascade import DeviceCascade
 
-            self._device_plan = plan
-            self._device_cascade = DeviceCascade(plan, self.arena.weights, self._input) if DeviceCascade.fits(plan) else None
-        return self._device_cascade
+            known = self._device = (plan, DeviceCascade(plan, self.arena.weights, self._input) if DeviceCascade.fits(plan) else None)
+        return known[1]
 
-    def _descend_on_device(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
+    def _descend_on_device(self, cascade: DeviceCascade, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
         """States that overflow on the device are descended again, by the exact path, and counted in `n_overflowed`."""
-        assert self._device_cascade is not None
         n, p = len(inputs), self.pack.n_probes
         for _ in self.arena.waves(self._every):  # whatever is reached: weights are looked at before their first use
             pass
@@ -182,7 +182,7 @@ class Engine:
             before = np.full((n, max(1, int(retained.sum(axis=1).max(initial=0)))), -1, dtype=np.int32)
             rows, probes = np.nonzero(retained)
             before[rows, np.arange(len(rows)) - np.searchsorted(rows, rows)] = probes
-        found = self._device_cascade.descend(inputs.values, n, None if before is None else torch.from_numpy(before).to(self.device))
+        found = cascade.descend(inputs.values, n, None if before is None else torch.from_numpy(before).to(self.device))
         count, ids, values, over = (tensor.cpu().numpy() for tensor in (found.count, found.ids, found.scores, found.overflowed))
         active, dropped, scores = np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=np.float32)
         here = np.arange(ids.shape[1]) < count[:, None]

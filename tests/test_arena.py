@@ -212,3 +212,21 @@ def test_threads_sharing_a_paged_arena_get_their_own_answers():
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda _: same(run(manager, hidden), expected), range(12)))
     manager.arena.check_integrity()
+
+
+@pytest.mark.parametrize("damage", [lambda state: {**state, "w1": state["w1"][:, :-1]}, lambda state: {name: t for name, t in state.items() if name != "b1"}], ids=["shape", "missing"])
+def test_malformed_state_dict_is_named_and_costs_no_slot(damage):
+    class Source:
+        def load(self, probes):
+            found = PackSource(PACK).load(probes)
+            return [damage(state) if probe == 7 else state for probe, state in zip(probes, found, strict=True)]
+
+    arena = PagedArena(ProbeStore(Source(), max_bytes=0), like=PACK.weights, n_slots=2, device=torch.device("cpu"))
+    for _ in range(3):
+        with pytest.raises(ProbeLoadError, match="probe 7"):
+            list(arena.waves(np.array([7])))
+    for probes in ([1, 2], [3, 4]):
+        assert len(list(arena.waves(np.array(probes)))) == 1
+        with pytest.raises(ProbeLoadError, match="probe 7"):
+            list(arena.waves(np.array([7])))
+        arena.check_integrity()

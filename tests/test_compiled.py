@@ -100,3 +100,18 @@ def test_slots_read_by_compiled_code_are_counted(pack, strategy):
     before = manager.arena.stats().hits
     scores = manager.score_tokens(torch.randn(5, pack.architecture.hidden_size), prompt_len=2)
     assert manager.arena.stats().hits - before == int(scores.coverage.evaluated.sum()) > 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_parent_that_is_no_number_makes_no_number(order):
+    """Whatever its place among the parents: the largest of a NaN and a number is a NaN."""
+    tree = ConceptTree([0, 1, 2, 2], [2, 2], [0, 0, 1])
+    w1 = torch.zeros(3, 1, 16)
+    w1[order[0], 0, :2] = torch.tensor([3e38, -3e38])
+    net = numba_cpu.CompiledNet.of({"w1": w1, "b1": torch.full((3, 1), 3.0)})
+    for everything in (False, True):
+        *_, scores, _ = net.descend(
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), np.zeros(3, bool), torch.full((1, 16), 10.0), 1,
+            np.array([0, 1]), None, np.full(3, 0.1, np.float32), path_rule=True, max_rounds=None, max_active=3, everything=everything,
+        )  # fmt: skip
+        assert np.isnan(scores[0, order[0]]) and np.isnan(scores[0, 2]) and scores[0, order[1]] > 0.9

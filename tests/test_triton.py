@@ -45,7 +45,7 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (3 * (2 * 6 + 2) + 3 * 3 + 3)
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (3 * (2 * 6 + 2) + 3 * 4 + 3)
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
 
@@ -116,3 +116,48 @@ def test_a_manager_descends_on_the_device_as_on_the_host_and_counts_what_overflo
         assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-6
         assert np.array_equal(mine.coverage.dropped, theirs.coverage.dropped) and bool(mine.coverage.dropped.any()) == overflows
         assert (there.engine.n_overflowed > 0) == overflows
+
+
+def chain_plan(parents, rule, thresholds, **settings_):
+    ids = list(parents)
+    order, tree = ConceptTree.build(ids, [list(parents[i]) for i in ids])
+    return [ids[i] for i in order], CascadePlan.of(tree, rule, CascadeConfig(**settings_), np.asarray([thresholds.get(ids[i], 0.01) for i in order], np.float32), [])
+
+
+def constant_net(n, logits):
+    return {"w1": torch.zeros(n, 1, 1), "b1": torch.tensor(logits, dtype=torch.float32)[:, None]}
+
+
+def test_ancestors_that_come_late_may_open_later_and_the_state_overflows():
+    """Each round brings an ancestor that opens in the next: more rounds than levels."""
+    parents = {"r": "", "q": "", "a1": "r", "a2": "q", "a3": "q", "b1": "a1 a2", "b2": "a2 a3", "b3": "a3", "z": "b3"}
+    names, plan = chain_plan({name: above.split() for name, above in parents.items()}, "path", {"q": 1.0})
+    net = constant_net(9, [5.0] * 9)
+    own = score_probes(torch.zeros(1, 1), net, torch.zeros(9, dtype=torch.int64), torch.arange(9), impl="triton").numpy()
+    expected = descend(plan, 1, None, lambda rows, probes: own[probes])
+    found = DeviceCascade(plan, net, np.zeros(9)).descend(torch.zeros(1, 1), 1, None)
+    assert expected.active.all() and names.index("z") == 8
+    assert found.overflowed.tolist() == [1] or sets_of(found, 9)[0].all()
+
+
+def test_retained_sets_are_closed_on_trees_too():
+    names, plan = chain_plan({"r": [], "a": ["r"], "b": ["a"]}, "path", {"r": 0.99, "a": 0.99, "b": 0.99})
+    assert names == ["r", "a", "b"]
+    found = DeviceCascade(plan, constant_net(3, [2.0] * 3), np.zeros(3)).descend(torch.zeros(1, 1), 1, torch.tensor([[2]], dtype=torch.int32))
+    active, scores = sets_of(found, 3)
+    one = float(torch.tensor(2.0).sigmoid())
+    assert active.all() and np.abs(scores[0] - [one, one**2, one**3]).max() < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_a_score_of_zero_is_kept_before_what_is_no_number():
+    _, plan = chain_plan({"r": [], "a": ["r"], "b": ["r"], "c": ["r"]}, "independent", {}, keep_top_k=2)
+    found = DeviceCascade(plan, constant_net(4, [5.0, -200.0, float("nan"), 1.0]), np.zeros(4)).descend(torch.zeros(1, 1), 1, None)
+    assert found.kept.tolist() == [[3, 1]]
+
+
+def test_two_plans_of_one_engine_keep_their_own_cascades(pack):
+    manager = DynamicProbeManager(pack, impl="triton", strategy="descent")
+    other = manager.plan_with(["c39"])
+    mine, theirs = manager.engine._on_device(manager.plan), manager.engine._on_device(other)
+    assert mine._plan is manager.plan and theirs._plan is other and manager.engine._on_device(manager.plan)._plan is manager.plan

@@ -301,7 +301,9 @@ def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row:
     if begin < end:
         best = scores[row, parent_idx[begin]]
         for e in range(begin + 1, end):
-            best = max(best, scores[row, parent_idx[e]])
+            above = scores[row, parent_idx[e]]
+            if above > best or above != above:  # not max(): a NaN stays a NaN
+                best = above
         scores[row, probe] *= best
 
 

@@ -5,9 +5,9 @@
     found.overflowed.any()                             # these states the exact path must do: more active probes than fit
 
 Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each state's list,
-`_expand` turns their scores into path scores, marks the children of those that open and appends them. A round goes at least
-one level down, so as many rounds as the hierarchy has levels are always enough, and their number is fixed: the launches can be
-captured. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
+`_expand` turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
+as the hierarchy has levels, a fixed number that can be captured. That is enough, but for the path rule over several parents: a
+child brings missing ancestors, which may open later themselves. There a state with more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
 `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall as on the host.
 """
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 64  # entries of a list that a program looks at together
 _MOST = 1024  # active probes of a state that the device path holds
-LAST = tl.constexpr(0x7FFFFFFF)
+# After every score in the order of `_finish`, whose scores end at 0x7FFFFFFF.
+NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -113,7 +114,10 @@ def _expand(  # type: ignore[no-untyped-def]
     child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_LEVELS, MOST_PARENTS,
     PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold; `OPEN`: False in the last round."""
+    """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold.
+
+    `OPEN`: 1, or in the last round 0 (what could open stays shut) or 2 (a state in which something could open overflows).
+    """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
@@ -136,23 +140,27 @@ def _expand(  # type: ignore[no-untyped-def]
             tl.store(score_ptr + ids, score, mask=inside)
         tl.debug_barrier()  # a parent's score is there before its children's
     n = count
-    if OPEN:
+    if OPEN > 0:
         for s in range(begin, count, BLOCK):
             inside = s + i < count
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
             opens = inside & (tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
             n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
-        if CLOSE:
+        if CLOSE and OPEN == 1:
             tl.debug_barrier()  # the new children are in the list
             n_children = tl.minimum(n, CAP)
             for s in range(count, n_children, BLOCK):
                 inside = s + i < n_children
                 ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
                 n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, ids, inside, n, CAP)
-    if n > LIMIT:
-        tl.store(over_ptr + b, 1)
-    tl.store(begin_ptr + b, count)
-    tl.store(count_ptr + b, tl.minimum(n, CAP))
+    if OPEN == 2:
+        if n > count:
+            tl.store(over_ptr + b, 1)
+    else:
+        if n > LIMIT:
+            tl.store(over_ptr + b, 1)
+        tl.store(begin_ptr + b, count)
+        tl.store(count_ptr + b, tl.minimum(n, CAP))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -168,10 +176,10 @@ def _finish(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + b * CAP + i, score, mask=inside)
     may = inside & (tl.load(exempt_ptr + ids, mask=inside, other=1) == 0)
     # The bits of floats that are not negative are in their order; what is not a number comes after every number.
-    worst_first = LAST - score.to(tl.int32, bitcast=True)
-    high = tl.where(may, tl.where(score == score, worst_first, LAST - 1), LAST)
-    key = tl.sort((high.to(tl.int64) << 32) | ids.to(tl.int64))
-    kept = tl.where(((key >> 32) < LAST) & (i < KEEP), (key & 0xFFFFFFFF).to(tl.int32), -1)
+    best_first = 0x7FFFFFFF - score.to(tl.int32, bitcast=True).to(tl.int64)
+    high = tl.where(may, tl.where(score == score, best_first, NO_NUMBER), NOTHING)
+    key = tl.sort((high << 31) | ids.to(tl.int64))
+    kept = tl.where(((key >> 31) < NOTHING) & (i < KEEP), (key & 0x7FFFFFFF).to(tl.int32), -1)
     tl.store(kept_ptr + b * K + i, kept, mask=i < K)
 
 
@@ -201,7 +209,7 @@ class DeviceCascade:
         self.keep = min(plan.config.keep_top_k, self.cap) if plan.config.aggressive_pruning else self.cap
         self._n_kept = max(1, self.keep)
         self._close = plan.path_rule and not tree.is_tree
-        ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if self._close else [[]] * tree.n
+        ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if plan.path_rule else [[]] * tree.n
         self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
         self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)
@@ -211,8 +219,9 @@ class DeviceCascade:
         self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
         self._n_levels = int(tree.level.max()) + 1
         self._input_of = put(input_of)
-        n_rounds = len(tree.level_slices)
-        self._n_rounds = n_rounds if plan.config.max_rounds is None else min(n_rounds, plan.config.max_rounds)
+        n_rounds, most = len(tree.level_slices), plan.config.max_rounds
+        self._n_rounds = n_rounds if most is None else min(n_rounds, most)
+        self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
 
     @staticmethod
     def fits(plan: CascadePlan) -> bool:
@@ -239,7 +248,7 @@ class DeviceCascade:
         path, x, before = self._plan.path_rule, x.contiguous(), before.contiguous()
         _begin[(n_states,)](
             self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
-            n_probes, cap, before.shape[1], self._limit, CLOSE=self._close, BLOCK=_BLOCK,
+            n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
         )  # fmt: skip
         b1 = weights["b1"]
         layers = [weights["w1"], b1, *(weights.get(name, b1) for name in ("w2", "b2", "w3", "b3"))]
@@ -251,7 +260,7 @@ class DeviceCascade:
             _expand[(n_states,)](
                 ids, own, score, mark, begin, count, over, self._level, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
                 self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_levels if path else 1, self._most_parents,
-                PATH=path, CLOSE=self._close, OPEN=at < self._n_rounds, BLOCK=_BLOCK,
+                PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
             )  # fmt: skip
         _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self._n_kept, self.keep, BLOCK_CAP=cap)
         return Found(count, ids, out, kept, over)

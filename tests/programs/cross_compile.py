@@ -43,7 +43,7 @@ def cases():
         yield f"linear 4096 {dtype}", kernels._linear, {"BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
     for path, close in ((False, False), (True, False), (True, True)):
         yield f"cascade: begin, close {close}", cascade._begin, {"CLOSE": close, "BLOCK": 64}, torch.float32
-        for opens in (False, True):
+        for opens in (0, 1, 2):
             constants = {"PATH": path, "CLOSE": close, "OPEN": opens, "BLOCK": 64}
             yield f"cascade: expand {constants}", cascade._expand, constants, torch.float32
     for cap in (16, 512, 1024):

@@ -29,13 +29,13 @@ import torch
 
 from cascade_profile.world import LOAD_THRESHOLD, PASSAGE, make_world, write_pack
 from probemon import DynamicProbeManager, ProbePack
+from probemon.arena import HALF_LIFE
 from probemon.bundled import load_bundled
 from probemon.packfile import write_text_atomically
 from provenance import commit
 
 Trace = list[list[int]]
 SHARES = (1.1, 1.5, 2.0, 3.0)  # slots, as a multiple of the most that one token needs
-HALF_LIFE = 20  # tokens, of the decaying count
 
 
 class Held:

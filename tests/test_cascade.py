@@ -85,16 +85,24 @@ def cases(draw):
     return tree, path, alert, config, always_on, own, later
 
 
+def plan_of(tree, path, alert, config, always_on):
+    """The plan of a case, or None where its settings do not fit its hierarchy."""
+    rule = "path" if path else "independent"
+    thresholds = expand_thresholds(tree, rule, config.load_threshold, alert, alert, None)
+    try:
+        return CascadePlan.of(tree, rule, config, thresholds, always_on)
+    except ConfigError:
+        return None
+
+
 @settings(max_examples=400, deadline=None)
 @given(cases())
 def test_cascade_equals_oracle_over_two_steps(case):
     tree, path, alert, config, always_on, first, second = case
-    rule = "path" if path else "independent"
-    thresholds = expand_thresholds(tree, rule, config.load_threshold, alert, alert, None)
-    try:
-        plan = CascadePlan.of(tree, rule, config, thresholds, always_on)
-    except ConfigError:
+    plan = plan_of(tree, path, alert, config, always_on)
+    if plan is None:
         return
+    thresholds = plan.expand_threshold
     parents = [tree.parents(i).tolist() for i in range(tree.n)]
     retained = None
     for own in (first, second):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from nets import SHAPES, logit_net, oracle, weights
-from test_cascade import cases
+from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager
-from probemon.cascade import CascadePlan, collect, descend, expand_thresholds, retain
-from probemon.errors import ConfigError
+from probemon.cascade import collect, descend, retain
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
 
@@ -39,10 +38,8 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
 def test_compiled_descent_is_that_of_the_cascade(case):
     """Scores with many ties: a linear probe's weight is its logit for each of the one-hot states."""
     tree, path, alert, config, always_on, first, second = case
-    thresholds = expand_thresholds(tree, "path" if path else "independent", config.load_threshold, alert, alert, None)
-    try:
-        plan = CascadePlan.of(tree, "path" if path else "independent", config, thresholds, always_on)
-    except ConfigError:
+    plan = plan_of(tree, path, alert, config, always_on)
+    if plan is None:
         return
     links, retained = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), None
     states = torch.eye(len(first))
@@ -53,7 +50,7 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
         for everything in (False, True):
             active, dropped, scores, damaged = net.descend(
-                links, np.zeros(tree.n, np.int64), np.zeros(tree.n, bool), states, n, plan.start, retained, thresholds,
+                links, np.zeros(tree.n, np.int64), np.zeros(tree.n, bool), states, n, plan.start, retained, plan.expand_threshold,
                 path_rule=path, max_rounds=config.max_rounds, max_active=config.max_loaded_probes, everything=everything,
             )  # fmt: skip
             assert damaged == -1

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from nets import logit_net, oracle, weights
-from test_cascade import cases
+from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager
-from probemon.cascade import CascadePlan, descend, expand_thresholds, retain
-from probemon.errors import ConfigError
+from probemon.cascade import CascadePlan, descend, retain
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes, triton_fused
 from probemon.kernels.triton_cascade import DeviceCascade
@@ -65,10 +64,8 @@ def sets_of(found, n_probes):
 def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
     """Over two steps, the second from what the first retained; scores with many ties, as in test_compiled.py."""
     tree, path, alert, config, always_on, first, second = case
-    thresholds = expand_thresholds(tree, "path" if path else "independent", config.load_threshold, alert, alert, None)
-    try:
-        plan = CascadePlan.of(tree, "path" if path else "independent", config, thresholds, always_on)
-    except ConfigError:
+    plan = plan_of(tree, path, alert, config, always_on)
+    if plan is None:
         return
     retained, before, states = None, None, torch.eye(len(first))
     for ticks in (first, second):

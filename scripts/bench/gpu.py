@@ -10,7 +10,6 @@ On a CPU (for a dry run at small sizes) times are the host's and nothing is capt
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -20,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward
-from bench.timing import rows_of
+from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward, exact_scores
+from bench.timing import interleaved, rows_of, wall_clock
 from probemon.cascade import CascadePlan, descend
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
@@ -43,9 +42,7 @@ class Timer:
     def __call__(self, call: Callable[[], object]) -> float:
         self._sweep.fill_(1)
         if self.device.type != "cuda":
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
+            return wall_clock(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -54,17 +51,9 @@ class Timer:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def interleaved(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: Timer) -> dict[str, list[float]]:
-    """As `bench.timing.interleaved`, on the device's clock; three rounds are not counted."""
-    names = list(methods)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for at in range(-3, n_rounds):
-        turn = at % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            seconds = timer(partial(methods[name], at % N_SETS))
-            if at >= 0:
-                taken[name].append(seconds)
-    return taken
+def in_turns(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: Timer) -> dict[str, list[float]]:
+    """Every method on the device's clock, set after set."""
+    return interleaved({name: (lambda at, call=call: call(at % N_SETS)) for name, call in methods.items()}, n_rounds, timer=timer, n_warm=3)  # type: ignore[misc]
 
 
 def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], object]:
@@ -116,10 +105,7 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
         REPAIRED: lambda at: bank_forward(stacks[at], x[at]),
         "gather, then bmm": gathered,
     }
-    exact = {name: tensor.double() for name, tensor in stacks[0].items()}
-    h = torch.einsum("mhd,bd->mbh", exact["w1"], x[0].double()) + exact["b1"][:, None]
-    h = torch.einsum("mkh,mbh->mbk", exact["w2"], h.relu()) + exact["b2"][:, None]
-    want = (torch.einsum("mk,mbk->mb", exact["w3"], h.relu()) + exact["b3"][:, None]).sigmoid()
+    want = exact_scores(stacks[0], x[0])
     errors = {}
     for name, method in eager.items():
         errors[name] = float((method(0).reshape(want.shape).double() - want).abs().max())
@@ -131,7 +117,7 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
     methods |= {name: (lambda at, calls=calls: calls[at]()) for name, calls in graphs.items()}  # type: ignore[misc]
     if cell.batch == 1:
         methods["every probe of the bank"] = lambda at: score_probes(x[at], bank, torch.zeros_like(everything), everything, impl="triton")
-    taken = interleaved(methods, n_rounds, timer)
+    taken = in_turns(methods, n_rounds, timer)
     n_bytes = sum(w[0].numel() * w.element_size() for w in bank.values()) * cell.n_probes
     found = rows_of(taken, {"part": "scoring", **asdict(cell), "weight_bytes": n_bytes}, ours=OURS, floor=None)
     return [{**row, "max_error": errors.get(row["method"].removesuffix(", launched from Python"))} for row in found]
@@ -171,12 +157,12 @@ def step(
             raise WrongScores(f"the device's cascade is not the host's at state {at}")
         evaluated.append(n)
     graphs = [captured(device, partial(cascade.descend, x[at], 1, None)) for at in range(N_SETS)]
-    taken = interleaved({"a step": lambda at: graphs[at]()}, n_rounds, timer)
+    taken = in_turns({"a step": lambda at: graphs[at]()}, n_rounds, timer)
     where = {**asdict(cell), "evaluated": statistics.mean(evaluated)}
     steps = rows_of(taken, {"part": "step", **where}, ours="a step", floor=None)
     layers = [_layer(hidden, wide, x.dtype, device) for _ in range(n_layers)]
     hosts = {name: captured(device, partial(_decode, layers, x[0], watched)) for name, watched in (("bare", None), ("watched", cascade))}
-    taken = interleaved({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
+    taken = in_turns({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
     return steps + rows_of(taken, {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where}, ours="watched", floor=None)
 
 

@@ -44,7 +44,7 @@ def measure(cell: Cell, n_rounds: int, *, compiled: bool) -> list[dict[str, Any]
     """Check every method against fp64, then time all in turns. Raises `WrongScores`."""
     methods, bank = methods_of(cell, compiled)
     errors = {}
-    exact = bank.exact(0)
+    exact = exact_scores(bank.stacks[0], bank.x[0])
     for name, method in methods.items():
         if name == "floor: read the same bytes":
             continue
@@ -89,12 +89,13 @@ class Bank:
         self.stacks = [{name: w[chosen].contiguous() for name, w in self.weights.items()} for chosen in self.sets]
         self.modules = [[module_of({name: w[i] for name, w in stack.items()}, self.dtype) for i in range(cell.n_probes)] for stack in self.stacks]
 
-    def exact(self, at: int) -> Tensor:
-        """fp64 `[M, B]`, probe by probe."""
-        w = {name: tensor.double() for name, tensor in self.stacks[at].items()}
-        h = torch.einsum("mhd,bd->mbh", w["w1"], self.x[at].double()) + w["b1"][:, None]
-        h = torch.einsum("mkh,mbh->mbk", w["w2"], h.relu()) + w["b2"][:, None]
-        return (torch.einsum("mk,mbk->mb", w["w3"], h.relu()) + w["b3"][:, None]).sigmoid()
+
+def exact_scores(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """fp64 `[M, B]` of a stack of probes, the oracle of every method."""
+    w = {name: tensor.double() for name, tensor in stack.items()}
+    h = torch.einsum("mhd,bd->mbh", w["w1"], x.double()) + w["b1"][:, None]
+    h = torch.einsum("mkh,mbh->mbk", w["w2"], h.relu()) + w["b2"][:, None]
+    return (torch.einsum("mk,mbk->mb", w["w3"], h.relu()) + w["b3"][:, None]).sigmoid()
 
 
 def module_of(weights: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:

@@ -9,22 +9,29 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 
-def interleaved(methods: Mapping[str, Callable[[int], object]], n_rounds: int, *, before: Callable[[], object] = lambda: None) -> dict[str, list[float]]:
-    """Seconds of `method(round)`, one entry a round; one round more comes first and is not counted. `before` runs untimed."""
+def wall_clock(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def interleaved(
+    methods: Mapping[str, Callable[[int], object]], n_rounds: int, *, timer: Callable[[Callable[[], object]], float] = wall_clock, n_warm: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of `method(round)` by `timer`, one entry a round; `n_warm` rounds more come first, numbered below 0, and are not counted."""
     names = list(methods)
     taken: dict[str, list[float]] = {name: [] for name in names}
-    for at in range(-1, n_rounds):
+    for at in range(-n_warm, n_rounds):
         turn = at % len(names)
         for name in (*names[turn:], *names[:turn]):
-            before()
-            begin = time.perf_counter()
-            methods[name](at)
-            seconds = time.perf_counter() - begin
+            seconds = timer(partial(methods[name], at))
             if at >= 0:
                 taken[name].append(seconds)
     return taken

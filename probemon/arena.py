@@ -129,7 +129,7 @@ class PagedArena:
     """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
 
     A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/eviction.py). Slots are allocated once, empty ones
-    are NaN: reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
+    are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
     """
 
     def __init__(self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device) -> None:
@@ -139,7 +139,8 @@ class PagedArena:
         self._store = store
         self._n_slots = n_slots
         self.weights: Mapping[str, Tensor] = {
-            name: torch.full((n_slots, *t.shape[1:]), float("nan"), dtype=t.dtype, device=device) for name, t in like.items()
+            name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
+            for name, t in like.items()
         }
         n_probes = len(like["w1"])
         self._slot_of = np.full(n_probes, -1, dtype=np.int64)
@@ -229,7 +230,7 @@ class PagedArena:
         assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)
         assert all(self._slot_of[p] >= 0 for p in self._pins), self._pins
         for name, tensor in self.weights.items():
-            assert bool(torch.isnan(tensor[self._free]).all()), name
+            assert not tensor.dtype.is_floating_point or bool(torch.isnan(tensor[self._free]).all()), name
         for probe, state in self._store.get_many(held.tolist()).items():
             for name, tensor in state.items():
                 assert torch.equal(self.weights[name][int(self._slot_of[probe])].cpu(), tensor), (probe, name)

@@ -162,6 +162,31 @@ def inspect(
     console.print(f"whole: every file has its hash, every weight is finite, {golden}", markup=False)
 
 
+@app.command()
+def quantize(
+    pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the int8 copy is written: a folder that is not there yet.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Write an int8 copy of PACK (a scale for each row) and say how far its scores move."""
+    from probemon.pack import ProbePack
+    from probemon.quantize import quantize as write
+
+    before = ProbePack.from_pretrained(pack)
+    after = write(before, out)
+    error = after.manifest["quality"]["int8"]
+    if as_json:
+        print(json.dumps({"directory": str(out), "weight_bytes": after.weight_bytes(), "source_weight_bytes": before.weight_bytes(), **error}))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{out}: {after.weight_bytes() / 1e6:.2f} MB of weights, {before.weight_bytes() / 1e6:.2f} before", markup=False)
+    console.print(
+        f"on {error['n_states']} {error['states']} states scores move by at most {error['max_score_error']:.2g}, {error['mean_score_error']:.2g} on average; "
+        f"of {error['n_fired']} that fired, {error['n_fired_changed']} changed",
+        markup=False,
+    )  # fmt: skip
+
+
 def _levels(console: Console, pack: ProbePack) -> None:
     quality = (pack.manifest.get("quality") or {}).get("per_level") or {}
     names = [key for key in _PER_LEVEL if any(key in level for level in quality.values())]

@@ -95,7 +95,7 @@ class Engine:
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
         """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
-        blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.dtype) for spec in self.pack.inputs]
+        blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.input_dtype) for spec in self.pack.inputs]
         finite = np.ones(len(blocks[0]), dtype=bool)
         for x in blocks:  # a hidden state that is not finite is not finite after normalisation either
             total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()

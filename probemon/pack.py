@@ -31,13 +31,14 @@ from probemon.errors import (
 from probemon.hierarchy import ConceptTree
 from probemon.manifest import FORMAT, FORMAT_VERSION, SCORE_RULES, read_concepts, read_manifest
 from probemon.naming import Names, Wanted
-from probemon.types import Architecture, InputSpec
+from probemon.types import Architecture, InputSpec, input_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 _VECTORS = {
     **dict.fromkeys(("child_ptr", "child_idx", "level", "input"), torch.int64),
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
+MATRICES = ("w1", "w2", "w3")
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 
 # What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
@@ -66,8 +67,9 @@ class ProbePack:
             if tensors[key].dim() != 1 or tensors[key].dtype != dtype:
                 raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype} {tuple(tensors[key].shape)}, expected a vector of {dtype}")
         for key in Architecture.parameters():
-            if key in tensors and tensors[key].dtype not in (DTYPES.values() if key.startswith("w") else (torch.float32,)):
-                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype}, expected {'a float type' if key.startswith('w') else 'torch.float32'}")
+            weight = key in MATRICES
+            if key in tensors and tensors[key].dtype not in (DTYPES.values() if weight else (torch.float32,)):
+                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype}, expected {'a float type or int8' if weight else 'torch.float32'}")
         try:
             self.tree = ConceptTree(tensors["child_ptr"].numpy(), tensors["child_idx"].numpy(), tensors["level"].numpy())
         except HierarchyError as error:
@@ -76,6 +78,7 @@ class ProbePack:
         self.weights = {name: tensors[name] for name in Architecture.parameters() if name in tensors}
         self.architecture = Architecture.of(self.weights, where)
         self.dtype = self.weights["w1"].dtype
+        self.input_dtype = input_dtype(self.dtype)
         self.input_index = tensors["input"].to(torch.int64)
         self.alert_threshold = tensors["alert_threshold"].to(torch.float32)
         self.expand_threshold = tensors["expand_threshold"].to(torch.float32)
@@ -184,7 +187,7 @@ class ProbePack:
             for name, tensor in self.weights.items():
                 rows = tensor[first:stop].reshape(stop - first, -1)
                 # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
-                if bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
+                if tensor.dtype == torch.int8 or bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
                     continue
                 finite = torch.isfinite(rows).all(dim=1)
                 if not bool(finite.all()):
@@ -269,7 +272,7 @@ class ProbePack:
         `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none),
         `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]` and
         `expand_threshold [P]` are in the order of `concepts`; the dtype of `w1` is the pack's, biases
-        are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
+        (and the scales of int8 weights: `probemon.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
         The directory appears whole or not at all; an existing one is an error unless `overwrite`.
         """
         target = Path(path)
@@ -296,7 +299,7 @@ class ProbePack:
             if len(tensor) != n:
                 raise PackError(f"weights[{key!r}] has {len(tensor)} rows for {n} concepts")
             kept = tensor.detach().cpu()[at].contiguous()
-            tensors[key] = kept.to(torch.float32) if key.startswith("b") else kept.to(weights["w1"].dtype)
+            tensors[key] = kept.to(weights["w1"].dtype if key in MATRICES else torch.float32)
         nan = torch.full((n,), float("nan"))
         tensors |= {
             "child_ptr": torch.from_numpy(tree.child_ptr),

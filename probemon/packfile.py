@@ -20,7 +20,7 @@ from torch import Tensor
 
 from probemon.errors import PackCorrupt
 
-_NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+_NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8}
 
 
 def check_size(path: Path, size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from probemon.errors import ConfigError, PackCorrupt, PackError, UnknownSetting, closest
@@ -45,6 +46,11 @@ class InputSpec:
         return dataclasses.asdict(self)
 
 
+def input_dtype(weights: torch.dtype) -> torch.dtype:
+    """What inputs are rounded to, for weights of a dtype: the same, and bf16 for int8."""
+    return torch.bfloat16 if weights == torch.int8 else weights
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Shape of every probe of a pack: `hidden_size` D, then no, one (H1) or two (H1, H2) hidden layers of ReLU."""
@@ -54,8 +60,8 @@ class Architecture:
 
     @staticmethod
     def parameters() -> tuple[str, ...]:
-        """Names of the stacked tensors, in the order a probe uses them."""
-        return ("w1", "b1", "w2", "b2", "w3", "b3")
+        """Names of the stacked tensors, in the order a probe uses them; scales are there where weights are int8."""
+        return ("w1", "w1_scale", "b1", "w2", "w2_scale", "b2", "w3", "w3_scale", "b3")
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], where: str) -> Architecture:
@@ -63,19 +69,28 @@ class Architecture:
         if "w1" not in weights or weights["w1"].dim() != 3:
             raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
         p, h1, d = weights["w1"].shape
-        if set(weights) == {"w1", "b1"}:
+        names, scales = {name for name in weights if not name.endswith("_scale")}, {name for name in weights if name.endswith("_scale")}
+        if names == {"w1", "b1"}:
             made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
-        elif set(weights) == {"w1", "b1", "w3", "b3"}:
+        elif names == {"w1", "b1", "w3", "b3"}:
             made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
-        elif set(weights) == set(cls.parameters()):
+        elif names == {"w1", "b1", "w2", "b2", "w3", "b3"}:
             h2 = weights["w2"].shape[1] if weights["w2"].dim() == 3 else -1
             made = cls(d, (h1, h2))
             shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
         else:
             raise PackCorrupt(
-                f"{where}: tensors {sorted(weights)}: expected w1, b1 (linear), with w3, b3 (one hidden layer), "
+                f"{where}: tensors {sorted(names)}: expected w1, b1 (linear), with w3, b3 (one hidden layer), "
                 "or all of w1, b1, w2, b2, w3, b3 (two)"
             )
+        matrices = sorted(name for name in names if name.startswith("w"))
+        needed = {f"{name}_scale" for name in matrices if weights["w1"].dtype == torch.int8}
+        if scales != needed:
+            raise PackCorrupt(f"{where}: scales {sorted(scales)}, expected {sorted(needed)}: every int8 matrix has its scales, and no other")
+        for name in matrices:
+            if weights[name].dtype != weights["w1"].dtype:
+                raise PackCorrupt(f"{where}: {name} is {weights[name].dtype}, w1 {weights['w1'].dtype}: one dtype a pack")
+        shapes |= {name: tuple(weights[name.removesuffix("_scale")].shape[:-1]) for name in scales}
         for name, shape in shapes.items():
             if tuple(weights[name].shape) != shape:
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(weights[name].shape)}, expected {shape}")

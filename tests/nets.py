@@ -3,10 +3,14 @@
 import numpy as np
 import torch
 
+from probemon.quantize import quantize_weights
+
 SHAPES = {"linear": (), "one layer": (24,), "two layers": (24, 9)}
 
 
 def weights(shape, d, dtype, n=11, seed=0):
+    if dtype == torch.int8:
+        return quantize_weights(weights(shape, d, torch.float32, n, seed))
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size, scale=1.0):
@@ -23,6 +27,7 @@ def weights(shape, d, dtype, n=11, seed=0):
 
 def oracle(net, x):
     """fp64, probe by probe."""
+    net = {name: w.double() * net[f"{name}_scale"].double()[..., None] if f"{name}_scale" in net else w for name, w in net.items()}
     columns = []
     for p in range(len(net["w1"])):
         z = x.double() @ net["w1"][p].double().T + net["b1"][p].double()

@@ -26,7 +26,8 @@ from probemon.errors import (
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import IMPLS, exhaustive_reference, prepare_input, score_probes
 from probemon.pack import ProbePack
-from probemon.types import CascadeConfig, InputSpec
+from probemon.quantize import quantize_weights
+from probemon.types import CascadeConfig, InputSpec, input_dtype
 
 SHIPPED = ["probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp"]
 
@@ -43,11 +44,15 @@ def random_weights(p, d, hidden, dtype, seed=0):
             made["w3"], made["b3"] = w[:, 0], bias[:, 0]
         else:
             made["w2"], made["b2"] = w, bias
+    if dtype == torch.int8:
+        return quantize_weights(made)
     return {k: v.to(dtype) if k.startswith("w") else v for k, v in made.items()}
 
 
 def plain_score(x, weights, slot):
     """fp64 plain Python: the oracle of a score."""
+    weights = {name: w.double() * weights[f"{name}_scale"].double()[..., None] if f"{name}_scale" in weights else w for name, w in weights.items()}
+
     def layer(w, b, values):
         return [sum(float(wi) * vi for wi, vi in zip(row, values, strict=True)) + float(bi) for row, bi in zip(w, b, strict=True)]
 
@@ -59,7 +64,7 @@ def plain_score(x, weights, slot):
     return 1 / (1 + math.exp(-h[0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("hidden", [(), (1,), (7,), (16, 5), (33, 2)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_kernel_equals_fp64_oracle(impl, hidden, dtype):
@@ -67,12 +72,12 @@ def test_kernel_equals_fp64_oracle(impl, hidden, dtype):
     x = torch.randn(3, 37, generator=torch.Generator().manual_seed(1))
     rows, slots = torch.tensor([0, 2, 1, 0, 2]), torch.tensor([5, 0, 3, 1, 2])
     scored = score_probes(x, weights, rows, slots, impl=impl)
-    rounded = x.to(dtype)
+    rounded = x.to(input_dtype(dtype))
     expected = [plain_score(rounded[r].tolist(), weights, s) for r, s in zip(rows.tolist(), slots.tolist(), strict=True)]
     assert np.abs(scored.numpy() - np.array(expected)).max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("hidden", [(), (7,), (16, 5)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_score_is_bitwise_the_same_whatever_else_is_scored(impl, hidden, dtype):

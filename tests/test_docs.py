@@ -105,3 +105,12 @@ def test_every_result_file_names_its_commit_and_machine():
         for part in parts:
             commit = part.get("commit") or part.get("machine", {}).get("commit")
             assert commit and re.fullmatch(r"[0-9a-f]{40}", commit), path
+
+
+def test_the_error_of_int8_copies_is_that_of_the_result_file():
+    packs = json.loads((ROOT / "docs/benchmarks/int8.json").read_text())["packs"]
+    linear, mlp = (packs[name] for name in PACKS)
+    text = " ".join(README.split())
+    assert f"by at most {linear['max_score_error']:.4f} and {linear['n_fired_changed']} of {linear['n_fired']} firing pairs change" in text
+    assert f"by at most {mlp['max_score_error']:.4f} and {mlp['n_fired_changed']} of {mlp['n_fired']} (" in text
+    assert all(one["n_states"] == 16 and one["int8_bytes"] < 0.52 * one["weight_bytes"] for one in packs.values())

@@ -8,7 +8,8 @@ import torch
 from nets import SHAPES, oracle, weights
 
 from probemon import DynamicProbeManager
-from probemon.kernels import score_probes
+from probemon.kernels import score_probes, triton_fused
+from probemon.types import input_dtype
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,12 +22,13 @@ def on_gpu(net):
     return {name: w.cuda() for name, w in net.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("d, n", SIZES)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (128, 64)], ids=str)
-def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d, n, dtype):
+def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d, n, dtype, monkeypatch):
     net = weights(shape, d, dtype)
-    x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
+    monkeypatch.setattr(triton_fused, "MANY", 11 * n)  # all of them in groups that share weights, fewer of them alone
     rows, slots = (t.cuda() for t in (torch.arange(n).repeat(11), torch.arange(11).repeat_interleave(n)))
     device = on_gpu(net)
     whole = score_probes(x.cuda(), device, rows, slots, impl="triton")

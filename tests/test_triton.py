@@ -18,19 +18,20 @@ from probemon.cascade import CascadePlan, descend, retain
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes, triton_fused
 from probemon.kernels.triton_cascade import DeviceCascade
-from probemon.types import CascadeConfig
+from probemon.types import CascadeConfig, input_dtype
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("d", [1, 37, 300])
 @pytest.mark.parametrize("shape", [(), (3,), (16,), (40,), (16, 5), (40, 20), (33, 1)], ids=str)
-def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d):
+def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype):
     """Several programs a probe, the last of which finishes it; in the interpreter they run one after another."""
-    net = weights(shape, d, torch.float32)
-    x = torch.randn(3, d, generator=torch.Generator().manual_seed(1))
+    net = weights(shape, d, dtype)
+    x = torch.randn(3, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
     rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
     first, again = (score_probes(x, net, rows, slots, impl="triton") for _ in range(2))
     strided = score_probes(x, net, torch.stack([rows, slots], dim=1)[:, 0], torch.stack([rows, slots], dim=1)[:, 1], impl="triton")
@@ -39,14 +40,41 @@ def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d):
     assert all(not counters.any() for counters in triton_fused._ARRIVED.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(20,), (20, 5)], ids=str)
+def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monkeypatch):
+    """Groups of four of one probe, across two probes, and a rest of three."""
+    net, n = weights(shape, 37, dtype), 9
+    x = torch.randn(n, 37, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
+    shuffled = torch.randperm(n * 11, generator=torch.Generator().manual_seed(2))
+    rows, slots = torch.arange(n).repeat(11)[shuffled], torch.arange(11).repeat_interleave(n)[shuffled]
+    alone = score_probes(x, net, rows, slots, impl="triton")
+    launched = []
+    monkeypatch.setattr(triton_fused, "MANY", 99)
+    kernel = triton_fused._layered_groups
+    monkeypatch.setattr(triton_fused, "_layered_groups", type("Counted", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})())
+    together = score_probes(x, net, rows, slots, impl="triton")
+    assert launched == [(25 * 2,)] and torch.equal(alone, together)
+    assert (together - oracle(net, x)[rows, slots]).abs().max() < 1e-6
+    assert all(not counters.any() for counters in triton_fused._ARRIVED.values())
+
+
 def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (3 * (2 * 6 + 2) + 3 * 4 + 3)
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (4 * (3 * 6 + 2) + 3 * 4 + 3)
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
+    # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a descent.
+    layouts = {}
+    for one in made:
+        for kind in ("layered groups", "layered", "cascade: score"):
+            if one["kernel"].startswith(kind) and "linear" not in one["kernel"]:
+                layouts.setdefault((one["arch"], one["kernel"].removeprefix(kind)), []).append(one["layouts"])
+                break
+    assert len(layouts) == 2 * 4 * 6 and all(len(of) == 3 and len(of[0]) == 1 and of[0] == of[1] == of[2] for of in layouts.values()), layouts
 
 
 def sets_of(found, n_probes):
@@ -89,14 +117,15 @@ def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
             before[row, : len(ids)] = torch.from_numpy(ids)
 
 
-@pytest.mark.parametrize("shape", [(20,), (20, 5)], ids=str)
-def test_device_cascade_of_split_probes_with_two_inputs(shape):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(), (20,), (20, 5)], ids=str)
+def test_device_cascade_of_split_probes_with_two_inputs(shape, dtype):
     rng = np.random.default_rng(0)
     parents = [[] if i < 3 else [f"c{rng.integers(0, i)}"] for i in range(11)]
     _, tree = ConceptTree.build([f"c{i}" for i in range(11)], parents)
-    net, input_of = weights(shape, 24, torch.float32), rng.integers(0, 2, 11)
+    net, input_of = weights(shape, 24, dtype), rng.integers(0, 2, 11)
     plan = CascadePlan.of(tree, "path", CascadeConfig(keep_top_k=3), np.full(11, 0.6, np.float32), [])
-    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4))  # two inputs of three states
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4)).to(input_dtype(dtype))  # two inputs of three states
     exact = oracle(net, x).numpy().astype(np.float32)
     own = np.stack([[exact[input_of[p] * 3 + row, p] for p in range(11)] for row in range(3)])
     expected = descend(plan, 3, None, lambda rows, probes: own[rows, probes])

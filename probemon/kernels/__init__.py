@@ -23,11 +23,13 @@ from torch import Tensor
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.kernels.inputs import prepare_input
 from probemon.kernels.reference import score_reference
+from probemon.types import input_dtype
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
 
 IMPLS = ("reference", "cpu", "numba", "triton")
+_NUMBA = (torch.float32, torch.bfloat16, torch.int8)
 _TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
 
 
@@ -52,7 +54,7 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":
         return "reference", f"no other runs on {device.type}"
-    if weights["w1"].dtype not in (torch.float32, torch.bfloat16):
+    if weights["w1"].dtype not in _NUMBA:
         return "cpu", f"numba does not read {weights['w1'].dtype}"
     if not _installed("numba"):
         return "cpu", "numba is not installed (probemon[cpu])"
@@ -80,8 +82,8 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     if impl == "numba":
         if not _installed("numba"):
             raise KernelUnavailable("impl='numba' needs numba: pip install 'probemon[cpu]', or use impl='cpu'")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise KernelUnavailable(f"impl='numba' reads float32 and bfloat16 packs, not {dtype}: use impl='cpu'")
+        if dtype not in _NUMBA:
+            raise KernelUnavailable(f"impl='numba' reads float32, bfloat16 and int8 packs, not {dtype}: use impl='cpu'")
     if impl == "triton":
         if not _installed("triton"):
             raise KernelUnavailable("impl='triton' needs triton, which is published for Linux only: use impl='cpu'")
@@ -96,11 +98,11 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
     """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 
-    `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]`.
+    `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
     Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run.
     """
     check_impl(impl, weights["w1"].device, weights["w1"].dtype)
-    hidden = hidden.to(weights["w1"].dtype)
+    hidden = hidden.to(input_dtype(weights["w1"].dtype))
     if impl == "reference":
         return score_reference(hidden, weights, rows, slots)
     if impl == "cpu":
@@ -116,15 +118,19 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     return score_triton(hidden, weights, rows, slots)
 
 
-def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack) -> Tensor:
-    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits."""
+def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
+
+    `weights`: others in place of the pack's.
+    """
+    weights = pack.weights if weights is None else weights
     n = len(next(iter(hidden.values())))
     own = torch.empty(n, pack.n_probes)
     for i, spec in enumerate(pack.inputs):
         probes = (pack.input_index == i).nonzero()[:, 0]
-        x = prepare_input(hidden[spec.site], spec, pack.dtype)
+        x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
         for row in range(n):
-            own[row, probes] = score_reference(x, pack.weights, torch.full_like(probes, row), probes)
+            own[row, probes] = score_reference(x, weights, torch.full_like(probes, row), probes)
     if pack.score_rule == "path":
         return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
     return own

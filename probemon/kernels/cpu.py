@@ -40,9 +40,12 @@ def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
 
 
 def _slice_logits(x: Tensor, weights: Mapping[str, Tensor], a: int, b: int) -> Tensor:
-    h = (weights["w1"][a:b] * x).sum(dim=-1) + weights["b1"][a:b]  # bf16 * fp32 is an fp32 product
+    def layer(i: int, x: Tensor) -> Tensor:
+        sums = (weights[f"w{i}"][a:b] * x).sum(dim=-1)  # bf16 or int8 * fp32 is an fp32 product
+        scale = weights.get(f"w{i}_scale")
+        return (sums if scale is None else sums * scale[a:b]) + weights[f"b{i}"][a:b]
+
+    h = layer(1, x)
     if "w2" in weights:
-        h = (weights["w2"][a:b] * h.relu_()[:, None, :]).sum(dim=-1) + weights["b2"][a:b]
-    if "w3" in weights:
-        return (weights["w3"][a:b] * h.relu_()).sum(dim=-1) + weights["b3"][a:b]
-    return h[:, 0]
+        h = layer(2, h.relu_()[:, None, :])
+    return layer(3, h.relu_()) if "w3" in weights else h[:, 0]

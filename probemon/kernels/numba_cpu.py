@@ -35,7 +35,7 @@ _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once,
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Dots of `n_rows` weight rows (bf16 or fp32 bits, 1-D `w` from elements `w_at`) and `n_states` fp32 states (`x` from `x_at`).
+    """Dots of `n_rows` weight rows (int8, or bits of bf16 or fp32, 1-D `w` from elements `w_at`) and `n_states` fp32 states (`x` from `x_at`).
 
     Each of length `d`; `out[r * n_states + s]`.
     """
@@ -47,7 +47,7 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             w_data, w_from, x_data, x_from, out_data = (context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5))
-            length, half = args[4], kinds[0].dtype == types.uint16
+            length, half, whole_number = args[4], kinds[0].dtype == types.uint16, kinds[0].dtype == types.int8
             i64, f32 = ir.IntType(64), ir.FloatType()
             vector = ir.VectorType(f32, _LANES)
             element = context.get_value_type(kinds[0].dtype)
@@ -56,8 +56,10 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
                 return [builder.gep(data, [builder.load(builder.gep(begin, [i64(i)]))]) for i in range(n)]
 
             def widened(value: Any, kind: Any) -> Any:  # bf16 is the upper half of an fp32
+                wide = ir.VectorType(ir.IntType(32), _LANES) if kind is vector else ir.IntType(32)
+                if whole_number:
+                    return builder.sitofp(builder.sext(value, wide), kind)
                 if half:
-                    wide = ir.VectorType(ir.IntType(32), _LANES) if kind is vector else ir.IntType(32)
                     value = builder.shl(builder.zext(value, wide), ir.Constant(wide, [16] * _LANES if kind is vector else 16))
                 return builder.bitcast(value, kind)
 
@@ -145,10 +147,10 @@ def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n
 
 
 @njit(cache=True, nogil=True)
-def _add_bias(z: Array, bias: Array, base: int, n_rows: int, n: int, rectify: bool) -> None:
+def _add_bias(z: Array, scale: Array, bias: Array, base: int, n_rows: int, n: int, rectify: bool) -> None:
     for i in range(n):
         for j in range(n_rows):
-            value = z[i * n_rows + j] + bias[base + j]
+            value = (z[i * n_rows + j] * scale[base + j] if len(scale) else z[i * n_rows + j]) + bias[base + j]
             z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # a NaN stays a NaN
 
 
@@ -170,25 +172,25 @@ def _touch(w: Array, begin: int, end: int) -> int:
 @njit(cache=True, nogil=True)
 def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
     """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes only."""
-    w1, b1, w2, b2, w3, b3, d, h1, h2, n_layers = net
+    w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
     if n_layers == 1:
         _products(w1, slot * d, n_slots, d, x, x_at, n, own)
-        _add_bias(own, b1, slot, n_slots, n, False)
+        _add_bias(own, s1, b1, slot, n_slots, n, False)
     else:
         first = np.empty(n * h1, np.float32)
         begin = np.arange(n) * h1
         if n >= _MANY:  # the tiles read four rows at once, which memory is slow at: have them in the cache by then
             first[0] = _touch(w1, slot * h1 * d, (slot + 1) * h1 * d)
         _products(w1, slot * h1 * d, h1, d, x, x_at, n, first)
-        _add_bias(first, b1, slot * h1, h1, n, True)
+        _add_bias(first, s1, b1, slot * h1, h1, n, True)
         if n_layers == 3:
             second = np.empty(n * h2, np.float32)
             _products(w2, slot * h2 * h1, h2, h1, first, begin, n, second)
-            _add_bias(second, b2, slot * h2, h2, n, True)
+            _add_bias(second, s2, b2, slot * h2, h2, n, True)
             _products(w3, slot * h2, 1, h2, second, np.arange(n) * h2, n, own)
         else:
             _products(w3, slot * h1, 1, h1, first, begin, n, own)
-        _add_bias(own, b3, slot, 1, n, False)
+        _add_bias(own, s3, b3, slot, 1, n, False)
     for i in range(n * n_slots):
         own[i] = _sigmoid(own[i])
 
@@ -196,6 +198,8 @@ def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: in
 @njit(cache=True, nogil=True)
 def _all_finite(bits: Array, begin: int, end: int, exponent: int) -> bool:
     bad = 0
+    if bits.itemsize == 1:  # int8 is always a number; its scale may not be
+        return True
     for i in range(begin, end):
         bad |= (bits[i] & exponent) == exponent
     return bad == 0
@@ -203,25 +207,25 @@ def _all_finite(bits: Array, begin: int, end: int, exponent: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _is_sound(net: Any, slot: int) -> bool:
-    w1, b1, w2, b2, w3, b3, d, h1, h2, n_layers = net
+    w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
     exponent = 0x7F80 if w1.itemsize == 2 else 0x7F800000
     sound = _all_finite(w1, slot * h1 * d, (slot + 1) * h1 * d, exponent)
-    for j in range(h1):
-        sound &= math.isfinite(b1[slot * h1 + j])
+    for j in range(slot * h1, (slot + 1) * h1):
+        sound &= math.isfinite(b1[j]) and (len(s1) == 0 or math.isfinite(s1[j]))
     if n_layers == 3:
         sound &= _all_finite(w2, slot * h2 * h1, (slot + 1) * h2 * h1, exponent)
-        for j in range(h2):
-            sound &= math.isfinite(b2[slot * h2 + j])
+        for j in range(slot * h2, (slot + 1) * h2):
+            sound &= math.isfinite(b2[j]) and (len(s2) == 0 or math.isfinite(s2[j]))
     if n_layers > 1:
         last = h2 if n_layers == 3 else h1
-        sound &= _all_finite(w3, slot * last, (slot + 1) * last, exponent) and math.isfinite(b3[slot])
+        sound &= _all_finite(w3, slot * last, (slot + 1) * last, exponent) and math.isfinite(b3[slot]) and (len(s3) == 0 or math.isfinite(s3[slot]))
     return sound
 
 
 @njit(cache=True, nogil=True)
 def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
     """Scores of M pairs whose slots do not fall, `out [M]`."""
-    d = net[6]
+    d = net[9]
     x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
     while at < len(slots):
         n = 0
@@ -236,7 +240,7 @@ def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> N
 @njit(cache=True, nogil=True)
 def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array) -> int:
     """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes. The first damaged probe, or -1."""
-    n_probes, d = scores.shape[1], net[6]
+    n_probes, d = scores.shape[1], net[9]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
     else:
@@ -272,7 +276,7 @@ def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Arra
 @njit(cache=True, nogil=True)
 def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, scores: Array) -> int:
     """Own scores of every probe for every state. The first damaged probe, or -1."""
-    n_probes, d, linear = scores.shape[1], net[6], net[9] == 1
+    n_probes, d, linear = scores.shape[1], net[9], net[12] == 1
     x_at = np.empty(n_states, np.int64)
     at = 0
     while at < n_probes:
@@ -499,7 +503,7 @@ def _best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, 
 
 @dataclass(frozen=True)
 class CompiledNet:
-    """Stacked weights on a CPU as compiled code reads them: bits of bf16 or fp32, in place. The tensors must stay alive."""
+    """Stacked weights on a CPU as compiled code reads them: int8, or bits of bf16 or fp32, in place. The tensors must stay alive."""
 
     bits: tuple[Any, ...]
 
@@ -508,10 +512,12 @@ class CompiledNet:
         """Views, no copies."""
         _, h1, d = weights["w1"].shape
         h2 = weights["w2"].shape[1] if "w2" in weights else 0
-        w1, b1 = _bits(weights["w1"]), _flat(weights["b1"])
-        w2, w3 = (_bits(weights[name]) if name in weights else w1[:0] for name in ("w2", "w3"))
-        b2, b3 = (_flat(weights[name]) if name in weights else b1[:0] for name in ("b2", "b3"))
-        return cls((w1, b1, w2, b2, w3, b3, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
+        none = {"w": _bits(weights["w1"])[:0], "b": _flat(weights["b1"])[:0]}
+        layers: list[Any] = []
+        for i in (1, 2, 3):
+            w, scale, bias = (weights.get(name) for name in (f"w{i}", f"w{i}_scale", f"b{i}"))
+            layers += [none["w"] if w is None else _bits(w), *(none["b"] if t is None else _flat(t) for t in (scale, bias))]
+        return cls((*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
 
     def score(self, hidden: Tensor, rows: Array, slots: Array) -> Array:
         """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
@@ -566,7 +572,8 @@ def _states(hidden: Tensor) -> Array:
 
 
 def _bits(tensor: Tensor) -> Array:
-    return tensor.contiguous().view(-1).view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32).numpy()
+    flat = tensor.contiguous().view(-1)
+    return (flat if tensor.dtype == torch.int8 else flat.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)).numpy()
 
 
 def _flat(tensor: Tensor) -> Array:

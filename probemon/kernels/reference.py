@@ -13,11 +13,15 @@ def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor,
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]. Copies every weight it reads."""
     x = hidden[rows].to(torch.float32)
     gathered = {name: tensor[slots].to(torch.float32) for name, tensor in weights.items()}
-    h = (gathered["w1"] * x[:, None, :]).sum(dim=-1) + gathered["b1"]
+
+    def layer(i: int, x: Tensor) -> Tensor:
+        sums = (gathered[f"w{i}"] * x).sum(dim=-1)
+        return (sums * gathered[f"w{i}_scale"] if f"w{i}_scale" in gathered else sums) + gathered[f"b{i}"]
+
+    h = layer(1, x[:, None, :])
     if "w2" in gathered:
-        h = (gathered["w2"] * h.relu()[:, None, :]).sum(dim=-1) + gathered["b2"]
-    logit = (gathered["w3"] * h.relu()).sum(dim=-1) + gathered["b3"] if "w3" in gathered else h[:, 0]
-    return sigmoid(logit)
+        h = layer(2, h.relu()[:, None, :])
+    return sigmoid(layer(3, h.relu()) if "w3" in gathered else h[:, 0])
 
 
 def sigmoid(logits: Tensor) -> Tensor:

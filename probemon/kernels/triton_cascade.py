@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from probemon.kernels.triton_fused import ROWS, block_sizes, layered_meta, part_of_probe
+from probemon.kernels.triton_fused import ROWS, arguments_of, block_sizes, layered_meta, part_of_probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,8 +84,9 @@ def _begin(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _score(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr,
-    B, CAP, D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
+    ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
     b = tl.program_id(1).to(tl.int64)
@@ -100,11 +101,15 @@ def _score(  # type: ignore[no-untyped-def]
                 d = start + tl.arange(0, BLOCK_D)
                 x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
                 total += tl.load(w1_ptr + probe.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32) * x
-            tl.store(own_ptr + at, 1.0 / (1.0 + tl.exp(-(tl.sum(total, axis=0) + tl.load(b1_ptr + probe)))))
+            logit = tl.sum(total, axis=0)
+            if SCALED:
+                logit = logit * tl.load(s1_ptr + probe)
+            tl.store(own_ptr + at, 1.0 / (1.0 + tl.exp(-(logit + tl.load(b1_ptr + probe)))))
         else:
             part_of_probe(
-                x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, row, probe, part, parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
-                D, H1, H2, N_PARTS, LAYERS, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+                x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
+                parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
+                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
             )  # fmt: skip
 
 
@@ -250,9 +255,8 @@ class DeviceCascade:
             self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
             n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
         )  # fmt: skip
-        b1 = weights["b1"]
-        layers = [weights["w1"], b1, *(weights.get(name, b1) for name in ("w2", "b2", "w3", "b3"))]
-        meta = layered_meta(h1, h2, d, n_layers) if n_layers > 1 else {"LAYERS": 1, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        layers, scaled = arguments_of(weights), "w1_scale" in weights
+        meta = layered_meta(h1, h2, d, n_layers, scaled) if n_layers > 1 else {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
         for at in range(self._n_rounds + 1):
             _score[(cap * n_parts, n_states)](
                 x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta

@@ -5,8 +5,8 @@
 A probe with hidden layers is split by rows of its first layer: a program takes 16 of them over the full length D, so the ReLU
 stays local, multiplies by its part of the second layer and stores that. The last program of a pair to arrive adds the parts up
 in their fixed order and finishes. Every weight is read once, nothing is added by atomics, and a pair's arithmetic depends on
-the pair alone: its score is bitwise the same from run to run and whatever else is active. bf16 is widened on loading; every
-product and sum is fp32.
+the pair alone: its score is bitwise the same from run to run and whatever else is active. bf16 and int8 are widened on loading;
+every product and sum is fp32. Of many states, a program takes four pairs, which share what it reads where they are of one probe.
 """
 
 from __future__ import annotations
@@ -21,13 +21,23 @@ from torch import Tensor
 
 ROWS = 16  # of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
+GROUP, MANY = 4, 2048  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over rows of int8 weights times the scale of each row."""
+    if SCALED:
+        sums = sums * tl.load(scale_ptr + at, mask=inside, other=0.0)
+    return sums
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def part_of_probe(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, row, slot, part, parts_ptr, arrived_ptr, out_ptr,
-    D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, part, parts_ptr, arrived_ptr, out_ptr,
+    D, H1, H2, N_PARTS,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One pair's `ROWS` rows of layer 1. Of this pair: `parts [N_PARTS, H2 or 1]`, `arrived` an int32 zero, zero again afterwards, `out`."""
     # int64: slot * H1 * D passes 2**31 at 6,554 slots of 128 x 2560.
@@ -42,7 +52,21 @@ def part_of_probe(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + row * D + d, mask=d_in, other=0.0).to(tl.float32)
         w = tl.load(w1_row + d[None, :], mask=j_in[:, None] & d_in[None, :], other=0.0).to(tl.float32)
         total += w * x[None, :]
-    z = tl.sum(total, axis=1) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
+    _above(
+        tl.sum(total, axis=1), s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
+        H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _above(  # type: ignore[no-untyped-def]
+    sums, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
+    H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """What follows from the `ROWS` sums of layer 1: this part of what is above it, and, of the last to arrive, the score."""
+    j = part * ROWS + tl.arange(0, ROWS)
+    j_in = j < H1
+    z = _scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
     z = tl.where(z < 0, 0.0, z)  # not maximum(): a NaN stays a NaN
     k = tl.arange(0, BLOCK_H2)
     k_in = k < H2
@@ -59,33 +83,84 @@ def part_of_probe(  # type: ignore[no-untyped-def]
             parts = tl.load(
                 parts_ptr + p[:, None] * H2 + k[None, :], mask=(p < N_PARTS)[:, None] & k_in[None, :], other=0.0, cache_modifier=".cg"
             )
-            z2 = tl.sum(parts, axis=0) + tl.load(b2_ptr + slot * H2 + k, mask=k_in, other=0.0)
+            z2 = _scaled(tl.sum(parts, axis=0), s2_ptr, slot * H2 + k, k_in, SCALED) + tl.load(b2_ptr + slot * H2 + k, mask=k_in, other=0.0)
             z2 = tl.where(z2 < 0, 0.0, z2)
             w3 = tl.load(w3_ptr + slot * H2 + k, mask=k_in, other=0.0).to(tl.float32)
-            logit = tl.sum(w3 * z2, axis=0) + tl.load(b3_ptr + slot)
+            logit = _scaled(tl.sum(w3 * z2, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
         else:
             parts = tl.load(parts_ptr + p, mask=p < N_PARTS, other=0.0, cache_modifier=".cg")
-            logit = tl.sum(parts, axis=0) + tl.load(b3_ptr + slot)
+            logit = _scaled(tl.sum(parts, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
         tl.store(out_ptr, 1.0 / (1.0 + tl.exp(-logit)))
         tl.store(arrived_ptr, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _layered(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
-    D, H1, H2, N_PARTS, LAYERS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+    D, H1, H2, N_PARTS,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
     part_of_probe(
-        x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, w3_ptr, b3_ptr, tl.load(rows_ptr + pair), tl.load(slots_ptr + pair), tl.program_id(0) % N_PARTS,
-        parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair, D, H1, H2, N_PARTS, LAYERS, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+        x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
+        tl.load(rows_ptr + pair), tl.load(slots_ptr + pair), tl.program_id(0) % N_PARTS,
+        parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair,
+        D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _layered_groups(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+    M, D, H1, H2, N_PARTS,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_layered` of four pairs a program (`GROUP`). Where they are of one probe, a tile of its weights is read once for the four.
+
+    A pair's sums are made in tiles of the same shape as in `part_of_probe`, so its score is bitwise the same.
+    """
+    pair, part = (tl.program_id(0) // N_PARTS).to(tl.int64) * 4, tl.program_id(0) % N_PARTS
+    last = tl.minimum(pair + 3, M - 1)
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    if (pair + 3 == last) & (slot == tl.load(slots_ptr + last)):  # sorted: what is between them is the same
+        x0 = x_ptr + tl.load(rows_ptr + pair).to(tl.int64) * D
+        x1 = x_ptr + tl.load(rows_ptr + pair + 1).to(tl.int64) * D
+        x2 = x_ptr + tl.load(rows_ptr + pair + 2).to(tl.int64) * D
+        x3 = x_ptr + tl.load(rows_ptr + pair + 3).to(tl.int64) * D
+        j = part * ROWS + tl.arange(0, ROWS)
+        w1_row = w1_ptr + (slot * H1 + j[:, None]) * D
+        total0 = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        total1 = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        total2 = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        total3 = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            d_in = d < D
+            w = tl.load(w1_row + d[None, :], mask=(j < H1)[:, None] & d_in[None, :], other=0.0).to(tl.float32)
+            total0 += w * tl.load(x0 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total1 += w * tl.load(x1 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total2 += w * tl.load(x2 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+            total3 += w * tl.load(x3 + d, mask=d_in, other=0.0).to(tl.float32)[None, :]
+        sums = tl.sum(total0, axis=1), tl.sum(total1, axis=1), tl.sum(total2, axis=1), tl.sum(total3, axis=1)
+        for i in tl.static_range(4):
+            _above(
+                sums[i], s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part,
+                parts_ptr + (pair + i) * N_PARTS * H2, arrived_ptr + pair + i, out_ptr + pair + i,
+                H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS,
+            )  # fmt: skip
+    else:
+        for at in range(pair, last + 1):
+            part_of_probe(
+                x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, tl.load(rows_ptr + at), tl.load(slots_ptr + at), part,
+                parts_ptr + at * N_PARTS * H2, arrived_ptr + at, out_ptr + at,
+                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _linear(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, D, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """`PAIRS` pairs of linear probes."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
@@ -99,7 +174,7 @@ def _linear(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + row[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         w = tl.load(w1_ptr + slot[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         total += w * x
-    logit = tl.sum(total, axis=1) + tl.load(b1_ptr + slot, mask=inside, other=0.0)
+    logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(b1_ptr + slot, mask=inside, other=0.0)
     tl.store(out_ptr + pair, 1.0 / (1.0 + tl.exp(-logit)), mask=inside)
 
 
@@ -108,10 +183,10 @@ def block_sizes(d: int) -> int:
     return min(triton.next_power_of_2(d), 256)
 
 
-def layered_meta(h1: int, h2: int, d: int, n_layers: int) -> dict[str, int]:
+def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool) -> dict[str, Any]:
     """Compile-time sizes of `_layered`."""
     return {
-        "LAYERS": n_layers, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
+        "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
         "BLOCK_PARTS": triton.next_power_of_2(triton.cdiv(h1, ROWS)),
     }  # fmt: skip
 
@@ -119,26 +194,32 @@ def layered_meta(h1: int, h2: int, d: int, n_layers: int) -> dict[str, int]:
 def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], all on one device.
 
-    Pairs of one probe next to one another share what they read in the chip's cache.
+    Of many pairs, those of one probe are brought together, so that they share what is read of it.
     """
     _, h1, d = weights["w1"].shape
-    n = len(slots)
+    n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
     out = torch.empty(n, dtype=torch.float32, device=hidden.device)
     if not n:
         return out
     x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
     if "w3" not in weights:
-        _linear[(triton.cdiv(n, PAIRS),)](x, weights["w1"], weights["b1"], rows, slots, out, n, d, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
+        _linear[(triton.cdiv(n, PAIRS),)](x, *layers[:3], rows, slots, out, n, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
         return out
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
     parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=hidden.device)
-    b1 = weights["b1"]
-    arguments: list[Any] = [weights["w1"], b1, *(weights.get(name, b1) for name in ("w2", "b2", "w3", "b3"))]
-    _layered[(n * n_parts,)](
-        x, *arguments, rows, slots, parts, _arrived(n, hidden.device), out, d, h1, h2, n_parts, **layered_meta(h1, h2, d, n_layers)
-    )
-    return out
+    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, hidden.device)
+    if n < MANY or len(hidden) < GROUP:
+        _layered[(n * n_parts,)](x, *layers, rows, slots, parts, arrived, out, d, h1, h2, n_parts, **meta)
+        return out
+    slots, order = torch.sort(slots, stable=True)
+    _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows[order], slots, parts, arrived, out, n, d, h1, h2, n_parts, **meta)
+    return torch.empty_like(out).index_copy_(0, order, out)
+
+
+def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """w, scale, b of the three layers, as the kernels take them; the first bias stands for what is not there, and is not read."""
+    return [weights.get(name, weights["b1"]) for i in (1, 2, 3) for name in (f"w{i}", f"w{i}_scale", f"b{i}")]
 
 
 def _arrived(n: int, device: torch.device) -> Tensor:

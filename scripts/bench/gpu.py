@@ -19,18 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward, exact_scores
+from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward, exact_scores, widened
 from bench.timing import interleaved, rows_of, wall_clock
 from probemon.cascade import CascadePlan, descend
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
 from probemon.kernels.triton_cascade import DeviceCascade
+from probemon.quantize import quantize_weights
 from probemon.types import CascadeConfig
 
 N_SETS = 8
 CELLS = tuple(Cell(d, "bfloat16", batch, 64) for d in (2560, 4096) for batch in (1, 8, 64))
 SWEEP_BYTES = 256 << 20
-OURS, REPAIRED = "ours (triton)", "stacked bank, repaired"
+OURS, INT8, REPAIRED = "ours (triton)", "ours (triton), int8 copies", "stacked bank, repaired"
 
 
 class Timer:
@@ -105,11 +106,14 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
         REPAIRED: lambda at: bank_forward(stacks[at], x[at]),
         "gather, then bmm": gathered,
     }
-    want = exact_scores(stacks[0], x[0])
-    errors = {}
+    errors, want_stored = {}, exact_scores(stacks[0], x[0])
+    if x.dtype == torch.bfloat16:
+        int8 = quantize_weights(bank)
+        eager[INT8] = lambda at: score_probes(x[at], int8, rows, slots[at], impl="triton")
     for name, method in eager.items():
+        want = exact_scores(widened(int8, sets[0]), x[0]) if name == INT8 else want_stored
         errors[name] = float((method(0).reshape(want.shape).double() - want).abs().max())
-        if not errors[name] < (STRICT if name == OURS else LOOSE):
+        if not errors[name] < (STRICT if name in (OURS, INT8) else LOOSE):
             raise WrongScores(f"{name} at {cell}: scores are off by {errors[name]:.2g}")
     graphs = {name: [captured(device, partial(method, at)) for at in range(N_SETS)] for name, method in eager.items()}
     everything = torch.arange(n_bank, device=device)

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from bench.timing import interleaved, rows_of
 from probemon.kernels import score_probes
+from probemon.quantize import quantize_weights
 
 H1, H2 = 128, 64
 BANK_BYTES = 160 << 20  # several times a last-level cache
 N_SETS = 12
+INT8 = "ours (numba), int8 copies"
 STRICT, LOOSE = 1e-5, 0.05  # ours against fp64; rivals may compute in bf16
 
 
@@ -44,11 +46,12 @@ def measure(cell: Cell, n_rounds: int, *, compiled: bool) -> list[dict[str, Any]
     """Check every method against fp64, then time all in turns. Raises `WrongScores`."""
     methods, bank = methods_of(cell, compiled)
     errors = {}
-    exact = exact_scores(bank.stacks[0], bank.x[0])
+    of_stored = exact_scores(bank.stacks[0], bank.x[0])
+    of_int8 = exact_scores(widened(bank.int8, bank.sets[0]), bank.x[0]) if bank.int8 else of_stored
     for name, method in methods.items():
         if name == "floor: read the same bytes":
             continue
-        found = method(0)
+        found, exact = method(0), of_int8 if name == INT8 else of_stored
         errors[name] = float((torch.as_tensor(found, dtype=torch.float64).reshape(exact.shape) - exact).abs().max())
         if not errors[name] < (STRICT if name.startswith("ours") else LOOSE):
             raise WrongScores(f"{name} at {cell}: scores are off by {errors[name]:.2g}")
@@ -80,6 +83,7 @@ class Bank:
             "w2": random(n, H2, H1, scale=H1**-0.5).to(self.dtype), "b2": random(n, H2, scale=0.1),
             "w3": random(n, H2, scale=H2**-0.5).to(self.dtype), "b3": random(n, scale=0.1),
         }  # fmt: skip
+        self.int8 = quantize_weights(self.weights) if cell.dtype == "bfloat16" and cell.batch == 1 else {}
         self.x = random(N_SETS * cell.batch, cell.hidden, scale=1.0).reshape(N_SETS, cell.batch, -1).to(self.dtype)
         rng = np.random.default_rng(0)
         runs = [np.sort(rng.choice(n // 8, size=-(-cell.n_probes // 8), replace=False)) for _ in range(N_SETS)]
@@ -96,6 +100,12 @@ def exact_scores(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:
     h = torch.einsum("mhd,bd->mbh", w["w1"], x.double()) + w["b1"][:, None]
     h = torch.einsum("mkh,mbh->mbk", w["w2"], h.relu()) + w["b2"][:, None]
     return (torch.einsum("mk,mbk->mb", w["w3"], h.relu()) + w["b3"][:, None]).sigmoid()
+
+
+def widened(weights: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
+    """Some probes of int8 weights, in fp64."""
+    some = {name: w[chosen].double() for name, w in weights.items()}
+    return {name: w * some[f"{name}_scale"][..., None] if f"{name}_scale" in some else w for name, w in some.items() if not name.endswith("_scale")}
 
 
 def module_of(weights: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
@@ -147,6 +157,8 @@ def methods_of(cell: Cell, compiled: bool) -> tuple[dict[str, Callable[[int], An
         "gather, then bmm": gathered,
         "floor: read the same bytes": read,
     }
+    if bank.int8:
+        methods[INT8] = lambda at: score_probes(bank.x[at], bank.int8, bank.rows, bank.slots[at], impl="numba")
     if compiled:
         fast = torch.compile(bank_forward)
         methods["torch.compile of the stacked bank"] = lambda at: fast(bank.stacks[at], bank.x[at]).tolist()

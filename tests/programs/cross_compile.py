@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import sys
 
 import torch
@@ -13,10 +14,11 @@ from triton.compiler import ASTSource
 
 from probemon.kernels import triton_cascade as cascade
 from probemon.kernels import triton_fused as kernels
+from probemon.types import input_dtype
 
-WEIGHTS = ("x_ptr", "w1_ptr", "w2_ptr", "w3_ptr")
-FLOATS = ("b1_ptr", "b2_ptr", "b3_ptr", "parts_ptr", "own_ptr", "score_ptr", "threshold_ptr")
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
+WEIGHTS = ("w1_ptr", "w2_ptr", "w3_ptr")
+FLOATS = (*(f"{kind}{i}_ptr" for kind in "sb" for i in (1, 2, 3)), "parts_ptr", "own_ptr", "score_ptr", "threshold_ptr")
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.int8: "i8"}
 
 
 def signature(kernel, constants, dtype):
@@ -26,21 +28,22 @@ def signature(kernel, constants, dtype):
             found[name] = "constexpr"
         elif name.endswith(("_ptr", "_idx")):
             pairs = {"rows_ptr": "i64", "slots_ptr": "i64", "out_ptr": "fp32"}
-            found[name] = "*" + (NAMES[dtype] if name in WEIGHTS else pairs.get(name, "fp32" if name in FLOATS else "i32"))
+            found[name] = "*" + (NAMES[dtype] if name in WEIGHTS else NAMES[input_dtype(dtype)] if name == "x_ptr" else pairs.get(name, "fp32" if name in FLOATS else "i32"))
         else:
             found[name] = "i32"
     return found
 
 
 def cases():
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.int8):
+        scaled = dtype == torch.int8
         for d, h1, h2, layers in ((576, 128, 64, 3), (2560, 128, 64, 3), (4096, 128, 64, 3), (4096, 256, 256, 3), (4096, 512, 1, 2), (70, 5, 3, 3)):
-            yield f"layered {layers} {h1}-{h2} {d} {dtype}", kernels._layered, kernels.layered_meta(h1, h2, d, layers), dtype
-            score = kernels.layered_meta(h1, h2, d, layers)
-            yield f"cascade: score {layers} {h1}-{h2} {d} {dtype}", cascade._score, score, dtype
-        linear = {"LAYERS": 1, "BLOCK_D": kernels.block_sizes(4096), "ROWS": 16, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+            meta = kernels.layered_meta(h1, h2, d, layers, scaled)
+            for name, kernel in (("layered", kernels._layered), ("layered groups", kernels._layered_groups), ("cascade: score", cascade._score)):
+                yield f"{name} {layers} {h1}-{h2} {d} {dtype}", kernel, meta, dtype
+        linear = {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "ROWS": 16, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
-        yield f"linear 4096 {dtype}", kernels._linear, {"BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
+        yield f"linear 4096 {dtype}", kernels._linear, {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
     for path, close in ((False, False), (True, False), (True, True)):
         yield f"cascade: begin, close {close}", cascade._begin, {"CLOSE": close, "BLOCK": 64}, torch.float32
         for opens in (0, 1, 2):
@@ -53,9 +56,19 @@ def cases():
 def main():
     for arch in (80, 90):
         for name, kernel, constants, dtype in cases():
-            source = ASTSource(fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants)
+            # As in a launch, where Triton sees what 16 divides.
+            even = {} if " 70 " in name else {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a.endswith("_ptr") or a in ("D", "H1", "H2")}
+            source = ASTSource(fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants, attrs=even)
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-            print(json.dumps({"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}))
+            told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
+            print(json.dumps({**told, "layouts": layouts(made.asm["ttgir"], constants)}))
+
+
+def layouts(text, constants):
+    """Over which threads the sums along D of a tile of rows are spread: what decides their order."""
+    names = dict(re.findall(r"(#\w+) = #ttg.blocked<(.*)>", text))
+    shape = f"{constants.get('ROWS')}x{constants.get('BLOCK_D')}"
+    return sorted({names[name] for name in re.findall(rf'"tt.reduce"(?:.*\n)*?.*\}}\) : \(tensor<{shape}xf32, (#\w+)>', text)})
 
 
 if __name__ == "__main__":

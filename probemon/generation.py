@@ -119,8 +119,6 @@ def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> Generat
     _refuse("classifier-free guidance (guidance_scale)", guidance is not None and guidance != 1)
     _refuse("token healing", bool(config.token_healing))
     _refuse(f"cache_implementation={config.cache_implementation!r}", config.cache_implementation not in _CACHES)
-    compiled = config.compile_config
-    _refuse("compilation as one whole graph (fullgraph)", compiled is not None and bool(getattr(compiled, "fullgraph", False)))
     return mode
 
 

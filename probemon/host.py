@@ -177,8 +177,14 @@ def host_state(model: Any) -> HostState:
     )  # fmt: skip
 
 
+def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
+    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward` is the other."""
+    names = ("_compiled_call_impl", "forward")
+    return [(module, name) for module in model.modules() for name in names if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")]
+
+
 def forget_compiled(model: Any) -> None:
     """Make a compiled host compile again: a graph does not notice that hooks came or went."""
     by_generate = vars(model).pop("_compiled_call", None) is not None
-    if by_generate or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+    if by_generate or compiled_parts(model):
         torch._dynamo.reset()

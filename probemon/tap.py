@@ -3,12 +3,12 @@
     with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
         model.generate(**inputs)
 
-Everything is resolved before anything is attached, so a bad site leaves no hook behind.
+Everything is resolved before anything is attached, so a bad site leaves no hook behind. In compiled code states go to
+`tap.buffers` where there was made room for them (`probemon.graphs`), else the graph is left for the callback.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,23 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probemon.graphs import Buffers
 from probemon.host import find_layers, site_module
 
 Callback = Callable[[str, Tensor], None]
-
-
-def outside_graphs(function: Any) -> Any:
-    """A compiled host leaves its graph for `function`, instead of tracing through it, at the cost of a break.
-
-    `torch.compiler.disable` alone would do, but its wrapper takes longer than many a hook, and most hosts are not compiled.
-    """
-    disabled = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
-
-    return call
 
 
 class Tap:
@@ -48,6 +35,7 @@ class Tap:
         for site in sites:
             self._targets.append((site, site_module(layers, site)))
         self._callback = callback
+        self.buffers = Buffers(*zip(*self._targets, strict=True))
         self._stack = ExitStack()
 
     def __enter__(self) -> Tap:
@@ -63,9 +51,16 @@ class Tap:
         self._stack.close()
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        @outside_graphs
+        # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not compiled.
+        leave, buffers = torch.compiler.disable(self._callback), self.buffers
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, (tuple, list)) else output
-            self._callback(site, hidden.detach())
+            if not torch.compiler.is_compiling():
+                self._callback(site, hidden.detach())
+            elif buffers.holds(site):
+                buffers.keep(site, hidden)
+            else:
+                leave(site, hidden.detach())
 
         return hook

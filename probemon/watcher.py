@@ -34,14 +34,15 @@ from probemon.batching import Batches
 from probemon.beams import Beams
 from probemon.errors import AlignmentError, ConceptRaised, NotSupportedDecoding, NotSupportedHost
 from probemon.generation import Prompt, read_call
+from probemon.graphs import Bracket
 from probemon.hold import HeldStreamer
-from probemon.host import find_layers, forget_compiled, host_state, is_encoder_decoder
+from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state, is_encoder_decoder
 from probemon.ranks import Ranks
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
 from probemon.running import INSIDE, Generation, States, Thread, Waiting, Watched
 from probemon.shadow import shadow
-from probemon.tap import Tap, outside_graphs
+from probemon.tap import Tap
 from probemon.types import Gap
 
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen.
@@ -70,6 +71,8 @@ class Watcher:
         self._sites, self._n_probes, self._score, self._check, self._on_gap = sites, n_probes, score, check, on_gap
         self._scores = self.ranks is None or self.ranks.scores
         self._tap = Tap(model, sites, self._tapped)
+        self._bracket = Bracket(self._before, self._after)
+        self._width, self._in_parts = hidden_size(model), False
         self._by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self._thread = Thread()
         self._running: list[Generation] = []
@@ -107,16 +110,18 @@ class Watcher:
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             forget_compiled(self.model)
+            self._in_parts = bool(compiled_parts(self.model))
             self._attaching_thread = threading.get_ident()
             self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
             stack.callback(setattr, self, "open", False)
             stack.callback(forget_compiled, self.model)
             if self._scores:
                 # What opens a forward comes last: another thread may be in one meanwhile.
-                self._closing = self._decoder.register_forward_hook(self._after)
+                self._closing = self._decoder.register_forward_hook(self._bracket.unless(self._after))
                 stack.callback(self._closing.remove)
                 stack.enter_context(self._tap)
-                stack.callback(self._decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                stack.callback(self._decoder.register_forward_pre_hook(self._bracket.unless(self._before), with_kwargs=True).remove)
+                self._bracket.shadow(stack, self, self.model, self._decoder)
             if hasattr(self.model, "generate"):
                 shadow(stack, self, self.model, "generate", self._generate)
                 shadow(stack, self, self.model, "prepare_inputs_for_generation", self._prepare)
@@ -277,7 +282,6 @@ class Watcher:
 
     # -- one forward -----------------------------------------------------------------------------
 
-    @outside_graphs
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self._thread
@@ -312,6 +316,8 @@ class Watcher:
             placed = [generation.beam_tokens(part) for part in placed]
         mine.waiting = [Waiting(generation, recording, part) for part in placed]
         mine.recording, mine.shape = recording, forward.ids.shape
+        if self._in_parts or self._bracket.is_open:
+            self._tap.buffers.make_room(mine.shape, self._width)
         if cache is not None:
             self._by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
@@ -409,11 +415,12 @@ class Watcher:
         mine.waiting = waiting
         self._hand_on(f"the host did not run through {', '.join(missing)}")
 
-    @outside_graphs
     def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         mine = self._thread
         if not mine.shape:
             return
+        for site, hidden in self._tap.buffers.written():
+            self._tapped(site, hidden)
         self._lost()
         cache = getattr(output, "past_key_values", None)
         if cache is not None and mine.recording is not None:

@@ -55,10 +55,10 @@ def embeddings(folder):
         assert np.abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
 
 
-def compiled(folder, before):
+def compiled(folder, before, **more):
     torch._dynamo.reset()
     model = make_model()
-    config = CompileConfig(mode="default", backend="eager")
+    config = CompileConfig(**{"mode": "default", "backend": "eager", **more})
     config._compile_all_devices = True  # on a CPU generate() compiles only if told so
     options = {**COMMON, "cache_implementation": "static", "compile_config": config}
     if not before:
@@ -266,6 +266,7 @@ ARRANGEMENTS = {
     "prompt as `inputs_embeds`": embeddings,
     "compiled decode, attached before": lambda folder: compiled(folder, before=True),
     "compiled decode, attached after": lambda folder: compiled(folder, before=False),
+    "compiled decode, one whole graph (`fullgraph=True`)": lambda folder: compiled(folder, before=False, fullgraph=True),
     "continuous batching (`generate_batch`)": batching,
     "two threads on one model": threads,
     "`transformers.pipeline`": pipeline,

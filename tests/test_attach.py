@@ -1,6 +1,7 @@
 """Promise 2: in every supported mode each score is on the right token of the right row, by one full forward a row."""
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -415,7 +416,7 @@ def test_prompt_given_as_embeddings(manager, model, with_ids, options):
 
 
 def compiled(**more):
-    config = CompileConfig(mode="default", backend="eager", **more)
+    config = CompileConfig(**{"mode": "default", "backend": "eager", **more})
     config._compile_all_devices = True  # on a CPU generate() compiles only if told so
     return {"cache_implementation": "static", "compile_config": config, "do_sample": False, "max_new_tokens": 6, **NO_EOS}
 
@@ -463,9 +464,34 @@ def test_other_compiled_hosts_are_seen_or_told_loudly(pack):
     torch._dynamo.reset()
 
 
-def test_one_whole_graph_is_refused(pack, model):
-    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="fullgraph"):
-        model.generate(PROMPT, **compiled(fullgraph=True))
+GRAPHS = {
+    "generate": lambda model: compiled(fullgraph=True),
+    "generate, mode of captured graphs": lambda model: compiled(fullgraph=True, mode="reduce-overhead"),
+    "model.compile()": lambda model: model.compile(backend="aot_eager", fullgraph=True),
+    "model.forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="aot_eager", fullgraph=True)),
+    "decoder.compile()": lambda model: model.model.compile(backend="aot_eager", fullgraph=True),
+    "decoder.forward": lambda model: setattr(model.model, "forward", torch.compile(model.model.forward, backend="aot_eager", fullgraph=True)),
+    "every layer": lambda model: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.model.layers][0],
+    "layers and generate": lambda model: [layer.compile(backend="aot_eager") for layer in model.model.layers] and compiled(fullgraph=True),
+    "inductor": lambda model: compiled(fullgraph=True, backend="inductor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("which, attached", [*((which, "before") for which in GRAPHS), ("generate", "after"), ("model.forward", "after")])
+@torch._dynamo.config.patch(recompile_limit=64)  # of layers compiled one by one, the bare host makes twelve graphs here
+def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached):
+    """With `fullgraph`, leaving a graph would be an error. Two sites; after that a longer prompt with one, so that shapes change."""
+    torch._dynamo.reset()
+    model = make_model()
+    options = {**(GRAPHS[which](model) or {}), "max_new_tokens": 3, "do_sample": False, **NO_EOS}
+    if attached == "after":
+        model.generate(PROMPT, **options)
+    for probes, prompt in ((two_sites, PROMPT), (pack, torch.cat([PROMPT, PROMPT[:, 1:]], dim=1))):
+        manager = DynamicProbeManager(probes)
+        with manager.attach(model) as run:
+            out = model.generate(prompt, **options)
+        check(manager, make_model(), run.result(out), 0, out[0].tolist(), 0, [(prompt.shape[1], 2)])
 
 
 BEAMS = {
@@ -581,3 +607,36 @@ def test_state_that_is_not_finite_is_unseen_loudly(pack, model):
 def test_default_begin_of_sequence_prompt(manager, model):
     _, result, out = watch(manager, model, max_new_tokens=4, do_sample=False, **NO_EOS)
     check(manager, model, result, 0, out[0], 0, [(1, 3)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_threads_in_one_compiled_host_at_once_are_refused(pack):
+    """Both forwards write one buffer: whose states are there would be a guess. One after the other is no matter."""
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    model.model.layers[1].compile(backend="eager")
+    meet, told = threading.Barrier(2, timeout=60), []
+
+    def waiting(module, args, output):
+        meet.wait()
+
+    with manager.attach(model):
+        model(PROMPT)  # compiled now
+        handle = model.model.layers[2].register_forward_hook(waiting)
+
+        def run():
+            try:
+                model(PROMPT)
+            except AlignmentError as error:
+                told.append(str(error))
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, PROMPT).result()
+    torch._dynamo.reset()
+    assert len(told) == 2 and all("threads ran a compiled host at once" in text for text in told)

@@ -5,7 +5,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from conftest import make_model, make_pack
 from nets import SHAPES, oracle, weights
+from transformers import CompileConfig
 
 from probemon import DynamicProbeManager
 from probemon.kernels import score_probes, triton_fused
@@ -49,3 +51,32 @@ def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     mine, theirs = here.score_tokens(states, prompt_len=10), there.score_tokens(states.cuda(), prompt_len=10)
     assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
     assert np.abs(mine.values - theirs.values).max() < 1e-5
+
+
+def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
+    """Static cache, generate's own compilation in the mode that captures: no capture is given up because of us, and scores are right."""
+    from torch._dynamo.utils import counters
+
+    model = make_model(seed=3).cuda()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), device="cuda", strategy="descent")
+    prompt = torch.tensor([[1, 5, 9, 13, 7]], device="cuda")
+    options = {"cache_implementation": "static", "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=True), "do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    bare = model.generate(prompt, **options)
+    skipped = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        if watched:
+            with manager.attach(model) as run:
+                out = model.generate(prompt, **options)
+        else:
+            model.generate(prompt, **options)
+        skipped.append(counters["inductor"]["cudagraph_skips"])
+    assert out.tolist() == bare.tolist() and skipped[1] <= skipped[0]
+    result = run.result(out)
+    assert result.coverage.n_unseen == 1
+    with torch.no_grad():
+        states = model(out, output_hidden_states=True).hidden_states[2][0]
+    exact = DynamicProbeManager(manager.pack, strategy="descent").score_all(states.cpu())
+    for t in range(out.shape[1] - 1):
+        assert np.abs(result.scores.active_scores(t) - exact[t, result.scores.active(t)].numpy()).max() < 2e-3  # the host's own kernels differ

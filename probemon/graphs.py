@@ -107,16 +107,15 @@ class Bracket:
 
     def unless(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook that does nothing where a bracket does its work, and leaves the graph of any other compiled code."""
-        disabled = torch.compiler.disable(hook)
+        # A partial, not a closure: who copies or pickles the model finds in it whose hook this is.
+        return partial(self._unless, hook, torch.compiler.disable(hook))
 
-        def call(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                if not self.tracing:
-                    disabled(*args, **kwargs)
-            elif not self.is_open:
-                hook(*args, **kwargs)
-
-        return call
+    def _unless(self, hook: Callable[..., None], disabled: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            if not self.tracing:
+                disabled(*args, **kwargs)
+        elif not self.is_open:
+            hook(*args, **kwargs)
 
     def shadow(self, stack: ExitStack, owner: Owner, model: Any, decoder: nn.Module) -> None:
         """Put brackets around the compiled calls of a model and of its decoder until `stack` closes.

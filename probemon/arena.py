@@ -25,14 +25,16 @@ from torch import Tensor
 
 from probemon.errors import ArenaFull, ConfigError, PackCorrupt, ProbeLoadError
 from probemon.hierarchy import Ints
-from probemon.store import ProbeStore
+from probemon.store import ProbeStore, StateDict
+from probemon.uploads import Upload, upload_to
 
 HALF_LIFE = 20  # waves, about a token each
+UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago
 
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Slots now, and counts since the arena was made."""
+    """Slots now, and counts since the arena was made. `late`: asked for and not there, where nobody waits; `fetched`: loaded in the background."""
 
     n_slots: int
     n_free: int
@@ -41,6 +43,8 @@ class ArenaStats:
     misses: int
     evictions: int
     uploaded_bytes: int
+    late: int = 0
+    fetched: int = 0
 
 
 class Arena(Protocol):
@@ -132,7 +136,9 @@ class PagedArena:
     are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
     """
 
-    def __init__(self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device, upload: Callable[[Mapping[str, Tensor]], Upload] | None = None
+    ) -> None:
         if n_slots < 1:
             raise ConfigError(f"n_slots is {n_slots}: an arena has at least one slot")
         self.lock: AbstractContextManager[Any] = threading.RLock()
@@ -142,12 +148,14 @@ class PagedArena:
             name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
             for name, t in like.items()
         }
+        self._upload = upload_to(self.weights, device) if upload is None else upload(self.weights)
         n_probes = len(like["w1"])
         self._slot_of = np.full(n_probes, -1, dtype=np.int64)
         self._worth, self._used_at, self._now = np.zeros(n_probes), np.zeros(n_probes), 0
         self._free = list(range(n_slots - 1, -1, -1))
         self._pins: Counter[int] = Counter()
-        self._hits = self._misses = self._evictions = self._uploaded = 0
+        self._one = sum(t[0].numel() * t.element_size() for t in like.values())
+        self._hits = self._misses = self._late = self._fetched = self._evictions = self._uploaded = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """What is held comes first, so that a wave never loads what it has just evicted."""
@@ -184,43 +192,87 @@ class PagedArena:
 
     def _bring(self, probes: Ints) -> Ints:
         missing = probes[self._slot_of[probes] < 0].tolist()
-        loaded = self._store.get_many(missing) if missing else {}  # before anything is evicted: it may raise
+        loaded = self._load(missing)  # before anything is evicted: it may raise
+        if len(missing) > len(self._free):
+            self._evict(len(missing) - len(self._free), probes)
+        self._use(probes)
+        self._fill(missing, loaded)
+        self._misses += len(missing)
+        return self._slot_of[probes]
+
+    def _load(self, missing: Sequence[int]) -> dict[int, StateDict]:
+        loaded = self._store.get_many(missing) if missing else {}
         for probe, state in loaded.items():
             wrong = [name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]]
             if wrong or len(state) != len(self.weights):
                 raise ProbeLoadError(f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }: expected those of the pack's other probes")
-        if len(missing) > len(self._free):
-            self._evict(len(missing) - len(self._free), probes)
+        return loaded
+
+    def _use(self, probes: Ints) -> None:
         self._now += 1
         self._worth[probes] = self._worth[probes] * 0.5 ** ((self._now - self._used_at[probes]) / HALF_LIFE) + 1
         self._used_at[probes] = self._now
-        for probe in missing:
-            slot = self._free.pop()
-            for name, tensor in loaded[probe].items():
-                self.weights[name][slot].copy_(tensor)
-                self._uploaded += tensor.numel() * tensor.element_size()
-            self._slot_of[probe] = slot
-        self._misses += len(missing)
-        return self._slot_of[probes]
+
+    def _fill(self, probes: Sequence[int], loaded: Mapping[int, StateDict]) -> None:
+        """Put probes into free slots."""
+        slots = [self._free.pop() for _ in probes]
+        self._upload([loaded[probe] for probe in probes], slots)
+        self._slot_of[list(probes)] = slots
+        self._uploaded += len(slots) * self._one
+
+    # -- in the background -----------------------------------------------------------------------
+
+    def held(self, probes: Ints) -> Ints:
+        """Slots `[n]` of distinct probes, -1 of those that are not held; nothing is loaded. Hold `lock` while they are read."""
+        slots = self._slot_of[probes]
+        there = slots >= 0
+        self._hits += int(there.sum())
+        self._late += int((~there).sum())
+        self._use(probes[there])
+        return slots
+
+    def fetch(self, probes: Sequence[int], *, foreseen: bool = False) -> None:
+        """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises `ProbeLoadError`.
+
+        What is only `foreseen` takes slots that are free or hold what nobody uses, and is the first to go; it is in RAM at any rate.
+        """
+        loaded = self._load([p for p in probes if self._slot_of[p] < 0])
+        with self.lock:
+            may_go, worth = self._evictable(np.asarray([], dtype=np.int64))
+            room = len(self._free) + int((worth < UNUSED).sum() if foreseen else len(may_go))
+            missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
+            if len(missing) > len(self._free):
+                self._evict(len(missing) - len(self._free), np.asarray([], dtype=np.int64))
+            if foreseen:
+                self._worth[missing], self._used_at[missing] = UNUSED, self._now
+            else:
+                self._use(missing)
+            self._fill(missing.tolist(), loaded)
+            self._upload.wait()
+            self._fetched += len(missing)
 
     def _evict(self, n: int, in_use: Ints) -> None:
         """Free the slots of the `n` probes of least worth that may go, ties to the lower id."""
-        held = np.flatnonzero(self._slot_of >= 0)
-        may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
+        may_go, worth = self._evictable(in_use)
         if len(may_go) < n:
             raise ArenaFull(
                 f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise arena_bytes or lower max_loaded_probes"
             )
-        worth = self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
         for probe in may_go[np.lexsort((may_go, worth))[:n]].tolist():
             self._free.append(int(self._slot_of[probe]))
             self._slot_of[probe] = -1
             self._evictions += 1
 
+    def _evictable(self, in_use: Ints) -> tuple[Ints, Any]:
+        """Probes that may go, and what they are worth now."""
+        held = np.flatnonzero(self._slot_of >= 0)
+        may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
+        return may_go, self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
+
     def stats(self) -> ArenaStats:
         """A snapshot."""
         return ArenaStats(
-            self._n_slots, len(self._free), len(self._pins), self._hits, self._misses, self._evictions, self._uploaded
+            self._n_slots, len(self._free), len(self._pins), self._hits, self._misses, self._evictions, self._uploaded, self._late, self._fetched
         )
 
     def check_integrity(self) -> None:

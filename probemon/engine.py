@@ -16,25 +16,28 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.arena import Arena, ResidentArena
+from probemon.arena import Arena, PagedArena, ResidentArena
 from probemon.cascade import CascadePlan, Descent, apply_rule, collect, descend, retain
 from probemon.errors import ConfigError, ProbeLoadError
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
+from probemon.paging import Fetcher
 from probemon.types import Floats
 
 if TYPE_CHECKING:
-    from probemon.kernels.triton_cascade import DeviceCascade
+    from probemon.kernels.device_step import Arrived, DeviceSteps
 
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
+_FEW = _BATCH // 4  # rows that a step may have, and be evaluated as a step
 _REPEATS = 7
 _EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation; a larger pack's time is scaled up
 _BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
@@ -45,10 +48,20 @@ class Inputs:
     """Prepared inputs `[I * N, D]`, one block of N for each of the pack's inputs, and which of the N states are finite."""
 
     values: Tensor
-    finite: np.ndarray
+    n: int
 
     def __len__(self) -> int:
-        return len(self.finite)
+        return self.n
+
+    @cached_property
+    def finite(self) -> np.ndarray:
+        """Mask `[N]`; looked at when it is asked for, since on a GPU that waits."""
+        finite = np.ones(self.n, dtype=bool)
+        for x in self.values.split(self.n) if self.n else ():  # a hidden state that is not finite is not finite after normalisation either
+            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
+            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
+                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
+        return finite
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class Outcome:
     n_dropped: Ints
     n_evaluated: Ints
     n_released: Ints
+    n_late: Ints
     kept: Mask
 
 
@@ -78,14 +92,18 @@ class Choice:
 class Engine:
     """Scores pairs of (state, probe) wherever the arena holds the probe, and descends."""
 
-    def __init__(self, pack: ProbePack, arena: Arena, device: torch.device, impl: str, *, resident: bool) -> None:
+    def __init__(
+        self, pack: ProbePack, arena: Arena, device: torch.device, impl: str, *, resident: bool, late: bool = False, prefetch: float = 0.0
+    ) -> None:
         self.pack, self.arena, self.device, self.impl = pack, arena, device, impl
-        self._resident = resident
+        self._resident, self._waits, self._prefetch = resident, not late, prefetch
+        self.fetcher = Fetcher(arena.fetch) if isinstance(arena, PagedArena) and late else None
+        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True)) if isinstance(arena, PagedArena) and prefetch else None
         self._input = pack.input_index.numpy()
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
-        self._device: tuple[CascadePlan, DeviceCascade | None] | None = None
+        self._device: tuple[CascadePlan, DeviceSteps | None] | None = None
         self.n_overflowed = 0  # states that the device could not finish
         if impl == "numba" and resident:
             from probemon.kernels import numba_cpu
@@ -96,12 +114,7 @@ class Engine:
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
         """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
         blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.input_dtype) for spec in self.pack.inputs]
-        finite = np.ones(len(blocks[0]), dtype=bool)
-        for x in blocks:  # a hidden state that is not finite is not finite after normalisation either
-            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
-            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
-                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), finite)
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]))
 
     def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:
         """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once."""
@@ -121,6 +134,24 @@ class Engine:
                 scores[here] = self._score(inputs, at[here], slot[here])
             return scores
 
+    def scores_of_held(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask) -> Floats:
+        """`own_scores` that waits for no weights: NaN where they are not there, marked in `late [N, P]`, and fetched in the background."""
+        assert isinstance(self.arena, PagedArena) and self.fetcher is not None
+        self.fetcher.raise_error()
+        n = len(inputs)
+        scores = np.full(len(probes), np.nan, dtype=np.float32)
+        with self.arena.lock:
+            distinct, pair_of = np.unique(probes, return_inverse=True)
+            slot = self.arena.held(distinct)[pair_of]
+            here = np.flatnonzero(slot >= 0)
+            if len(here):
+                at = self._input[probes[here]] * n + rows[here] if len(self.pack.inputs) > 1 else rows[here]
+                scores[here] = self._score(inputs, at, slot[here])
+        missing = np.asarray(slot < 0)
+        late[rows[missing], probes[missing]] = True
+        self.fetcher.ask(np.unique(probes[missing]).tolist())
+        return scores
+
     def everything(self, inputs: Inputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by the pack's score rule."""
         n, p = len(inputs), self.pack.n_probes
@@ -129,19 +160,41 @@ class Engine:
         own = self.own_scores(inputs, rows, probes).reshape(n, p)
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
+    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> tuple[Inputs, Callable[[], Outcome]]:
+        """Begin a step of hidden states `[N, D]`; the outcome is what the returned function returns. On a GPU it runs beside the host model meanwhile."""
+        on_device = self._on_device(plan, retained) if self.choice.step == "descent" else None
+        if on_device is None:
+            inputs = self.inputs(hidden)
+            outcome = self.evaluate(plan, inputs, retained, keep)
+            return inputs, lambda: outcome
+        with on_device.beside(*hidden.values()):
+            inputs = self.inputs(hidden)
+            under_way = on_device.enqueue(inputs.values, retained)
+        return inputs, lambda: self._arrived(plan, inputs, under_way.wait(), retained, keep)
+
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
         """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
         n, finite = len(inputs), inputs.finite
-        strategy = strategy or (self.choice.step if retained is not None or n < _BATCH // 4 else self.choice.batch)
+        strategy = strategy or (self.choice.step if retained is not None or n < _FEW else self.choice.batch)
+        before = np.zeros((n, self.pack.n_probes), dtype=bool) if retained is None else retained
+        if strategy == "descent" and (on_device := self._on_device(plan, before)) is not None:
+            with on_device.beside():
+                under_way = on_device.enqueue(inputs.values, before)
+            return self._arrived(plan, inputs, under_way.wait(), before, keep)
         everything = strategy == "exhaustive"
+        late: Mask | None = None
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
-        elif not everything and (on_device := self._on_device(plan)) is not None:
-            step = self._descend_on_device(on_device, plan, inputs, retained)
         elif everything:
             step = apply_rule(plan, self.everything(inputs), retained)
-        else:
+        elif self._waits or retained is None:  # a prompt is waited for: nothing of it would be there yet
             step = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
+        else:
+            missing: Mask = np.zeros((n, self.pack.n_probes), dtype=bool)
+            step = descend(plan, n, retained, lambda rows, probes: self.scores_of_held(inputs, rows, probes, missing))
+            by_parent = np.isnan(step.scores) & missing.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
+            late = np.asarray(missing | (step.active & by_parent))
+            step.active[late], step.scores[late] = False, 0
         all_seen = finite.all()
         if not all_seen:
             step.active[~finite] = False
@@ -159,41 +212,64 @@ class Engine:
         evaluated = np.where(finite, self.pack.n_probes, 0) if everything else n_active
         if self._net is not None and isinstance(self.arena, ResidentArena):
             self.arena.used(int(evaluated.sum()))
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, kept)
+        n_late = np.zeros(n, dtype=np.int64) if late is None else (late & finite[:, None]).sum(axis=1)
+        n_dropped = n_dropped + n_late
+        if self.foreseer is not None:
+            self._foresee(plan, ptr, probes, values)
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, kept)
 
-    def _on_device(self, plan: CascadePlan) -> DeviceCascade | None:
-        """The descent of a plan on the device, or None where there is none, or a state's active probes may be too many for it."""
-        if self.impl != "triton" or not self._resident:
+    def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
+        """Have the children fetched of the last state's probes that nearly opened."""
+        assert self.foreseer is not None
+        last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
+        below = plan.expand_threshold[probes[last]] - values[last]
+        near = probes[last][(below >= 0) & (below <= self._prefetch)]
+        self.foreseer.ask(sorted({int(child) for p in near for child in plan.tree.children(int(p))}))
+
+    def defers(self, plan: CascadePlan, retained: Mask) -> bool:
+        """Whether `begin` leaves a step under way."""
+        return self.choice.step == "descent" and self._on_device(plan, retained) is not None
+
+    def _on_device(self, plan: CascadePlan, retained: Mask) -> DeviceSteps | None:
+        """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
+        if self.impl != "triton" or not self._resident or len(retained) >= _FEW:
             return None
         known = self._device  # one look: another thread may be at another plan
         if known is None or known[0] is not plan:
+            from probemon.kernels.device_step import DeviceSteps
             from probemon.kernels.triton_cascade import DeviceCascade
 
-            known = self._device = (plan, DeviceCascade(plan, self.arena.weights, self._input) if DeviceCascade.fits(plan) else None)
-        return known[1]
+            steps = DeviceSteps(DeviceCascade(plan, self.arena.weights, self._input), self.pack.n_probes) if DeviceCascade.fits(plan) else None
+            for _ in self.arena.waves(self._every):  # whatever will be reached: weights are looked at before their first use
+                pass
+            known = self._device = (plan, steps)
+        fits = known[1] is not None and int(retained.sum(axis=1).max(initial=0)) <= known[1].cascade.n_kept
+        return known[1] if fits else None
 
-    def _descend_on_device(self, cascade: DeviceCascade, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
-        """States that overflow on the device are descended again, by the exact path, and counted in `n_overflowed`."""
-        n, p = len(inputs), self.pack.n_probes
-        for _ in self.arena.waves(self._every):  # whatever is reached: weights are looked at before their first use
-            pass
-        before = None
-        if retained is not None:
-            before = np.full((n, max(1, int(retained.sum(axis=1).max(initial=0)))), -1, dtype=np.int32)
-            rows, probes = np.nonzero(retained)
-            before[rows, np.arange(len(rows)) - np.searchsorted(rows, rows)] = probes
-        found = cascade.descend(inputs.values, n, None if before is None else torch.from_numpy(before).to(self.device))
-        count, ids, values, over = (tensor.cpu().numpy() for tensor in (found.count, found.ids, found.scores, found.overflowed))
-        active, dropped, scores = np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=bool), np.zeros((n, p), dtype=np.float32)
-        here = np.arange(ids.shape[1]) < count[:, None]
-        rows = np.nonzero(here)[0]
-        active[rows, ids[here]], scores[rows, ids[here]] = True, values[here]
-        again = np.flatnonzero(over)
+    def _arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
+        """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
+        n, finite, again = len(inputs), inputs.finite, np.flatnonzero(found.overflowed & inputs.finite)
+        none = np.zeros(n, dtype=np.int64)
+        if finite.all() and not len(again):
+            ptr, probes, values = found.ptr, found.probes, found.values
+            n_active = ptr[1:] - ptr[:-1]
+            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, found.kept[keep])
+        shape = (n, self.pack.n_probes)
+        step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
+        rows = np.repeat(np.arange(n), np.diff(found.ptr))
+        step.active[rows, found.probes], step.scores[rows, found.probes] = True, found.values
         if len(again):
             self.n_overflowed += len(again)
-            exact = descend(plan, len(again), None if retained is None else retained[again], lambda rows, probes: self.own_scores(inputs, again[rows], probes))
-            active[again], dropped[again], scores[again] = exact.active, exact.dropped, exact.scores
-        return Descent(active, dropped, scores)
+            exact = descend(plan, len(again), retained[again], lambda rows, probes: self.own_scores(inputs, again[rows], probes))
+            step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
+        step.active[~finite] = False
+        kept, released = retain(plan, step, keep)
+        kept[~finite[keep]] = retained[keep][~finite[keep]]
+        ptr, probes, values, fired, n_dropped = collect(step, self._alert)
+        n_active = ptr[1:] - ptr[:-1]
+        n_released = none.copy()
+        n_released[keep] = released
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, n_active, n_released, none, kept)
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from probemon.arena import Arena, PagedArena, ResidentArena
 from probemon.cascade import CascadePlan, expand_thresholds
-from probemon.engine import Engine, Inputs
+from probemon.engine import Engine, Inputs, Outcome
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import check_device, check_impl, choose_impl
 from probemon.pack import ProbePack
+from probemon.records import Layout
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
 from probemon.stream import TokenEvent, stream, stream_async
@@ -38,14 +39,17 @@ class DynamicProbeManager:
     `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of `CascadeConfig` by name:
     base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes, unload_threshold,
     always_on, report_top_k, max_rounds. `arena_bytes` bounds the weights held on the device (None: the whole
-    pack stays there); `cache_bytes` bounds the copies that a paged arena keeps in RAM. `strategy` is how
-    states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no setting
-    of these four changes a score. Raises `ConfigError` (`UnknownSetting` for a typo).
+    pack stays there); `cache_bytes` bounds the copies that a paged arena keeps in RAM; `prefetch` has a paged arena
+    load, in the background, the children of probes that were no more than so much under their expand threshold.
+    `strategy` is how states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no
+    setting of these five changes a score. `late=True` does: a step of generation then leaves out probes whose weights are
+    not on the device, which arrive in the background, and counts them (`coverage.late`, within `dropped`).
+    Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def __init__(
         self, pack: ProbePack, *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
-        cache_bytes: int = 256 << 20, strategy: str = "auto", **settings: Any,
+        cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", **settings: Any,
     ) -> None:  # fmt: skip
         self.pack = pack
         self.config = CascadeConfig.of(settings)
@@ -63,12 +67,18 @@ class DynamicProbeManager:
         if resident:
             self.arena = ResidentArena(pack.weights, self.device, pack.check_finite)
         else:
-            self.arena = PagedArena(
-                ProbeStore(PackSource(pack), max_bytes=cache_bytes), like=pack.weights,
-                n_slots=self._n_slots(arena_bytes or 0), device=self.device,
-            )  # fmt: skip
+            n_slots = self._n_slots(arena_bytes or 0)
+            n_registered = cache_bytes // Layout.of(pack.weights).n_bytes if self.device.type == "cuda" else 0
+            source = PackSource(pack, n_registered=min(pack.n_probes, n_registered))
+            self.arena = PagedArena(ProbeStore(source, max_bytes=cache_bytes), like=pack.weights, n_slots=n_slots, device=self.device)
             self.arena.pin(np.flatnonzero(self.plan.always))
-        self.engine = Engine(pack, self.arena, self.device, self.impl, resident=resident)
+        if not (isinstance(prefetch, (int, float)) and not isinstance(prefetch, bool) and 0 <= prefetch <= 1):
+            raise ConfigError(f"prefetch is {prefetch!r}: give a margin of score from 0 (nothing is prefetched) to 1")
+        if not isinstance(late, bool):
+            raise ConfigError(f"late is {late!r}: True or False")
+        if (late or prefetch) and resident:
+            raise ConfigError("late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower arena_bytes")
+        self.engine = Engine(pack, self.arena, self.device, self.impl, resident=resident, late=late, prefetch=prefetch)
         self.strategy = self.engine.choose(self.plan, strategy)
 
     def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
@@ -166,14 +176,22 @@ class DynamicProbeManager:
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
-        found, p = self.engine.evaluate(plan, inputs, retained, keep), self.pack.n_probes
+        return self._told(inputs, self.engine.evaluate(plan, inputs, retained, keep))
+
+    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask) -> Callable[[], tuple[Scores, Mask]]:
+        """Begin a step of rows `[N, D]`; scores and next retained sets are what the returned function returns."""
+        inputs, outcome = self.engine.begin(plan, hidden, retained, np.arange(len(retained)))
+        return lambda: self._told(inputs, outcome())
+
+    def _told(self, inputs: Inputs, found: Outcome) -> tuple[Scores, Mask]:
+        p = self.pack.n_probes
         not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(inputs)
         if not inputs.finite.all():
             not_reached = np.where(inputs.finite, not_reached, 0)
             unseen = tuple("" if ok else "hidden state is not finite" for ok in inputs.finite.tolist())
         coverage = Coverage(
             n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
-            released=found.n_released, unseen=unseen,
+            released=found.n_released, late=found.n_late, unseen=unseen,
         )  # fmt: skip
         return Scores(
             ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.config.report_top_k,

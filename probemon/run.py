@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from probemon.errors import (
 from probemon.events import ACTIONS, Event, Rule
 from probemon.fit import check_host
 from probemon.generation import Prompt
-from probemon.hierarchy import Ints
+from probemon.hierarchy import Ints, Mask
 from probemon.hold import HeldStreamer
 from probemon.host import unwrap
 from probemon.naming import Wanted
@@ -286,9 +287,9 @@ class MonitorRun:
 
     # -- scoring ---------------------------------------------------------------------------------
 
-    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
+    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
         if not len(placed):
-            return
+            return None
         assert recording.retained is not None
         n_probes, report_top_k = self.manager.pack.n_probes, self.manager.config.report_top_k
         rows = placed.rows
@@ -303,10 +304,22 @@ class MonitorRun:
             scores = Scores.join(parts, n_probes, report_top_k)
             recording.retained[found] = kept
         else:
-            scores, kept = self.manager.evaluate(
-                self._plan, self.manager.engine.inputs(states), recording.retained[origin], np.arange(len(rows))
-            )
-            recording.retained[rows] = kept
+            retained = recording.retained[origin]
+            outcome = self.manager.begin(self._plan, states, retained)
+            if self.manager.engine.defers(self._plan, retained):
+                return partial(self._scored, generation, recording, placed, outcome)
+            self._scored(generation, recording, placed, outcome)
+            return None
+        self._tell(generation, recording, placed, scores)
+        return None
+
+    def _scored(self, generation: Generation | None, recording: Recording, placed: Placed, outcome: Callable[[], tuple[Scores, Mask]]) -> None:
+        assert recording.retained is not None
+        scores, kept = outcome()
+        recording.retained[placed.rows] = kept
+        self._tell(generation, recording, placed, scores)
+
+    def _tell(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores) -> None:
         with self._keeping:
             recording.add(placed, scores)
             self._forget()
@@ -322,7 +335,7 @@ class MonitorRun:
             self._call("a listener", listener, placed, scores)
         if self._deliveries:
             batch = TokenBatch(
-                recording.number, rows, placed.columns - recording.offset, placed.ids, placed.phase, placed.provisional, scores, recording.request
+                recording.number, placed.rows, placed.columns - recording.offset, placed.ids, placed.phase, placed.provisional, scores, recording.request
             )
             for delivery in self._deliveries:
                 delivery.put(batch)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from probemon.errors import ConfigError, MissingExtra, SinkFailed
-from probemon.types import PHASES, TokenBatch
+from probemon.types import COUNTS, PHASES, TokenBatch
 
 
 class Sink(Protocol):
@@ -285,7 +285,7 @@ class ParquetSink(_FileSink):
     def _finish(self) -> None:
         if self._n_held:
             self._write_groups(self._n_held)
-        names = ("tokens", "unseen", "active", "dropped", "not_reached", "evaluated", "released")
+        names = ("tokens", "unseen", *COUNTS)
         about = {"coverage": {name: self._totals[name] for name in names}, "unseen": self._unseen}
         self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
         self._writer.close()

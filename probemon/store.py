@@ -24,6 +24,7 @@ from torch import Tensor
 
 from probemon.errors import ConfigError, PackCorrupt, ProbeLoadError
 from probemon.pack import ProbePack
+from probemon.records import Layout, Record, Slab
 
 StateDict = dict[str, Tensor]
 
@@ -37,10 +38,16 @@ class ProbeSource(Protocol):
 
 
 class PackSource:
-    """The stacked tensors of an opened pack: a run of neighbours is one slice of each."""
+    """The stacked tensors of an opened pack: a run of neighbours is one slice of each.
 
-    def __init__(self, pack: ProbePack) -> None:
+    `n_registered`: copies are records in a slab of so many rows that is registered with the GPU (in memory of their own when it is
+    full), siblings next to one another.
+    """
+
+    def __init__(self, pack: ProbePack, *, n_registered: int = 0) -> None:
         self._pack = pack
+        self._layout = Layout.of(pack.weights)
+        self._slab = Slab(self._layout, n_registered, register=torch.cuda.is_available()) if n_registered else None
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
         """Copies of the probes' weights, checked for finiteness."""
@@ -55,8 +62,14 @@ class PackSource:
         for run in runs:
             first, last = int(at[run[0]]), int(at[run[-1]]) + 1
             rows = {name: tensor[first:last].unbind(0) for name, tensor in self._pack.weights.items()}
+            if self._slab is None:
+                for i, where in enumerate(run.tolist()):
+                    made[where] = {name: parts[i].clone() for name, parts in rows.items()}
+                continue
+            memory = self._slab.take(len(run))
             for i, where in enumerate(run.tolist()):
-                made[where] = {name: parts[i].clone() for name, parts in rows.items()}
+                state = {name: parts[i] for name, parts in rows.items()}
+                made[where] = Record.of(self._layout, state, memory[i] if i < len(memory) else None)
         return [made[i] for i in range(len(at))]
 
 
@@ -98,6 +111,8 @@ class StoreStats:
 
 
 def _bytes_of(state: StateDict) -> int:
+    if isinstance(state, Record):
+        return len(state.memory)
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 

@@ -167,12 +167,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
+COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
+
+
 @dataclass(frozen=True)
 class Coverage:
     """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
 
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
-    retained probes given up to make room; `unseen` is "" or the reason the state could not be scored
+    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`); `unseen` is "" or the reason the state could not be scored
     (its other entries are then 0).
     """
 
@@ -182,6 +185,7 @@ class Coverage:
     not_reached: npt.NDArray[np.int64]
     evaluated: npt.NDArray[np.int64]
     released: npt.NDArray[np.int64]
+    late: npt.NDArray[np.int64]
     unseen: tuple[str, ...]
 
     @property
@@ -196,8 +200,7 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Sums over the states, with `tokens` and `unseen`."""
-        names = ("active", "dropped", "not_reached", "evaluated", "released")
-        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in names}
+        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in COUNTS}
 
     def __len__(self) -> int:
         return len(self.unseen)
@@ -206,7 +209,7 @@ class Coverage:
         """The coverage of some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
         missing = which < 0
         arrays = {}
-        for name in ("active", "dropped", "not_reached", "evaluated", "released"):
+        for name in COUNTS:
             values = getattr(self, name)
             arrays[name] = np.where(missing, 0, values[np.where(missing, 0, which)] if len(values) else 0)
         reasons = unseen or {}
@@ -217,14 +220,13 @@ class Coverage:
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
         """Of `n` states that were not seen, for one reason."""
         none = np.zeros(n, dtype=np.int64)
-        return Coverage(n_probes, none, none, none, none, none, (reason,) * n)
+        return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys(COUNTS, none))
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
         """Several, one after another."""
         empty = np.zeros(0, dtype=np.int64)
-        names = ("active", "dropped", "not_reached", "evaluated", "released")
-        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in names}
+        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in COUNTS}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
 
 

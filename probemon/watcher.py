@@ -45,8 +45,9 @@ from probemon.shadow import shadow
 from probemon.tap import Tap
 from probemon.types import Gap
 
-# Takes tokens in order, with their hidden states, or with the reason why these were not seen.
-ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], None]
+# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what is left to be called
+# at the end of the forward, where a device scores them meanwhile.
+ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Callable[[], None] | None]
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
@@ -179,6 +180,7 @@ class Watcher:
                 failed()
             raise
         finally:
+            self._finish()
             self._running.remove(generation)
             INSIDE.models[id(self.model)] -= 1
             self._thread.generation, self._thread.shape, self._thread.waiting = None, (), []
@@ -220,7 +222,8 @@ class Watcher:
                 return done
             generation.prepared = False
             for placed, states in generation.accepted(ids):
-                self._score(generation, recording, placed, states)
+                self._hand(generation, recording, placed, states)
+            self._finish()
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
         self._seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
@@ -266,7 +269,7 @@ class Watcher:
             possible=recording.beams is None,
         )  # fmt: skip
         for placed in call.missed(given, ids_begin, end, generation.mask):
-            self._score(generation, self._ready(recording, generation), placed, GAP)
+            self._hand(generation, self._ready(recording, generation), placed, GAP)
 
     def _blind(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
         if self._on_gap is None or not possible:
@@ -285,6 +288,7 @@ class Watcher:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self._thread
+        self._finish()
         if mine.generation is not None:
             self._lost()  # of the forward before this one
         mine.recording, mine.waiting, mine.shape = None, [], ()
@@ -385,13 +389,24 @@ class Watcher:
             if one.placed.draft and one.generation is not None:
                 one.generation.drafts.append((one.placed, unseen or one.states))
             else:
-                self._score(one.generation, one.recording, one.placed, unseen or one.states)
+                self._hand(one.generation, one.recording, one.placed, unseen or one.states)
             if one.generation is not None and one.generation.end is not None:  # continuous batching has no criteria to stop at
+                self._finish()
                 if one.generation.raising is not None:
                     raise one.generation.raising
                 if one.generation.stopping:
                     one.generation.end()
         mine.waiting = []
+
+    def _hand(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
+        self._finish()  # its retained sets are what this one begins with
+        self._thread.unfinished = self._score(generation, recording, placed, states)
+
+    def _finish(self) -> None:
+        """Wait for the step that is under way, if there is one."""
+        unfinished, self._thread.unfinished = self._thread.unfinished, None
+        if unfinished is not None:
+            unfinished()
 
     def _lost(self) -> None:
         """The forward that was open has ended, or will end unnoticed, and some of its tokens were not seen at every site."""
@@ -422,6 +437,9 @@ class Watcher:
         for site, hidden in self._tap.buffers.written():
             self._tapped(site, hidden)
         self._lost()
+        begin = time.perf_counter()
+        self._finish()
+        mine.seconds += time.perf_counter() - begin
         cache = getattr(output, "past_key_values", None)
         if cache is not None and mine.recording is not None:
             self._by_cache[cache] = mine.recording

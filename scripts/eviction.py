@@ -35,6 +35,7 @@ from probemon.packfile import write_text_atomically
 from provenance import commit
 
 Trace = list[list[int]]
+MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of prefetching
 SHARES = (1.1, 1.5, 2.0, 3.0)  # slots, as a multiple of the most that one token needs
 
 
@@ -89,6 +90,19 @@ def trace_of(manager: DynamicProbeManager, states: torch.Tensor) -> Trace:
     return found
 
 
+def foreseen(pack: ProbePack, states: torch.Tensor, margin: float) -> dict[str, int]:
+    """Misses that a step had to wait for, and probes loaded in the background, which is done before the next token; room for a third of the pack."""
+    manager = DynamicProbeManager(pack, arena_bytes=pack.weight_bytes() // 3, prefetch=margin)
+    state = None
+    before = manager.arena.stats().misses
+    for hidden in states.split(1):
+        state, _ = manager.step(state, hidden)
+        if manager.engine.foreseer is not None:
+            manager.engine.foreseer.wait()
+    stats = manager.arena.stats()
+    return {"misses": stats.misses - before, "fetched": stats.fetched}
+
+
 def main() -> None:
     """Record, count, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -109,6 +123,8 @@ def main() -> None:
         random = write_pack(world, Path(scratch) / "pack")
         settings: dict[str, Any] = {"load_threshold": LOAD_THRESHOLD, "max_rounds": 1, "max_loaded_probes": 5000, "strategy": "descent"}
         traces["5,000 random probes"] = (trace_of(DynamicProbeManager(random, **settings), world.states), 5000)
+    found["prefetch"] = {"pack": pack.name, "tokens": len(traces[pack.name][0]), "margins": {f"{m}": foreseen(pack, kept[0].reshape(-1, kept[0].shape[-1])[1:], m) for m in MARGINS}}
+    print("prefetch", json.dumps(found["prefetch"]))
     for name, (trace, n_probes) in traces.items():
         most = max(map(len, trace))
         found["traces"][name] = {

@@ -102,4 +102,5 @@ def test_the_gpu_parts_run_dry_at_small_sizes():
     assert {row["method"] for row in rows} >= {gpu.OURS, gpu.REPAIRED} and all(row["max_error"] < 1e-5 for row in rows if row["max_error"] is not None)
     assert gpu.read_rate(device, timer, 1 << 16) > 0
     rows = gpu.step(device, timer, 1, n_probes=64, hidden=16, n_layers=2, wide=8)
-    assert [row["method"] for row in rows] == ["a step", "bare", "watched"] and 14 <= rows[0]["evaluated"] < 64
+    assert [row["method"] for row in rows] == ["a step", "a step, from Python to results on the host", "bare", "watched"] and 14 <= rows[0]["evaluated"] < 64
+    assert len(gpu.paging(device, timer, 1, hidden=16, n_probes=64, n_missing=5)) == 3

@@ -51,6 +51,41 @@ def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     mine, theirs = here.score_tokens(states, prompt_len=10), there.score_tokens(states.cuda(), prompt_len=10)
     assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
     assert np.abs(mine.values - theirs.values).max() < 1e-5
+    steps = there.engine._device[1]
+    assert steps.n_captured == 1 and steps.n_uploaded <= 1 and there.engine.n_overflowed == 0
+
+
+def test_an_eager_host_is_watched_beside_itself(tmp_path):
+    model = make_model(seed=3).cuda()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), device="cuda", strategy="descent")
+    prompt = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]], device="cuda")
+    with manager.attach(model) as run:
+        out = model.generate(prompt, do_sample=False, max_new_tokens=20, eos_token_id=None)
+    result, here = run.result(out), DynamicProbeManager(manager.pack, strategy="descent")
+    with torch.no_grad():
+        states = model(out, output_hidden_states=True).hidden_states[2].cpu()
+    for row in range(2):
+        exact = here.score_all(states[row])
+        for t in range(out.shape[1] - 1):
+            i = int(np.flatnonzero((result.row == row) & (result.position == t))[0])
+            assert len(result.scores.active(i)) and np.abs(result.scores.active_scores(i) - exact[t, result.scores.active(i)].numpy()).max() < 2e-3
+
+
+def test_paging_on_a_gpu_changes_no_answer(pack):
+    one, states = -(-pack.weight_bytes() // pack.n_probes), torch.randn(30, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0))
+    theirs = DynamicProbeManager(pack, strategy="descent").score_tokens(states, prompt_len=10)
+    for settings in ({}, {"prefetch": 0.2}, {"cache_bytes": 5 * 4096}):
+        there = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, **settings)
+        mine = there.score_tokens(states.cuda(), prompt_len=10)
+        assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-5
+        if there.engine.foreseer is not None:
+            there.engine.foreseer.wait()
+        there.arena.check_integrity()
+    late = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, late=True)
+    scores, exact = late.score_tokens(states.cuda(), prompt_len=10), late.score_all(states.cuda())
+    assert scores.coverage.late.sum() > 0
+    for t in range(30):
+        assert np.array_equal(scores.active_scores(t), exact[t, scores.active(t)].numpy())
 
 
 def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):

@@ -30,7 +30,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
     rows, probes = np.nonzero(active)
     coverage = Coverage(
         n_probes=P, active=active.sum(1), dropped=dropped.sum(1), not_reached=np.where(fate > 0, P - active.sum(1) - dropped.sum(1), 0),
-        evaluated=evaluated, released=np.zeros(n, np.int64), unseen=tuple(unseen),
+        evaluated=evaluated, released=np.zeros(n, np.int64), late=np.zeros(n, np.int64), unseen=tuple(unseen),
     )  # fmt: skip
     scores = Scores(
         ptr=np.concatenate([[0], np.cumsum(active.sum(1))]), probes=probes.astype(np.int32), values=values[rows, probes],
@@ -243,7 +243,7 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
     keys = ("generation", "row", "position")
     unseen = [{key: token[key] for key in keys} | {"reason": token["unseen"]} for token in tokens if token["unseen"]]
     sums = {name: sum(token["coverage"][name] for token in tokens) for name in ("active", "dropped", "not_reached", "evaluated")}
-    assert about == {"coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0} | sums, "unseen": unseen}
+    assert about == {"coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0} | sums, "unseen": unseen}
     assert len(unseen) > 3
 
 

@@ -17,5 +17,7 @@ def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
     if spec.norm == "layernorm":
         x = x - x.mean(dim=-1, keepdim=True)
     if spec.norm in ("layernorm", "rmsnorm"):
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + spec.eps)
+        mean = x.square().mean(dim=-1, keepdim=True)
+        # inf - inf: a state too large to be squared becomes NaN, which is not seen, instead of zeros, which score 0.5.
+        x = x * torch.rsqrt(mean + (mean - mean) + spec.eps)
     return x.to(dtype)

@@ -212,7 +212,7 @@ class DeviceCascade:
         self._limit = min(plan.config.max_loaded_probes, tree.n)
         self.cap = max(16, triton.next_power_of_2(self._limit))
         self.keep = min(plan.config.keep_top_k, self.cap) if plan.config.aggressive_pruning else self.cap
-        self._n_kept = max(1, self.keep)
+        self.n_kept = max(1, self.keep)
         self._close = plan.path_rule and not tree.is_tree
         ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if plan.path_rule else [[]] * tree.n
         self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
@@ -245,7 +245,7 @@ class DeviceCascade:
             return torch.empty(size, dtype=dtype, device=self.device)
 
         begin, count, over = empty(n_states), empty(n_states), empty(n_states)
-        ids, mark, kept = empty(n_states, cap), empty(n_states, n_probes), empty(n_states, self._n_kept)
+        ids, mark, kept = empty(n_states, cap), empty(n_states, n_probes), empty(n_states, self.n_kept)
         own, score, out = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes, cap))
         parts = empty(n_states * cap * n_parts * h2 if n_layers > 1 else 1, dtype=torch.float32)
         arrived = torch.zeros(n_states * cap, dtype=torch.int32, device=self.device)
@@ -266,5 +266,5 @@ class DeviceCascade:
                 self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_levels if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
             )  # fmt: skip
-        _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self._n_kept, self.keep, BLOCK_CAP=cap)
+        _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap)
         return Found(count, ids, out, kept, over)

@@ -24,9 +24,12 @@ from bench.timing import interleaved, rows_of, wall_clock
 from probemon.cascade import CascadePlan, descend
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
+from probemon.kernels.device_step import DeviceSteps
 from probemon.kernels.triton_cascade import DeviceCascade
 from probemon.quantize import quantize_weights
+from probemon.records import Layout, Record, Slab
 from probemon.types import CascadeConfig
+from probemon.uploads import Staged
 
 N_SETS = 8
 CELLS = tuple(Cell(d, "bfloat16", batch, 64) for d in (2560, 4096) for batch in (1, 8, 64))
@@ -164,10 +167,51 @@ def step(
     taken = in_turns({"a step": lambda at: graphs[at]()}, n_rounds, timer)
     where = {**asdict(cell), "evaluated": statistics.mean(evaluated)}
     steps = rows_of(taken, {"part": "step", **where}, ours="a step", floor=None)
+    buffers, state = DeviceSteps(cascade, n_probes), np.zeros((1, n_probes), dtype=bool)
+
+    def whole(at: int) -> None:
+        nonlocal state
+        with buffers.beside():
+            under_way = buffers.enqueue(x[at], state)
+        state = under_way.wait().kept
+
+    by_host = interleaved({"a step, from Python to results on the host": lambda at: whole(at % N_SETS)}, n_rounds, n_warm=8)
+    steps += rows_of(by_host, {"part": "step, the host's clock", **where}, ours="a step, from Python to results on the host", floor=None)
     layers = [_layer(hidden, wide, x.dtype, device) for _ in range(n_layers)]
     hosts = {name: captured(device, partial(_decode, layers, x[0], watched)) for name, watched in (("bare", None), ("watched", cascade))}
     taken = in_turns({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
     return steps + rows_of(taken, {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where}, ours="watched", floor=None)
+
+
+def paging(device: torch.device, timer: Timer, n_rounds: int, hidden: int = 2560, n_probes: int = 256, n_missing: int = 20) -> list[dict[str, Any]]:
+    """Bringing missing probes from RAM to their slots: siblings as one copy, scattered ones, and as people write it."""
+    cell = Cell(hidden, "bfloat16", 1, n_missing)
+    host = {name: w.cpu() for name, w in random_bank(n_probes, cell, device).items()}
+    layout, slots = Layout.of(host), list(range(n_missing))
+    n_probes = len(host["w1"])
+    slab = Slab(layout, n_probes, register=device.type == "cuda")
+    records = [Record.of(layout, {name: w[i] for name, w in host.items()}, memory) for i, memory in enumerate(slab.take(n_probes))]
+    weights = {name: torch.empty_like(w, device=device) for name, w in host.items()}
+    upload = Staged(weights)
+    starts = np.random.default_rng(0).integers(0, n_probes - n_missing, N_SETS)
+    apart = [list(range(int(start) % 7, n_probes, n_probes // n_missing))[:n_missing] for start in starts]
+
+    def plain(at: int) -> None:
+        for slot, i in enumerate(apart[at]):
+            for name, w in host.items():
+                weights[name][slot].copy_(w[i])
+
+    methods: dict[str, Callable[[int], object]] = {
+        "ours, siblings": lambda at: upload([records[i] for i in range(starts[at], starts[at] + n_missing)], slots),
+        "ours, scattered": lambda at: upload([records[i] for i in apart[at]], slots),
+        "tensor by tensor from pageable RAM": plain,
+    }
+    methods["ours, siblings"](0)
+    upload.wait()
+    if not all(torch.equal(weights[name][:n_missing].cpu(), w[starts[0] : starts[0] + n_missing]) for name, w in host.items()):
+        raise WrongScores("uploaded weights are not those of the host")
+    n_bytes = n_missing * sum(w[0].numel() * w.element_size() for w in host.values())
+    return rows_of(in_turns(methods, n_rounds, timer), {"part": "paging", **asdict(cell), "weight_bytes": n_bytes}, ours="ours, siblings", floor=None)
 
 
 def _layer(hidden: int, wide: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -203,12 +247,12 @@ def measure(device: torch.device) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for cell in CELLS:
         rows += scoring(cell, device, timer, 100)
-    steps = step(device, timer, 200)
+    steps, uploads = step(device, timer, 200), paging(device, timer, 100)
     bare, watched = (next(row["median_us"] for row in steps if row["method"] == name) for name in ("bare", "watched"))
     found = {(row["hidden"], row["method"]): row["median_us"] for row in rows if row["batch"] == 1}
     size = {row["hidden"]: row["weight_bytes"] for row in rows}
     return {
-        "rows": rows + steps, "read_gb_per_s": round(rate / 1e9, 1),
+        "rows": rows + steps + uploads, "read_gb_per_s": round(rate / 1e9, 1),
         "claims": {
             "kernel_read_fraction": min(size[d] / (found[d, OURS] / 1e6) / rate for d in size), "step_us": steps[0]["median_us"],
             "decode_overhead_pct": 100 * (watched / bare - 1),

@@ -1,0 +1,107 @@
+"""Records: all tensors of one probe side by side in bytes, so that a probe, or a run of siblings, is one copy.
+
+    layout = Layout.of(pack.weights)
+    slab = Slab(layout, 400, register=True)             # registered with the GPU: copies from it do not hold up the host
+    first, *others = slab.take(20)                      # rows of the slab, neighbours if there is such a run
+    record = Record(layout, first)                      # a state dict whose tensors are views of the row
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ConfigError
+
+_ALIGNED = 256  # bytes: where a GPU likes rows to begin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a probe lies in its record: `parts` are (name, shape, dtype, first byte)."""
+
+    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
+    n_bytes: int
+
+    @classmethod
+    def of(cls, stacked: Mapping[str, Tensor]) -> Layout:
+        """The layout of one probe of stacked weights `[P, ...]`."""
+        parts, at = [], 0
+        for name, tensor in stacked.items():
+            parts.append((name, tuple(tensor.shape[1:]), tensor.dtype, at))
+            at += -(-tensor[0].numel() * tensor.element_size() // 16) * 16
+        return cls(tuple(parts), -(-at // _ALIGNED) * _ALIGNED)
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors of one record `[n_bytes]`, or those of several, stacked, of `[n, n_bytes]`."""
+        found = {}
+        for name, shape, dtype, at in self.parts:
+            n = dtype.itemsize * torch.Size(shape).numel()
+            found[name] = memory[..., at : at + n].view(dtype).unflatten(-1, shape) if shape else memory[..., at : at + n].view(dtype)[..., 0]
+        return found
+
+
+class Record(dict[str, Tensor]):
+    """A state dict whose tensors are views of `memory [n_bytes]`."""
+
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        super().__init__(layout.views(memory))
+        self.memory = memory
+
+    @classmethod
+    def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> Record:
+        """A copy of a state dict, in `memory` or in memory of its own."""
+        record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8) if memory is None else memory)
+        for name, tensor in record.items():
+            tensor.copy_(state[name])
+        return record
+
+
+class Slab:
+    """Rows for records, given out and taken back one by one. `register`: pin them for a GPU as they are, not rounded up to a power of two."""
+
+    def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
+        self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8)
+        self._free = list(range(n_records))  # ascending
+        self._lock = threading.RLock()
+        if register and n_records:
+            error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)  # type: ignore[no-untyped-call,unused-ignore]
+            if int(error) != 0:
+                raise ConfigError(f"{self._memory.numel()} bytes of RAM could not be registered with the GPU (CUDA error {int(error)}): lower cache_bytes")
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())  # type: ignore[no-untyped-call,unused-ignore]
+
+    def take(self, n: int) -> list[Tensor]:
+        """At most `n` rows, the first run of neighbours that is long enough, or else the lowest free ones. A row goes back when its tensor is gone."""
+        with self._lock:
+            run = next((i for i in range(len(self._free) - n + 1) if self._free[i + n - 1] - self._free[i] == n - 1), 0) if n else 0
+            taken, self._free[run : run + n] = self._free[run : run + n], []
+        rows = [self._memory[at] for at in taken]
+        for at, row in zip(taken, rows, strict=True):
+            weakref.finalize(row, self._give_back, at)
+        return rows
+
+    def _give_back(self, at: int) -> None:
+        with self._lock:
+            bisect.insort(self._free, at)
+
+    @property
+    def n_free(self) -> int:
+        """Rows that nobody has."""
+        return len(self._free)
+
+
+def runs_of(records: list[Tensor]) -> list[tuple[int, int]]:
+    """Places `[begin, end)` of records whose memory follows one another, so that they are one copy."""
+    breaks = [
+        i
+        for i, (a, b) in enumerate(itertools.pairwise(records), start=1)
+        if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or b.data_ptr() - a.data_ptr() != a.numel()
+    ]
+    return list(itertools.pairwise([0, *breaks, len(records)]))

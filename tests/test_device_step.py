@@ -1,0 +1,116 @@
+"""Steps on a device, in Triton's interpreter: what they leave there, what they are given, and that the host model is not waited for."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, HIDDEN, make_model, make_pack
+from test_arena import same
+
+from probemon import DynamicProbeManager
+from probemon.kernels.device_step import UnderWay
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]])
+GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+
+
+def managers(pack, **settings):
+    return [DynamicProbeManager(pack, impl=impl, strategy="descent", **settings) for impl in ("triton", "cpu")]
+
+
+def close(mine, theirs):
+    assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max(initial=0) < 1e-6
+    for name in ("active", "dropped", "not_reached", "released"):
+        assert np.array_equal(getattr(mine.coverage, name), getattr(theirs.coverage, name)), name
+    assert mine.coverage.unseen == theirs.coverage.unseen
+
+
+def steps_of(manager):
+    return manager.engine._device[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_top_k": 3}, {"keep_top_k": 0}, {"aggressive_pruning": False}, {"max_loaded_probes": 15, "load_threshold": 0.1}], ids=str)
+@pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
+def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model, tmp_path, sites, settings):
+    pack = make_pack(tmp_path / "pack", model, sites=sites)
+    mine, theirs = managers(pack, **settings)
+    generator, states = torch.Generator().manual_seed(0), [None, None]
+    for _ in range(8):
+        hidden = {site: torch.randn(3, HIDDEN, generator=generator) for site in sites}
+        (states[0], here), (states[1], there) = (manager.step(state, hidden) for manager, state in zip((mine, theirs), states, strict=True))
+        close(here, there)
+        assert np.array_equal(states[0].retained, states[1].retained)
+    if "max_loaded_probes" in settings:
+        assert mine.engine.n_overflowed > 0  # the exact path's retained sets had to be brought there
+    else:
+        assert mine.engine.n_overflowed == 0 and steps_of(mine).n_uploaded == 0
+
+
+def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
+    mine, theirs = managers(pack)
+    hidden = torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
+    hidden[2, 1, 3] = float("nan")
+    results = []
+    for manager in (mine, theirs):
+        first, _ = manager.step(None, hidden[0])
+        second, _ = manager.step(first, hidden[1])
+        _, again = manager.step(first, hidden[3])  # from an older state
+        third, hurt = manager.step(second, hidden[2])
+        assert np.array_equal(third.retained[1], second.retained[1]) and hurt.coverage.unseen == ("", "hidden state is not finite")
+        results.append((again, hurt, manager.step(third, hidden[3])[1]))
+    for here, there in zip(*results, strict=True):
+        close(here, there)
+    assert steps_of(mine).n_uploaded == 2  # for the older state, and back
+
+
+def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
+    for manager in managers(pack):
+        _, scores = manager.step(None, torch.full((1, HIDDEN), 1e25))
+        assert scores.coverage.unseen == ("hidden state is not finite",)
+
+
+def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forward(model, pack, monkeypatch):
+    """The results of a step are waited for once the decoder is through, and before anything of the next forward."""
+    mine, theirs = managers(pack)
+    log, real = [], UnderWay.wait
+
+    def wait(self):
+        log.append("read")
+        return real(self)
+
+    monkeypatch.setattr(UnderWay, "wait", wait)
+    expected = []
+    for manager in (mine, theirs):
+        handles = [model.model.layers[i].register_forward_hook(lambda module, args, output, i=i: log.append(i)) for i in range(3)]
+        events = []
+        with manager.attach(model) as run:
+            run.on("c3", above=0.2, action=lambda event, events=events: events.append((event.row, event.column, event.concept)))
+            out = model.generate(PROMPT, **GREEDY)
+            result = run.result(out)
+        for handle in handles:
+            handle.remove()
+        expected.append((out.tolist(), result, events))
+        if manager is mine:
+            assert log == [0, 1, "read", 2] + [0, 1, 2, "read"] * 6  # a prompt is not left under way
+            assert steps_of(mine).n_uploaded <= 1  # what the prompt retained
+    (out, result, events), (same_out, other, others) = expected
+    assert out == same_out and events == others and len(events) > 0
+    close(result.scores, other.scores)
+
+
+def test_a_stop_on_the_device_is_at_the_token_it_was_on_the_host(pack):
+    stopped = []
+    for manager in managers(pack):
+        model = make_model()
+        with manager.attach(model) as run:
+            run.on([concept["id"] for concept in pack.concepts[:20]], above=0.45, for_tokens=2, action="stop")
+            stopped.append(model.generate(PROMPT, **{**GREEDY, "eos_token_id": EOS}).tolist())
+    assert stopped[0] == stopped[1] and len(stopped[0][0]) < PROMPT.shape[1] + 7
+
+
+def test_two_steps_under_way_at_once_have_their_own_results(pack):
+    mine, _ = managers(pack)
+    hidden = torch.randn(2, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
+    none = np.zeros((1, pack.n_probes), bool)
+    late = [mine.begin(mine.plan, {"resid_post.1": x}, none) for x in hidden]
+    for x, outcome in zip(hidden, late, strict=True):
+        assert same(outcome()[0], mine.step(None, x)[1])

@@ -254,3 +254,16 @@ class Recording:
                     "watched generate(), or it was edited"
                 )
         return None
+
+
+def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
+    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is left."""
+    surplus = sum(recording.n_kept for recording in recordings) - n_tokens
+    while surplus > 0 and any(recording.n_kept for recording in recordings):
+        oldest = min((recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0])
+        forgotten = oldest.forget(surplus)
+        if not forgotten:
+            break
+        surplus -= forgotten
+    for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
+        recordings.remove(recording)

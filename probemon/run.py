@@ -44,7 +44,7 @@ from probemon.hierarchy import Ints, Mask
 from probemon.hold import HeldStreamer
 from probemon.host import unwrap
 from probemon.naming import Wanted
-from probemon.record import Recording, Tokens
+from probemon.record import Recording, Tokens, keep_newest
 from probemon.result import Result
 from probemon.running import Generation, States
 from probemon.sinks import Sink
@@ -322,7 +322,8 @@ class MonitorRun:
     def _tell(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores) -> None:
         with self._keeping:
             recording.add(placed, scores)
-            self._forget()
+            if self._keep_tokens is not None:
+                keep_newest(self._watcher.recordings, self._keep_tokens)
         if generation is not None:
             generation.told(placed, scores.coverage.seen)
             if placed.phase == GENERATED and self._rules:
@@ -339,21 +340,6 @@ class MonitorRun:
             )
             for delivery in self._deliveries:
                 delivery.put(batch)
-
-    def _forget(self) -> None:
-        """Drop the oldest scores beyond `keep_tokens`, and the recordings of which nothing is left."""
-        if self._keep_tokens is None:
-            return
-        recordings = self._watcher.recordings
-        surplus = sum(recording.n_kept for recording in recordings) - self._keep_tokens
-        while surplus > 0 and any(recording.n_kept for recording in recordings):
-            oldest = min((recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0])
-            forgotten = oldest.forget(surplus)
-            if not forgotten:
-                break
-            surplus -= forgotten
-        for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
-            recordings.remove(recording)
 
     def _check(self, prompt: Prompt) -> None:
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):

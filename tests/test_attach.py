@@ -485,13 +485,15 @@ def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached
     torch._dynamo.reset()
     model = make_model()
     options = {**(GRAPHS[which](model) or {}), "max_new_tokens": 3, "do_sample": False, **NO_EOS}
+    both = torch.cat([PROMPT, PROMPT.flip(1)])
     if attached == "after":
-        model.generate(PROMPT, **options)
-    for probes, prompt in ((two_sites, PROMPT), (pack, torch.cat([PROMPT, PROMPT[:, 1:]], dim=1))):
+        model.generate(both, **options)
+    for probes, prompt in ((two_sites, both), (pack, torch.cat([both, both[:, 1:]], dim=1))):
         manager = DynamicProbeManager(probes)
         with manager.attach(model) as run:
             out = model.generate(prompt, **options)
-        check(manager, make_model(), run.result(out), 0, out[0].tolist(), 0, [(prompt.shape[1], 2)])
+        for row in range(2):
+            check(manager, make_model(), run.result(out), row, out[row].tolist(), 0, [(prompt.shape[1], 2)])
 
 
 BEAMS = {

@@ -144,10 +144,11 @@ class PagedArena:
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._store = store
         self._n_slots = n_slots
-        self.weights: Mapping[str, Tensor] = {
-            name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
-            for name, t in like.items()
-        }
+        with torch.inference_mode(False):  # else slots could not be filled outside of that mode
+            self.weights: Mapping[str, Tensor] = {
+                name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
+                for name, t in like.items()
+            }
         self._upload = upload_to(self.weights, device) if upload is None else upload(self.weights)
         n_probes = len(like["w1"])
         self._slot_of = np.full(n_probes, -1, dtype=np.int64)
@@ -183,6 +184,7 @@ class PagedArena:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
         with self.lock:
             self._bring(np.asarray(wanted, dtype=np.int64))
+            self._upload.wait()  # who reads them may be on another stream
             self._pins.update(wanted)
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
@@ -216,7 +218,11 @@ class PagedArena:
     def _fill(self, probes: Sequence[int], loaded: Mapping[int, StateDict]) -> None:
         """Put probes into free slots."""
         slots = [self._free.pop() for _ in probes]
-        self._upload([loaded[probe] for probe in probes], slots)
+        try:
+            self._upload([loaded[probe] for probe in probes], slots)
+        except BaseException:
+            self._free += slots
+            raise
         self._slot_of[list(probes)] = slots
         self._uploaded += len(slots) * self._one
 
@@ -247,8 +253,9 @@ class PagedArena:
                 self._worth[missing], self._used_at[missing] = UNUSED, self._now
             else:
                 self._use(missing)
-            self._fill(missing.tolist(), loaded)
-            self._upload.wait()
+            with self._upload.apart():
+                self._fill(missing.tolist(), loaded)
+                self._upload.wait()
             self._fetched += len(missing)
 
     def _evict(self, n: int, in_use: Ints) -> None:

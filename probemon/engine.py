@@ -30,7 +30,7 @@ from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
 from probemon.paging import Fetcher
-from probemon.types import Floats
+from probemon.types import Floats, InputSpec
 
 if TYPE_CHECKING:
     from probemon.kernels.device_step import Arrived, DeviceSteps
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
 _FEW = _BATCH // 4  # rows that a step may have, and be evaluated as a step
+_PLANS = 4  # of runs with rules of their own, ready on the device at once
 _REPEATS = 7
 _EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation; a larger pack's time is scaled up
 _BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
@@ -103,7 +104,7 @@ class Engine:
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
-        self._device: tuple[CascadePlan, DeviceSteps | None] | None = None
+        self._device: dict[int, tuple[CascadePlan, DeviceSteps | None]] = {}
         self.n_overflowed = 0  # states that the device could not finish
         if impl == "numba" and resident:
             from probemon.kernels import numba_cpu
@@ -111,10 +112,21 @@ class Engine:
             self._numba, self._net = numba_cpu, numba_cpu.CompiledNet.of(arena.weights)
         self.choice = Choice("descent", "descent", "not measured")
 
+    def background_errors(self) -> list[Exception]:
+        """What loads in the background met and nobody was told yet."""
+        return [error for fetcher in (self.fetcher, self.foreseer) if fetcher is not None and (error := fetcher.take_error()) is not None]
+
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
         """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
-        blocks = [prepare_input(hidden[spec.site].to(self.device), spec, self.pack.input_dtype) for spec in self.pack.inputs]
+        blocks = [self._prepare(hidden[spec.site].to(self.device), spec) for spec in self.pack.inputs]
         return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]))
+
+    def _prepare(self, hidden: Tensor, spec: InputSpec) -> Tensor:
+        if self.impl != "triton":
+            return prepare_input(hidden, spec, self.pack.input_dtype)
+        from probemon.kernels.triton_fused import normalise_triton
+
+        return normalise_triton(hidden, spec.norm, spec.eps, self.pack.input_dtype)
 
     def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:
         """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once."""
@@ -174,13 +186,14 @@ class Engine:
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
         """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
-        n, finite = len(inputs), inputs.finite
+        n = len(inputs)
         strategy = strategy or (self.choice.step if retained is not None or n < _FEW else self.choice.batch)
         before = np.zeros((n, self.pack.n_probes), dtype=bool) if retained is None else retained
         if strategy == "descent" and (on_device := self._on_device(plan, before)) is not None:
             with on_device.beside():
                 under_way = on_device.enqueue(inputs.values, before)
             return self._arrived(plan, inputs, under_way.wait(), before, keep)
+        finite = inputs.finite
         everything = strategy == "exhaustive"
         late: Mask | None = None
         if self._net is not None:
@@ -234,21 +247,24 @@ class Engine:
         """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
         if self.impl != "triton" or not self._resident or len(retained) >= _FEW:
             return None
-        known = self._device  # one look: another thread may be at another plan
-        if known is None or known[0] is not plan:
+        known = self._device.get(id(plan))  # the plan is kept with it, so that its id is its own
+        if known is None:
             from probemon.kernels.device_step import DeviceSteps
             from probemon.kernels.triton_cascade import DeviceCascade
 
             steps = DeviceSteps(DeviceCascade(plan, self.arena.weights, self._input), self.pack.n_probes) if DeviceCascade.fits(plan) else None
             for _ in self.arena.waves(self._every):  # whatever will be reached: weights are looked at before their first use
                 pass
-            known = self._device = (plan, steps)
+            if len(self._device) >= _PLANS:
+                self._device.pop(next(iter(self._device)), None)
+            known = self._device[id(plan)] = (plan, steps)
         fits = known[1] is not None and int(retained.sum(axis=1).max(initial=0)) <= known[1].cascade.n_kept
         return known[1] if fits else None
 
     def _arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
         """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
-        n, finite, again = len(inputs), inputs.finite, np.flatnonzero(found.overflowed & inputs.finite)
+        inputs.__dict__["finite"] = finite = found.finite  # looked at on the device: asking torch here would wait for the host model
+        n, again = len(inputs), np.flatnonzero(found.overflowed & finite)
         none = np.zeros(n, dtype=np.int64)
         if finite.all() and not len(again):
             ptr, probes, values = found.ptr, found.probes, found.values

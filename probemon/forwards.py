@@ -54,7 +54,7 @@ class Forwards:
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
         self._sites, self._n_probes, self._score, self._on_gap = sites, n_probes, score, on_gap
         self._tap = Tap(model, sites, self._tapped)
-        self._bracket = Bracket(self._before, self._after)
+        self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.thread = Thread()
@@ -64,6 +64,9 @@ class Forwards:
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
+        # Without this, torch runs a graph again that was made without our hooks, or for another model of the class.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
         self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
@@ -239,6 +242,12 @@ class Forwards:
         unfinished, self.thread.unfinished = self.thread.unfinished, None
         if unfinished is not None:
             unfinished()
+
+    def leave(self) -> None:
+        """The calling thread's generation has ended, however it did."""
+        mine = self.thread
+        mine.generation, mine.shape, mine.waiting = None, (), []
+        self._tap.buffers.abandon()
 
     def lost(self) -> None:
         """The forward that was open has ended, or will end unnoticed, and some of its tokens were not seen at every site."""

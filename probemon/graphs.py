@@ -41,7 +41,7 @@ class Buffers:
     def __init__(self, sites: Sequence[str], modules: Sequence[nn.Module]) -> None:
         self._modules = dict(zip(sites, modules, strict=True))
         self._room: dict[str, Tensor] = {}
-        self._count: dict[str, Tensor] = {}
+        self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
         self._mine = _Forward()
         self._lock = threading.Lock()
         self._open: dict[int | None, bool] = {}  # threads in a forward, and whether another was in one at the same time
@@ -64,37 +64,51 @@ class Buffers:
                 size = (n_rows, 1 << (n_tokens - 1).bit_length(), width)
                 with torch.inference_mode(False):  # else it could not be written outside of that mode
                     self._room[site] = torch.zeros(size, dtype=torch.float32, device=device)
-                    self._count.setdefault(site, torch.zeros((), dtype=torch.int64, device=device))
-                for still in (self._room[site], self._count[site]):
+                    self._written.setdefault(site, torch.zeros(3, dtype=torch.int64, device=device))
+                for still in (self._room[site], self._written[site]):
                     torch._dynamo.mark_static_address(still)  # type: ignore[no-untyped-call,unused-ignore] # else a captured graph is given up
-            self._mine.before[site] = int(self._count[site])
+            self._mine.before[site] = int(self._written[site][0])
 
     def keep(self, site: str, hidden: Tensor) -> None:
         """Copy `[B, T, D]`; plain operations on tensors, to be traced."""
         self._room[site][: hidden.shape[0], : hidden.shape[1]].copy_(hidden.detach())
-        self._count[site].add_(1)
+        written = self._written[site]
+        written[0].add_(1)
+        written[1].fill_(hidden.shape[0])
+        written[2].fill_(hidden.shape[1])
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Sites that `keep` was run for since there was made room, with their states. Raises `AlignmentError` if another thread's forward ran meanwhile."""
-        n_rows, n_tokens = self._mine.shape
-        before, self._mine.before = self._mine.before, {}
+        shape, before = self._mine.shape, self._mine.before
+        shared = self.abandon()
+        for site, count in before.items():
+            now, *of = self._written[site].tolist()
+            if now == count:
+                continue
+            if shared:
+                raise AlignmentError(
+                    f"threads ran a compiled host at once, and both wrote to the buffer of {site}: whose states are there cannot be told. "
+                    "Generate in one thread at a time"
+                )
+            if now != count + 1:
+                raise AlignmentError(
+                    f"{site} was run {now - count} times in one compiled call, and only its last states are there: whose they are cannot be told. "
+                    "Compile the layers, or what runs once"
+                )
+            yield site, self._room[site][:, : of[1]][: of[0]] if tuple(of) != shape else self._room[site][: shape[0], : shape[1]]
+
+    def abandon(self) -> bool:
+        """The calling thread's forward is over, however it ended; whether another thread's ran meanwhile."""
+        self._mine.before = {}
         with self._lock:
-            shared = self._open.pop(threading.get_ident(), False)
-        written = [site for site, count in before.items() if int(self._count[site]) > count]
-        if shared and written:
-            raise AlignmentError(
-                f"threads ran a compiled host at once, and both wrote to the buffer of {', '.join(written)}: whose states are there cannot be told. "
-                "Generate in one thread at a time"
-            )
-        for site in written:
-            yield site, self._room[site][:n_rows, :n_tokens]
+            return self._open.pop(threading.get_ident(), False)
 
 
 class Bracket:
     """Opens and closes forwards around a host's compiled calls, so that the hooks that else do this have nothing to do in the graph."""
 
-    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: Callable[..., None], after: Callable[..., None], failed: Callable[[], object]) -> None:
+        self._before, self._after, self._failed = before, after, failed
         self._mine = threading.local()
         self._n_open = 0
         self._lock = threading.Lock()
@@ -111,7 +125,7 @@ class Bracket:
         return partial(self._unless, hook, torch.compiler.disable(hook))
 
     def _unless(self, hook: Callable[..., None], disabled: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # not is_compiling, which is also true while another thread compiles
             if not self.tracing:
                 disabled(*args, **kwargs)
         elif not self.is_open:
@@ -125,16 +139,22 @@ class Bracket:
         names = {module: list(inspect.signature(module.forward).parameters) for module in (model, decoder)}
 
         def around(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.is_open:
+            if torch.compiler.is_dynamo_compiling() or self.is_open:
                 return original(*args, **kwargs)
             given = {**dict(zip(names[module], args, strict=False)), **kwargs}
             if module is not decoder and is_encoder_decoder(model):
                 given = _of_decoder(given)
+            ids = given.get("input_ids")
+            if (isinstance(ids, Tensor) and ids.dim() != 2) or (ids is None and given.get("inputs_embeds") is None):
+                return original(*args, **kwargs)  # what the decoder will run is not said here: its own hooks see it, outside of the graph
             self._mine.open = True
             try:
                 self._before(decoder, (), given)
                 with self._traced():
                     out = original(*args, **kwargs)
+            except BaseException:
+                self._failed()
+                raise
             finally:
                 self._mine.open = False
             self._after(decoder, (), out)

@@ -137,7 +137,7 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
                 else:  # a quantised or sharded tensor of a class of its own has few operations
                     flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
                 sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
-                full = f"{prefix}.{name}".lstrip(".").replace(".base_layer.", ".")
+                full = f"{prefix}.{name}".replace("._orig_mod.", ".").lstrip(".").replace(".base_layer.", ".")
                 yield full, tuple(parameter.shape), sample
 
 

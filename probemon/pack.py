@@ -330,8 +330,11 @@ class ProbePack:
             "provenance": dict(provenance or {}),
             "quality": dict(quality or {}),
         }
-        target.parent.mkdir(parents=True, exist_ok=True)
-        half_made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            half_made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        except OSError as error:
+            raise PackError(f"{target} cannot be written ({error.strerror}: {error.filename}): choose another path") from error
         try:
             (half_made / CARD).write_text(card, encoding="utf-8")
             (half_made / CONCEPTS).write_text(

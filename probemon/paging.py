@@ -11,11 +11,9 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from probemon.errors import ProbemonError
-
 
 class Fetcher:
-    """One thread that calls `fetch(probes)` with what was asked for; an error of ours is kept for `raise_error`."""
+    """One thread that calls `fetch(probes)` with what was asked for; an error is kept for `raise_error`."""
 
     def __init__(self, fetch: Callable[[list[int]], None]) -> None:
         self._fetch = fetch
@@ -23,7 +21,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._wanted: dict[int, None] = {}
         self._running: Future[None] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def ask(self, probes: Iterable[int]) -> None:
         """Want these, in this order, after what is wanted already."""
@@ -41,13 +39,17 @@ class Fetcher:
                 wanted, self._wanted = list(self._wanted), {}
             try:
                 self._fetch(wanted)
-            except ProbemonError as error:
+            except Exception as error:  # whatever it is, a step must not go on as if its weights were coming
                 self._error = error
 
-    def raise_error(self) -> None:
-        """Raise what a load in the background met, once."""
+    def take_error(self) -> Exception | None:
+        """What a load in the background met, once."""
         error, self._error = self._error, None
-        if error is not None:
+        return error
+
+    def raise_error(self) -> None:
+        """Raise it, once."""
+        if (error := self.take_error()) is not None:
             raise error
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, PackCorrupt
 from probemon.kernels import exhaustive_reference
 from probemon.pack import CARD, MATRICES, PROBES, ProbePack
 
@@ -70,6 +70,9 @@ def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind:
     before = exhaustive_reference(states, pack).numpy()
     after = exhaustive_reference(states, pack, weights).numpy()
     error = np.abs(after - before)
+    if not np.isfinite(error).all():
+        probe = int(np.flatnonzero(~np.isfinite(error).all(axis=0))[0])
+        raise PackCorrupt(f"{pack.concepts[probe]['id']} does not score a number on {kind} states, before or after: its weights are too large. Train it again, or leave it out")
     alert = pack.alert_threshold.numpy()
     fired, fires = before > alert, after > alert
     return {

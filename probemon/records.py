@@ -68,7 +68,8 @@ class Slab:
     """Rows for records, given out and taken back one by one. `register`: pin them for a GPU as they are, not rounded up to a power of two."""
 
     def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
-        self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8)
         self._free = list(range(n_records))  # ascending
         self._lock = threading.RLock()
         if register and n_records:

@@ -230,12 +230,14 @@ class MonitorRun:
         same = next((r for r in newest_first if r.output is out), None)
         if same is not None:
             return same
-        agreeing = [r for r in newest_first if r.matches(ids)]
+        agreeing = [r for r in newest_first if r.n_entries and r.matches(ids)]  # not one whose only forward failed
         if any(r.host != agreeing[0].host for r in agreeing):
             raise AlignmentError("several generations of this run have these ids, and the host was not the same in them: give the very object that generate() returned")
         if not agreeing and self._keep_tokens is not None:
             raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={self._keep_tokens}), or it is not an output of this run")
-        return agreeing[0] if agreeing else newest_first[0]
+        if not agreeing and not any(r.n_entries for r in newest_first):
+            raise AlignmentError("no token was watched: every forward failed, or none was run")
+        return agreeing[0] if agreeing else next(r for r in newest_first if r.n_entries)
 
     def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
         """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
@@ -276,6 +278,8 @@ class MonitorRun:
                 self._failed("a sink", stats.error if isinstance(stats.error, Exception) else RuntimeError(repr(stats.error)))
             elif stats.n_dropped:
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
+        for failed in self.manager.engine.background_errors():
+            self._failed("loading in the background", failed)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
             self._failed("continuous batching", error_in_batch if isinstance(error_in_batch, Exception) else RuntimeError(repr(error_in_batch)))
         if self.failures and self._raise_failures and error is None:

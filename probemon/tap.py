@@ -56,7 +56,7 @@ class Tap:
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, (tuple, list)) else output
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
                 self._callback(site, hidden.detach())
             elif buffers.holds(site):
                 buffers.keep(site, hidden)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Upload(Protocol):
 
     def wait(self) -> None:
         """Until all that was enqueued has arrived."""
+        ...
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits itself."""
         ...
 
 
@@ -54,6 +59,10 @@ class Direct:
     def wait(self) -> None:
         """Nothing is ever under way."""
 
+    def apart(self) -> AbstractContextManager[Any]:
+        """As ever."""
+        return nullcontext()
+
 
 class Staged:
     """One copy for each run of neighbours in RAM, then one kernel for each parameter. On a CPU (tests) the same, without streams."""
@@ -61,8 +70,10 @@ class Staged:
     def __init__(self, weights: Mapping[str, Tensor], n_staged: int = 64) -> None:
         self._weights, self._layout = weights, Layout.of(weights)
         device = weights["w1"].device
-        self._staging = torch.empty(min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            self._staging = torch.empty(min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._apart = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
         self.n_copies = 0
 
@@ -99,6 +110,10 @@ class Staged:
         at = where.to(self._staging.device, non_blocking=True)
         for name, tensor in self._layout.views(self._staging[: len(memory)]).items():
             self._weights[name].index_copy_(0, at, tensor)
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so none is being read."""
+        return nullcontext() if self._apart is None else torch.cuda.stream(self._apart)
 
     def wait(self) -> None:
         """On the host, until all has arrived."""

@@ -157,11 +157,13 @@ class Watcher:
                 failed()
             raise
         finally:
-            self._forwards.finish()
-            self._running.remove(generation)
-            INSIDE.models[id(self.model)] -= 1
-            self._forwards.thread.generation, self._forwards.thread.shape, self._forwards.thread.waiting = None, (), []
-            recording.done = True
+            try:
+                self._forwards.finish()
+            finally:
+                self._running.remove(generation)
+                INSIDE.models[id(self.model)] -= 1
+                self._forwards.leave()
+                recording.done = True
         recording.output = sequences
         recording.host_after = host_state(self.model)
         return out

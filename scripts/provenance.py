@@ -25,5 +25,8 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit checked out, or None outside a repository."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
     return found.stdout.strip() if found.returncode == 0 else None

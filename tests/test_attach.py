@@ -13,13 +13,14 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     GenerationConfig,
+    LlamaForCausalLM,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
+from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.record import BEFORE, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
@@ -642,3 +643,98 @@ def test_two_threads_in_one_compiled_host_at_once_are_refused(pack):
             pool.submit(model, PROMPT).result()
     torch._dynamo.reset()
     assert len(told) == 2 and all("threads ran a compiled host at once" in text for text in told)
+
+
+def plain(run, ids, model, manager):
+    check(manager, make_model(), run.result(ids), 0, ids[0].tolist(), 0, [(ids.shape[1], 0)])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["wrapper", "function around it", "model.compile()", "model.forward"])
+def test_what_was_compiled_and_run_before_is_seen_by_plain_forwards_too(pack, how):
+    """torch does not look at hooks before it runs a graph again, unless it is told to: such a forward left no trace at all."""
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    call = model
+    if how == "wrapper":
+        call = torch.compile(model, backend="eager")
+    elif how == "function around it":
+        call = torch.compile(lambda ids: model(ids), backend="eager")
+    elif how == "model.compile()":
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        call(PROMPT)
+        for _ in range(2):
+            with manager.attach(model) as run:
+                call(PROMPT)
+            plain(run, PROMPT, model, manager)
+            call(PROMPT)
+    assert n_hooks(model) == 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_compiled_model_of_the_class_lends_no_graph(pack):
+    torch._dynamo.reset()
+    watched, other, manager = make_model(), make_model(seed=1), DynamicProbeManager(pack)
+    watched.compile(backend="eager")
+    other.compile(backend="eager")
+    with torch.no_grad(), manager.attach(watched) as run:
+        for model in (other, watched, other, watched):
+            model(PROMPT, use_cache=False)
+    assert len(run.recordings) == 2
+    plain(run, PROMPT, watched, manager)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_runs_twice_or_drops_tokens_in_a_compiled_call_is_an_error(pack):
+    class Both(LlamaForCausalLM):
+        def forward(self, input_ids=None, **kwargs):
+            super().forward(input_ids.flip(1), **kwargs)
+            return super().forward(input_ids, **kwargs)
+
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    model.__class__ = Both
+    with torch.no_grad(), manager.attach(model) as run:
+        model(PROMPT, use_cache=False)
+    assert len(run.recordings) == 2
+    model.forward = torch.compile(model.forward, backend="eager")
+    with torch.no_grad(), manager.attach(model) as run, pytest.raises(AlignmentError, match="was run 2 times in one compiled call"):
+        model(PROMPT, use_cache=False)
+    assert not any(recording.n_entries for recording in run.recordings)
+
+    class Shorter(torch.nn.Module):
+        def forward(self, hidden, *args, **kwargs):
+            return hidden[:, 1:]
+
+    torch._dynamo.reset()
+    host = make_model()
+    host.model.layers[1] = Shorter()
+    host.model.layers[2] = torch.nn.Identity()
+    host.model.layers[2].forward = lambda hidden, *args, **kwargs: torch.nn.functional.pad(hidden, (0, 0, 1, 0))
+    host.forward = torch.compile(host.forward, backend="eager")
+    with torch.no_grad(), manager.attach(host), pytest.raises(NotSupportedHost, match=r"gives \(1, 4, 16\) for a forward of 1 rows and 5 tokens"):
+        host(PROMPT, use_cache=False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forward_that_failed_in_a_compiled_host_is_forgotten(pack):
+    """Also by threads: the next forward, in another one, is not taken for one at the same time."""
+    torch._dynamo.reset()
+    model, manager = make_model(), DynamicProbeManager(pack)
+    model.compile(backend="eager")
+    with torch.no_grad(), manager.attach(model) as run:
+        model(PROMPT)
+        with pytest.raises(Exception, match=r"index|range"):
+            model(PROMPT + 1000)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: model.generate(PROMPT, max_new_tokens=3, do_sample=False, **NO_EOS)).result()
+        plain(run, PROMPT, model, manager)
+        with pytest.raises(AlignmentError):
+            run.result(PROMPT + 7)
+    torch._dynamo.reset()

@@ -25,7 +25,8 @@ def close(mine, theirs):
 
 
 def steps_of(manager):
-    return manager.engine._device[1]
+    [(_, steps)] = manager.engine._device.values()
+    return steps
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_top_k": 3}, {"keep_top_k": 0}, {"aggressive_pruning": False}, {"max_loaded_probes": 15, "load_threshold": 0.1}], ids=str)
@@ -62,6 +63,7 @@ def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
     assert steps_of(mine).n_uploaded == 2  # for the older state, and back
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
 def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
     for manager in managers(pack):
         _, scores = manager.step(None, torch.full((1, HIDDEN), 1e25))
@@ -105,6 +107,17 @@ def test_a_stop_on_the_device_is_at_the_token_it_was_on_the_host(pack):
             run.on([concept["id"] for concept in pack.concepts[:20]], above=0.45, for_tokens=2, action="stop")
             stopped.append(model.generate(PROMPT, **{**GREEDY, "eos_token_id": EOS}).tolist())
     assert stopped[0] == stopped[1] and len(stopped[0][0]) < PROMPT.shape[1] + 7
+
+
+def test_inference_mode_leaves_nothing_that_cannot_be_written(pack):
+    mine, theirs = managers(pack)
+    hidden = torch.randn(3, 1, HIDDEN, generator=torch.Generator().manual_seed(4))
+    state, expected = None, None
+    for x, mode in zip(hidden, (True, False, True), strict=True):
+        with torch.inference_mode(mode):
+            state, scores = mine.step(state, x)
+        expected, there = theirs.step(expected, x)
+        close(scores, there)
 
 
 def test_two_steps_under_way_at_once_have_their_own_results(pack):

@@ -10,8 +10,8 @@ from nets import SHAPES, oracle, weights
 from transformers import CompileConfig
 
 from probemon import DynamicProbeManager
-from probemon.kernels import score_probes, triton_fused
-from probemon.types import input_dtype
+from probemon.kernels import prepare_input, score_probes, triton_fused
+from probemon.types import InputSpec, input_dtype
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     mine, theirs = here.score_tokens(states, prompt_len=10), there.score_tokens(states.cuda(), prompt_len=10)
     assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
     assert np.abs(mine.values - theirs.values).max() < 1e-5
-    steps = there.engine._device[1]
+    [(_, steps)] = there.engine._device.values()
     assert steps.n_captured == 1 and steps.n_uploaded <= 1 and there.engine.n_overflowed == 0
 
 
@@ -88,6 +88,33 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
         assert np.array_equal(scores.active_scores(t), exact[t, scores.active(t)].numpy())
 
 
+@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("d", [576, 4096])
+def test_a_row_is_normalised_alike_in_every_batch(d, norm):
+    x = torch.randn(65, d, device="cuda", dtype=torch.bfloat16, generator=torch.Generator(device="cuda").manual_seed(0))
+    whole = triton_fused.normalise_triton(x, norm, 1e-6, torch.float32)
+    for i in (0, 31, 64):
+        assert torch.equal(triton_fused.normalise_triton(x[i : i + 1], norm, 1e-6, torch.float32), whole[i : i + 1])
+    exact = prepare_input(x.double().cpu().float(), InputSpec("resid_post.0", norm, 1e-6), torch.float32)
+    assert (whole.cpu() - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
+    """One token's score is the same from the captured descent, the level by level one of many rows, and the exhaustive one."""
+    host, n = make_model(), 60
+    net = weights(shape, 16, torch.bfloat16, n=n)
+    pack = make_pack(tmp_path / "pack", host, n=n, weights=net, golden_hidden=None)
+    manager = DynamicProbeManager(pack, device="cuda", strategy="descent", load_threshold=0.1)
+    x = torch.randn(40, 16, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
+    everything, prompt = manager.score_all(x).numpy(), manager.score_tokens(x)
+    for t in range(40):
+        _, step = manager.step(None, x[t : t + 1])
+        assert np.array_equal(step.active(0), prompt.active(t)) and len(step.active(0))
+        assert np.array_equal(step.active_scores(0), prompt.active_scores(t)) and np.array_equal(step.active_scores(0), everything[t, step.active(0)])
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
     """Static cache, generate's own compilation in the mode that captures: no capture is given up because of us, and scores are right."""
     from torch._dynamo.utils import counters
@@ -107,7 +134,7 @@ def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
         else:
             model.generate(prompt, **options)
         skipped.append(counters["inductor"]["cudagraph_skips"])
-    assert out.tolist() == bare.tolist() and skipped[1] <= skipped[0]
+    assert out.tolist() == bare.tolist() and skipped == [0, 0]
     result = run.result(out)
     assert result.coverage.n_unseen == 1
     with torch.no_grad():

@@ -16,7 +16,7 @@ from probemon.paging import Fetcher
 from probemon.quantize import quantize_weights
 from probemon.records import Layout, Record, Slab, runs_of
 from probemon.store import PackSource, ProbeStore
-from probemon.uploads import Staged
+from probemon.uploads import Direct, Staged
 
 STATES = PACK.golden_hidden[:, 0]
 
@@ -65,6 +65,27 @@ def test_staged_uploads_show_the_right_weights(n_registered):
             assert all(torch.equal(state[name], PACK.weights[name][probe]) for name in state)
         arena.check_integrity()
         assert source._slab is None or source._slab.n_free >= n_registered - 40
+
+
+@pytest.mark.parametrize("upload", [Direct, lambda weights: Staged(weights, 5)], ids=["direct", "staged"])
+def test_an_arena_made_in_inference_mode_is_filled_outside_of_it(upload):
+    with torch.inference_mode():
+        arena = PagedArena(ProbeStore(PackSource(PACK), max_bytes=0), like=PACK.weights, n_slots=4, device=CPU, upload=upload)
+        fetch(arena, [1, 2])
+    fetch(arena, [3, 4, 5])
+    arena.check_integrity()
+
+
+def test_a_failed_upload_costs_no_slot():
+    arena, upload, _ = staged(4, 0)
+    real, arena._upload = arena._upload, lambda states, slots: 1 / 0
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            fetch(arena, [1, 2, 3])
+    arena._upload = real
+    fetch(arena, [1, 2, 3, 4])
+    assert upload.n_copies > 0
+    arena.check_integrity()
 
 
 def test_siblings_are_one_copy():

@@ -16,9 +16,9 @@ from test_cascade import cases, plan_of
 from probemon import DynamicProbeManager
 from probemon.cascade import CascadePlan, descend, retain
 from probemon.hierarchy import ConceptTree
-from probemon.kernels import score_probes, triton_fused
+from probemon.kernels import prepare_input, score_probes, triton_fused
 from probemon.kernels.triton_cascade import DeviceCascade
-from probemon.types import CascadeConfig, input_dtype
+from probemon.types import CascadeConfig, InputSpec, input_dtype
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
 # Shared memory that one program may have, in bytes, by compute capability.
@@ -64,17 +64,33 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (4 * (3 * 6 + 2) + 3 * 4 + 3)
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 2 * (4 * (3 * 6 + 2 + 3) + 3 * 4 + 3)
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
     # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a descent.
     layouts = {}
     for one in made:
-        for kind in ("layered groups", "layered", "cascade: score"):
-            if one["kernel"].startswith(kind) and "linear" not in one["kernel"]:
+        for kind in ("layered groups", "layered", "cascade: score linear", "cascade: score", "linear"):
+            if one["kernel"].startswith(kind):
                 layouts.setdefault((one["arch"], one["kernel"].removeprefix(kind)), []).append(one["layouts"])
                 break
-    assert len(layouts) == 2 * 4 * 6 and all(len(of) == 3 and len(of[0]) == 1 and of[0] == of[1] == of[2] for of in layouts.values()), layouts
+    assert sorted(map(len, layouts.values())) == [2] * 2 * 4 + [3] * 2 * 4 * 6  # linear ones are not grouped
+    assert all(len(of[0]) == 1 and all(other == of[0] for other in of) for of in layouts.values()), layouts
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
+def test_rows_normalised_by_the_kernel_are_those_of_torch(norm, dtype):
+    x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor([[1.0], [100.0], [0.0], [1e25], [1.0]])
+    x[4, 3] = float("nan")
+    mine, theirs = triton_fused.normalise_triton(x, norm, 1e-6, dtype), prepare_input(x, InputSpec("resid_post.0", norm, 1e-6), dtype)
+    if norm == "none":
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+    assert mine.dtype == dtype and torch.equal(mine.isnan(), theirs.isnan()) and (norm == "none" or mine[3].isnan().all())
+    error = (mine[:3].double() - theirs[:3].double()).abs()
+    assert (error <= (1e-6 if dtype == torch.float32 else 2**-8) * theirs[:3].double().abs() + 1e-7).all()
+    assert torch.equal(triton_fused.normalise_triton(x[1:2], norm, 1e-6, dtype), mine[1:2])
 
 
 def sets_of(found, n_probes):

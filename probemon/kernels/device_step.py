@@ -12,6 +12,7 @@ interpreter) the same code runs in order, without streams and graphs.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,18 +27,23 @@ from probemon.hierarchy import Ints, Mask
 from probemon.kernels.triton_cascade import DeviceCascade, Found
 from probemon.types import Floats
 
+LOG = logging.getLogger("probemon")
 _WARM = 3  # steps of one size before it is captured: Triton compiles in the first
+# Held while anything is put on our streams: only one capture may be under way in a process, and what others enqueue meanwhile on
+# its stream would be captured.
+_ENQUEUEING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed [N]`."""
+    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed`, `finite` `[N]`."""
 
     ptr: Ints
     probes: Any
     values: Floats
     kept: Mask
     overflowed: Mask
+    finite: Mask
 
 
 class DeviceSteps:
@@ -49,6 +55,7 @@ class DeviceSteps:
         self._lock = threading.Lock()
         self._side = torch.cuda.Stream(cascade.device) if cascade.device.type == "cuda" else None
         self.n_captured = self.n_uploaded = 0  # graphs made, and steps whose retained sets were not those on the device
+        self.captures = self._side is not None
 
     @contextmanager
     def beside(self, *hidden: Tensor) -> Iterator[None]:
@@ -56,12 +63,15 @@ class DeviceSteps:
         if self._side is None:
             yield
             return
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side):
-            yield
-        for x in hidden:
-            if x.is_cuda:
-                x.record_stream(self._side)  # its memory is not given to others before we have read it
+        with _ENQUEUEING:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+            try:
+                with torch.cuda.stream(self._side):
+                    yield
+            finally:
+                for x in hidden:
+                    if x.device == self._side.device:
+                        x.record_stream(self._side)  # its memory is not given to others before we have read it
 
     def enqueue(self, x: Tensor, retained: Mask) -> UnderWay:
         """Begin a step of states x `[I * N, D]` from retained sets `[N, P]`."""
@@ -98,9 +108,10 @@ class _Buffers:
 
     def __init__(self, cascade: DeviceCascade, x: Tensor, n: int, n_probes: int) -> None:
         device = cascade.device
-        self._cascade, self._x = cascade, torch.zeros_like(x)
-        self._before = torch.full((n, cascade.n_kept), -1, dtype=torch.int32, device=device)
-        self._found: Found | None = None
+        with torch.inference_mode(False):  # else they could not be written outside of that mode
+            self._cascade, self._x = cascade, torch.zeros(x.shape, dtype=x.dtype, device=device)
+            self._before = torch.full((n, cascade.n_kept), -1, dtype=torch.int32, device=device)
+        self._found: tuple[Found, Tensor] | None = None
         self._host: list[Tensor] = []
         self._graph: Any = None
         self._done: Any = torch.cuda.Event() if device.type == "cuda" else None
@@ -111,29 +122,49 @@ class _Buffers:
         self._x.copy_(x)
         self._take(steps, retained)
         cuda = self._done is not None
+        if self._graph is None and steps.captures and self._n_runs >= _WARM:
+            self._capture(steps)
         if self._graph is not None:
             self._graph.replay()
-        elif cuda and self._n_runs >= _WARM:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                self._found = self._cascade.descend(self._x, len(self._before), self._before)
-            self._graph.replay()  # a capture enqueues nothing
-            steps.n_captured += 1
         else:
-            self._found = self._cascade.descend(self._x, len(self._before), self._before)
+            self._found = self._descend()
         self._n_runs += 1
         assert self._found is not None
-        results = [self._found.count, self._found.ids, self._found.scores, self._found.kept, self._found.overflowed]
+        found, finite = self._found
+        results = [found.count, found.ids, found.scores, found.kept, found.overflowed, finite]
         if not self._host:
-            self._host = [torch.empty(r.shape, dtype=r.dtype, pin_memory=cuda) for r in results]
+            with torch.inference_mode(False):
+                self._host = [torch.empty(r.shape, dtype=r.dtype, pin_memory=cuda) for r in results]
         for there, here in zip(results, self._host, strict=True):
             here.copy_(there, non_blocking=cuda)
         if cuda:
             self._done.record()
 
+    def _descend(self) -> tuple[Found, Tensor]:
+        n = len(self._before)
+        found = self._cascade.descend(self._x, n, self._before)
+        return found, torch.isfinite(self._x).view(-1, n, self._x.shape[1]).all(dim=2).all(dim=0)
+
+    def _capture(self, steps: DeviceSteps) -> None:
+        # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle of a forward.
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.inference_mode(False):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    found = self._descend()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", str(error).splitlines()[0])
+            steps.captures = False
+            return
+        self._graph, self._found = graph, found
+        steps.n_captured += 1
+
     def _take(self, steps: DeviceSteps, retained: Mask) -> None:
         if self._found is not None and np.array_equal(self.kept, retained):
-            self._before.copy_(self._found.kept)
+            self._before.copy_(self._found[0].kept)
             return
         if self._found is None and not retained.any():
             return
@@ -146,7 +177,7 @@ class _Buffers:
     def arrived(self) -> Arrived:
         if self._done is not None:
             self._done.synchronize()
-        count, ids, scores, kept, overflowed = (tensor.numpy() for tensor in self._host)
+        count, ids, scores, kept, overflowed, finite = (tensor.numpy() for tensor in self._host)
         there = np.arange(ids.shape[1]) < count[:, None]
         rows = np.nonzero(there)[0]
         order = np.lexsort((ids[there], rows))
@@ -154,4 +185,4 @@ class _Buffers:
         keeps = kept >= 0
         self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
         ptr = np.concatenate([[0], np.cumsum(count)])
-        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0)
+        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0, finite.copy())

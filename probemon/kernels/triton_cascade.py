@@ -22,7 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from probemon.kernels.triton_fused import ROWS, arguments_of, block_sizes, layered_meta, part_of_probe
+from probemon.kernels.triton_fused import (
+    PAIRS,
+    ROWS,
+    arguments_of,
+    block_sizes,
+    layered_meta,
+    linear_scores,
+    part_of_probe,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,22 +98,22 @@ def _score(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
     b = tl.program_id(1).to(tl.int64)
-    entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
-    if (entry >= tl.load(begin_ptr + b)) & (entry < tl.load(count_ptr + b)):
-        at = b * CAP + entry
-        probe = tl.load(ids_ptr + at)
-        row = tl.load(input_ptr + probe) * B + b
-        if LAYERS == 1:
-            total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-            for start in range(0, D, BLOCK_D):
-                d = start + tl.arange(0, BLOCK_D)
-                x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                total += tl.load(w1_ptr + probe.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32) * x
-            logit = tl.sum(total, axis=0)
-            if SCALED:
-                logit = logit * tl.load(s1_ptr + probe)
-            tl.store(own_ptr + at, 1.0 / (1.0 + tl.exp(-(logit + tl.load(b1_ptr + probe)))))
-        else:
+    begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
+    if LAYERS == 1:  # as many entries a program as pairs of linear probes elsewhere, in tiles of the same shape: the same bits
+        first = tl.program_id(0) * ROWS
+        if (first + ROWS > begin) & (first < count):
+            entries = first + tl.arange(0, ROWS)
+            inside = (entries >= begin) & (entries < count)
+            probes = tl.load(ids_ptr + b * CAP + entries, mask=inside, other=0)
+            rows = tl.load(input_ptr + probes, mask=inside, other=0) * B + b
+            scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS)
+            tl.store(own_ptr + b * CAP + entries, scores, mask=inside)
+    else:
+        entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
+        if (entry >= begin) & (entry < count):
+            at = b * CAP + entry
+            probe = tl.load(ids_ptr + at)
+            row = tl.load(input_ptr + probe) * B + b
             part_of_probe(
                 x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
                 parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
@@ -235,6 +243,10 @@ class DeviceCascade:
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
         """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none. Enqueues, and waits for nothing."""
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return self._descend(x, n_states, retained)
+
+    def _descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
         weights, cap, n_probes = self._weights, self.cap, self._plan.tree.n
         _, h1, d = weights["w1"].shape
         n_layers = 1 + ("w2" in weights) + ("w3" in weights)
@@ -256,9 +268,10 @@ class DeviceCascade:
             n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
         )  # fmt: skip
         layers, scaled = arguments_of(weights), "w1_scale" in weights
-        meta = layered_meta(h1, h2, d, n_layers, scaled) if n_layers > 1 else {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        meta = layered_meta(h1, h2, d, n_layers, scaled) if n_layers > 1 else {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": PAIRS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
         for at in range(self._n_rounds + 1):
-            _score[(cap * n_parts, n_states)](
+            _score[(n_programs, n_states)](
                 x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta
             )
             _expand[(n_states,)](

@@ -22,6 +22,7 @@ from torch import Tensor
 ROWS = 16  # of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
 GROUP, MANY = 4, 2048  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
+_MOST_PAIRS = 1 << 18  # of a launch: bounds the memory of their parts
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -159,14 +160,11 @@ def _layered_groups(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _linear(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+def linear_scores(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`PAIRS` pairs of linear probes."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    inside = pair < M
-    row = tl.load(rows_ptr + pair, mask=inside, other=0).to(tl.int64)
-    slot = tl.load(slots_ptr + pair, mask=inside, other=0).to(tl.int64)
+    """Scores of `PAIRS` pairs of linear probes."""
+    row, slot = row.to(tl.int64), slot.to(tl.int64)
     total = tl.zeros((PAIRS, BLOCK_D), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -175,7 +173,54 @@ def _linear(  # type: ignore[no-untyped-def]
         w = tl.load(w1_ptr + slot[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         total += w * x
     logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(b1_ptr + slot, mask=inside, other=0.0)
-    tl.store(out_ptr + pair, 1.0 / (1.0 + tl.exp(-logit)), mask=inside)
+    return 1.0 / (1.0 + tl.exp(-logit))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _linear(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`PAIRS` pairs a program."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < M
+    row, slot = tl.load(rows_ptr + pair, mask=inside, other=0), tl.load(slots_ptr + pair, mask=inside, other=0)
+    tl.store(out_ptr + pair, linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED, BLOCK_D, PAIRS), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _normalise(x_ptr, out_ptr, D, S, eps, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program a row `[D]` of x, rows `S` apart."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    mean = tl.full((), 0.0, dtype=tl.float32)
+    if LAYERNORM:
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            total += tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / D
+    scale = tl.full((), 1.0, dtype=tl.float32)
+    if NORM:
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+            x = tl.where(start + d < D, x - mean, 0.0)
+            total += x * x
+        square = tl.sum(total, axis=0) / D
+        scale = tl.where(square < float("inf"), 1.0 / tl.sqrt(square + eps), float("nan"))  # as in probemon.kernels.inputs
+    for start in range(0, D, BLOCK_D):
+        x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * D + start + d, (x - mean) * scale, mask=start + d < D)
+
+
+def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
+    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of rows."""
+    n, d = hidden.shape
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    out = torch.empty(n, d, dtype=torch.float32, device=hidden.device)
+    if n:
+        with torch.cuda.device_of(hidden):
+            _normalise[(n,)](hidden, out, d, hidden.stride(0), eps, LAYERNORM=norm == "layernorm", NORM=norm != "none", BLOCK_D=min(triton.next_power_of_2(d), 2048))
+    return out.to(dtype)
 
 
 def block_sizes(d: int) -> int:
@@ -196,25 +241,33 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
 
     Of many pairs, those of one probe are brought together, so that they share what is read of it.
     """
+    out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
+    x, rows, slots, order = hidden.contiguous(), rows.contiguous(), slots.contiguous(), None  # np.nonzero gives strided ones
+    shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
+    if shares:
+        slots, order = torch.sort(slots, stable=True)
+        rows = rows[order]
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+        for at in range(0, len(slots), _MOST_PAIRS):
+            some = slice(at, at + _MOST_PAIRS)
+            _score(x, weights, rows[some], slots[some], out[some], shares)
+    return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
+
+def _score(x: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, out: Tensor, shares: bool) -> None:
     _, h1, d = weights["w1"].shape
     n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
-    out = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    if not n:
-        return out
-    x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
     if "w3" not in weights:
         _linear[(triton.cdiv(n, PAIRS),)](x, *layers[:3], rows, slots, out, n, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
-        return out
+        return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
-    parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=hidden.device)
-    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, hidden.device)
-    if n < MANY or len(hidden) < GROUP:
+    parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=x.device)
+    meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, x.device)
+    if shares:
+        _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows, slots, parts, arrived, out, n, d, h1, h2, n_parts, **meta)
+    else:
         _layered[(n * n_parts,)](x, *layers, rows, slots, parts, arrived, out, d, h1, h2, n_parts, **meta)
-        return out
-    slots, order = torch.sort(slots, stable=True)
-    _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows[order], slots, parts, arrived, out, n, d, h1, h2, n_parts, **meta)
-    return torch.empty_like(out).index_copy_(0, order, out)
 
 
 def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -224,6 +277,8 @@ def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _arrived(n: int, device: torch.device) -> Tensor:
     """Zeros for `n` pairs. They are zeros again after every launch, so launches of one stream, which follow one another, share them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(n, dtype=torch.int32, device=device)  # the graph's own, set to zero by it: graphs may be replayed on any stream
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     known = _ARRIVED.get((device, stream))
     if known is None or len(known) < n:

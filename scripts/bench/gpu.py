@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
 from probemon.kernels.device_step import DeviceSteps
 from probemon.kernels.triton_cascade import DeviceCascade
+from probemon.kernels.triton_fused import normalise_triton
 from probemon.quantize import quantize_weights
 from probemon.records import Layout, Record, Slab
 from probemon.types import CascadeConfig
@@ -38,16 +40,17 @@ OURS, INT8, REPAIRED = "ours (triton)", "ours (triton), int8 copies", "stacked b
 
 
 class Timer:
-    """Seconds of a call on a device, after its caches were swept."""
+    """Seconds of a call on a device, after its caches were swept: by reading, since what was written would be written back meanwhile."""
 
     def __init__(self, device: torch.device, sweep_bytes: int = SWEEP_BYTES) -> None:
-        self.device, self._sweep = device, torch.empty(sweep_bytes, dtype=torch.uint8, device=device)
+        self.device, self._sweep = device, torch.ones(sweep_bytes // 4, dtype=torch.int32, device=device)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        self._sweep.fill_(1)
+        self._sweep.sum()
         if self.device.type != "cuda":
             return wall_clock(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()  # else what Python takes to launch would hide behind the sweep
         start.record()
         call()
         end.record()
@@ -61,7 +64,7 @@ def in_turns(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: 
 
 
 def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a graph, so that launching it from Python is not what is timed."""
+    """The call as a graph, so that launching it from Python is not what is timed; the replay returns what the call returned."""
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream()
@@ -72,8 +75,13 @@ def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], o
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        found = call()
+
+    def replay() -> object:
+        graph.replay()
+        return found
+
+    return replay
 
 
 def random_bank(n: int, cell: Cell, device: torch.device) -> dict[str, Tensor]:
@@ -119,6 +127,12 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
         if not errors[name] < (STRICT if name in (OURS, INT8) else LOOSE):
             raise WrongScores(f"{name} at {cell}: scores are off by {errors[name]:.2g}")
     graphs = {name: [captured(device, partial(method, at)) for at in range(N_SETS)] for name, method in eager.items()}
+    for name, calls in graphs.items():
+        for at, call in enumerate(calls):
+            replayed, eagerly = call(), eager[name](at)
+            assert isinstance(replayed, Tensor)
+            if not torch.equal(replayed, eagerly):
+                raise WrongScores(f"{name} at {cell}: a captured graph gives other scores")
     everything = torch.arange(n_bank, device=device)
     methods: dict[str, Callable[[int], object]] = {f"{name}, launched from Python": method for name, method in eager.items()}
     methods |= {name: (lambda at, calls=calls: calls[at]()) for name, calls in graphs.items()}  # type: ignore[misc]
@@ -163,7 +177,26 @@ def step(
         if int(found.overflowed[0]) or set(found.ids[0, :n].tolist()) != set(np.flatnonzero(expected.active[0]).tolist()):
             raise WrongScores(f"the device's cascade is not the host's at state {at}")
         evaluated.append(n)
-    graphs = [captured(device, partial(cascade.descend, x[at], 1, None)) for at in range(N_SETS)]
+    # A whole step: the host's state normalised and rounded, retained sets that are on the device, the descent, results to pinned memory.
+    raw = torch.randn(N_SETS, 1, hidden, device=device).to(torch.bfloat16)
+    kept = cascade.descend(x[0], 1, None).kept
+    first = cascade.descend(x[0], 1, kept)
+    pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=device.type == "cuda") for r in (first.count, first.ids, first.scores, first.kept, first.overflowed)]
+
+    def whole_step(at: int) -> None:
+        found = cascade.descend(normalise_triton(raw[at], "rmsnorm", 1e-6, x.dtype), 1, kept)
+        for there, here in zip((found.count, found.ids, found.scores, found.kept, found.overflowed), pinned, strict=True):
+            here.copy_(there, non_blocking=True)
+
+    graphs = [captured(device, partial(whole_step, at)) for at in range(N_SETS)]
+    for at in range(N_SETS):
+        graphs[at]()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        evaluated.append(int(pinned[0][0]))
+    evaluated = evaluated[N_SETS:]
+    if int(pinned[4][0]) or min(evaluated) <= len(plan.start):
+        raise WrongScores(f"the timed steps evaluate {evaluated} probes: not what a cascade does")
     taken = in_turns({"a step": lambda at: graphs[at]()}, n_rounds, timer)
     where = {**asdict(cell), "evaluated": statistics.mean(evaluated)}
     steps = rows_of(taken, {"part": "step", **where}, ours="a step", floor=None)
@@ -178,6 +211,11 @@ def step(
     by_host = interleaved({"a step, from Python to results on the host": lambda at: whole(at % N_SETS)}, n_rounds, n_warm=8)
     steps += rows_of(by_host, {"part": "step, the host's clock", **where}, ours="a step, from Python to results on the host", floor=None)
     layers = [_layer(hidden, wide, x.dtype, device) for _ in range(n_layers)]
+    counts: list[Tensor] = []
+    _decode(layers, x[0], cascade, counts)
+    if int(counts[0][0]) <= len(plan.start):
+        raise WrongScores(f"beside the host the cascade evaluates {int(counts[0][0])} probes: its state is not one")
+    where["evaluated_beside_the_host"] = int(counts[0][0])
     hosts = {name: captured(device, partial(_decode, layers, x[0], watched)) for name, watched in (("bare", None), ("watched", cascade))}
     taken = in_turns({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
     return steps + rows_of(taken, {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where}, ours="watched", floor=None)
@@ -220,22 +258,26 @@ def _layer(hidden: int, wide: int, dtype: torch.dtype, device: torch.device) -> 
     return [torch.randn(shape, device=device).mul_(shape[0] ** -0.5).to(dtype) for shape in shapes]
 
 
-def _decode(layers: list[list[Tensor]], x: Tensor, cascade: DeviceCascade | None) -> None:
+def _rms(h: Tensor) -> Tensor:
+    return h / h.float().square().mean(dim=-1, keepdim=True).add(1e-6).sqrt().to(h.dtype)
+
+
+def _decode(layers: list[list[Tensor]], x: Tensor, cascade: DeviceCascade | None, counts: list[Tensor] | None = None) -> None:
     """The matrix products of one decode step; halfway the cascade is forked onto a stream of its own, and joined at the end."""
     h, cuda = x, x.is_cuda
     side = torch.cuda.Stream() if cuda and cascade is not None else None
     for i, (query, key_value, output, gate_up, down) in enumerate(layers):
-        n = h / h.float().square().mean(dim=-1, keepdim=True).add(1e-6).sqrt().to(h.dtype)
+        n = _rms(h)
         h = h + (n @ query) @ output + (n @ key_value).sum() * 0
-        gate, up = (h @ gate_up).chunk(2, dim=-1)
+        gate, up = (_rms(h) @ gate_up).chunk(2, dim=-1)
         h = h + (torch.nn.functional.silu(gate) * up) @ down
         if i == len(layers) // 2 and cascade is not None:
-            if side is None:
-                cascade.descend(h, 1, None)
-            else:
+            if side is not None:
                 side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    cascade.descend(h, 1, None)
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                found = cascade.descend(normalise_triton(h, "rmsnorm", 1e-6, x.dtype), 1, None)
+                if counts is not None:
+                    counts.append(found.count)
     if side is not None:
         torch.cuda.current_stream().wait_stream(side)
 

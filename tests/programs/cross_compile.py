@@ -30,7 +30,7 @@ def signature(kernel, constants, dtype):
             pairs = {"rows_ptr": "i64", "slots_ptr": "i64", "out_ptr": "fp32"}
             found[name] = "*" + (NAMES[dtype] if name in WEIGHTS else NAMES[input_dtype(dtype)] if name == "x_ptr" else pairs.get(name, "fp32" if name in FLOATS else "i32"))
         else:
-            found[name] = "i32"
+            found[name] = "fp32" if name == "eps" else "i32"
     return found
 
 
@@ -41,9 +41,13 @@ def cases():
             meta = kernels.layered_meta(h1, h2, d, layers, scaled)
             for name, kernel in (("layered", kernels._layered), ("layered groups", kernels._layered_groups), ("cascade: score", cascade._score)):
                 yield f"{name} {layers} {h1}-{h2} {d} {dtype}", kernel, meta, dtype
-        linear = {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "ROWS": 16, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        linear = {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "ROWS": kernels.PAIRS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
         yield f"linear 4096 {dtype}", kernels._linear, {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
+        # It writes fp32, and reads what a host gives: bf16, fp16 or fp32.
+        for norm, layernorm in ((False, False), (True, False), (True, True)):
+            constants = {"NORM": norm, "LAYERNORM": layernorm, "BLOCK_D": 2048}
+            yield f"normalise {norm} {layernorm} {dtype}", kernels._normalise, constants, dtype
     for path, close in ((False, False), (True, False), (True, True)):
         yield f"cascade: begin, close {close}", cascade._begin, {"CLOSE": close, "BLOCK": 64}, torch.float32
         for opens in (0, 1, 2):
@@ -67,7 +71,7 @@ def main():
 def layouts(text, constants):
     """Over which threads the sums along D of a tile of rows are spread: what decides their order."""
     names = dict(re.findall(r"(#\w+) = #ttg.blocked<(.*)>", text))
-    shape = f"{constants.get('ROWS')}x{constants.get('BLOCK_D')}"
+    shape = f"{constants.get('ROWS', kernels.PAIRS)}x{constants.get('BLOCK_D')}"
     return sorted({names[name] for name in re.findall(rf'"tt.reduce"(?:.*\n)*?.*\}}\) : \(tensor<{shape}xf32, (#\w+)>', text)})
 
 

@@ -64,9 +64,9 @@ class Forwards:
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
-        # Without this, torch runs a graph again that was made without our hooks, or for another model of the class.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        torch._dynamo.reset()
+        if torch._dynamo.config.skip_nnmodule_hook_guards:  # then it would run a graph again that was made without our hooks
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+            torch._dynamo.reset()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
         self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones

@@ -10,7 +10,12 @@ from probemon import DynamicProbeManager
 from probemon.kernels.device_step import UnderWay
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]])
-GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def pack(model, tmp_path_factory):
+    return make_pack(tmp_path_factory.mktemp("packs") / "small", model, n=12)  # the interpreter is slow
 
 
 def managers(pack, **settings):
@@ -29,14 +34,14 @@ def steps_of(manager):
     return steps
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_top_k": 3}, {"keep_top_k": 0}, {"aggressive_pruning": False}, {"max_loaded_probes": 15, "load_threshold": 0.1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"keep_top_k": 3}, {"keep_top_k": 0}, {"aggressive_pruning": False}, {"max_loaded_probes": 7, "load_threshold": 0.1}], ids=str)
 @pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
 def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model, tmp_path, sites, settings):
-    pack = make_pack(tmp_path / "pack", model, sites=sites)
+    pack = make_pack(tmp_path / "pack", model, sites=sites, n=12)
     mine, theirs = managers(pack, **settings)
     generator, states = torch.Generator().manual_seed(0), [None, None]
-    for _ in range(8):
-        hidden = {site: torch.randn(3, HIDDEN, generator=generator) for site in sites}
+    for _ in range(4):
+        hidden = {site: torch.randn(2, HIDDEN, generator=generator) for site in sites}
         (states[0], here), (states[1], there) = (manager.step(state, hidden) for manager, state in zip((mine, theirs), states, strict=True))
         close(here, there)
         assert np.array_equal(states[0].retained, states[1].retained)
@@ -47,7 +52,7 @@ def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model,
 
 
 def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
-    mine, theirs = managers(pack)
+    mine, theirs = managers(pack, keep_top_k=2)
     hidden = torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
     hidden[2, 1, 3] = float("nan")
     results = []
@@ -92,7 +97,7 @@ def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forwa
             handle.remove()
         expected.append((out.tolist(), result, events))
         if manager is mine:
-            assert log == [0, 1, "read", 2] + [0, 1, 2, "read"] * 6  # a prompt is not left under way
+            assert log == [0, 1, "read", 2] + [0, 1, 2, "read"] * 4  # a prompt is not left under way
             assert steps_of(mine).n_uploaded <= 1  # what the prompt retained
     (out, result, events), (same_out, other, others) = expected
     assert out == same_out and events == others and len(events) > 0
@@ -106,7 +111,7 @@ def test_a_stop_on_the_device_is_at_the_token_it_was_on_the_host(pack):
         with manager.attach(model) as run:
             run.on([concept["id"] for concept in pack.concepts[:20]], above=0.45, for_tokens=2, action="stop")
             stopped.append(model.generate(PROMPT, **{**GREEDY, "eos_token_id": EOS}).tolist())
-    assert stopped[0] == stopped[1] and len(stopped[0][0]) < PROMPT.shape[1] + 7
+    assert stopped[0] == stopped[1] and len(stopped[0][0]) < PROMPT.shape[1] + 5
 
 
 def test_inference_mode_leaves_nothing_that_cannot_be_written(pack):

@@ -244,11 +244,12 @@ class PagedArena:
         """
         loaded = self._load([p for p in probes if self._slot_of[p] < 0])
         with self.lock:
-            may_go, worth = self._evictable(np.asarray([], dtype=np.int64))
+            nobody = np.empty(0, dtype=np.int64)  # who reads slots holds the lock
+            may_go, worth = self._evictable(nobody)
             room = len(self._free) + int((worth < UNUSED).sum() if foreseen else len(may_go))
             missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
             if len(missing) > len(self._free):
-                self._evict(len(missing) - len(self._free), np.asarray([], dtype=np.int64))
+                self._evict(len(missing) - len(self._free), nobody)
             if foreseen:
                 self._worth[missing], self._used_at[missing] = UNUSED, self._now
             else:

@@ -78,6 +78,7 @@ class Outcome:
     n_evaluated: Ints
     n_released: Ints
     n_late: Ints
+    finite: Mask
     kept: Mask
 
 
@@ -172,24 +173,22 @@ class Engine:
         own = self.own_scores(inputs, rows, probes).reshape(n, p)
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
-    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> tuple[Inputs, Callable[[], Outcome]]:
-        """Begin a step of hidden states `[N, D]`; the outcome is what the returned function returns. On a GPU it runs beside the host model meanwhile."""
-        on_device = self._on_device(plan, retained) if self.choice.step == "descent" else None
+    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+        on_device = self._on_device(plan, len(retained), retained) if self.choice.step == "descent" else None
         if on_device is None:
-            inputs = self.inputs(hidden)
-            outcome = self.evaluate(plan, inputs, retained, keep)
-            return inputs, lambda: outcome
+            return self.evaluate(plan, self.inputs(hidden), retained, keep)
         with on_device.beside(*hidden.values()):
             inputs = self.inputs(hidden)
             under_way = on_device.enqueue(inputs.values, retained)
-        return inputs, lambda: self._arrived(plan, inputs, under_way.wait(), retained, keep)
+        return lambda: self._arrived(plan, inputs, under_way.wait(), retained, keep)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
         """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
         n = len(inputs)
         strategy = strategy or (self.choice.step if retained is not None or n < _FEW else self.choice.batch)
-        before = np.zeros((n, self.pack.n_probes), dtype=bool) if retained is None else retained
-        if strategy == "descent" and (on_device := self._on_device(plan, before)) is not None:
+        if strategy == "descent" and (on_device := self._on_device(plan, n, retained)) is not None:
+            before = np.zeros((n, self.pack.n_probes), dtype=bool) if retained is None else retained
             with on_device.beside():
                 under_way = on_device.enqueue(inputs.values, before)
             return self._arrived(plan, inputs, under_way.wait(), before, keep)
@@ -229,7 +228,7 @@ class Engine:
         n_dropped = n_dropped + n_late
         if self.foreseer is not None:
             self._foresee(plan, ptr, probes, values)
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, kept)
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, finite, kept)
 
     def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
         """Have the children fetched of the last state's probes that nearly opened."""
@@ -239,13 +238,9 @@ class Engine:
         near = probes[last][(below >= 0) & (below <= self._prefetch)]
         self.foreseer.ask(sorted({int(child) for p in near for child in plan.tree.children(int(p))}))
 
-    def defers(self, plan: CascadePlan, retained: Mask) -> bool:
-        """Whether `begin` leaves a step under way."""
-        return self.choice.step == "descent" and self._on_device(plan, retained) is not None
-
-    def _on_device(self, plan: CascadePlan, retained: Mask) -> DeviceSteps | None:
+    def _on_device(self, plan: CascadePlan, n: int, retained: Mask | None) -> DeviceSteps | None:
         """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
-        if self.impl != "triton" or not self._resident or len(retained) >= _FEW:
+        if self.impl != "triton" or not self._resident or n >= _FEW:
             return None
         known = self._device.get(id(plan))  # the plan is kept with it, so that its id is its own
         if known is None:
@@ -258,18 +253,20 @@ class Engine:
             if len(self._device) >= _PLANS:
                 self._device.pop(next(iter(self._device)), None)
             known = self._device[id(plan)] = (plan, steps)
-        fits = known[1] is not None and int(retained.sum(axis=1).max(initial=0)) <= known[1].cascade.n_kept
-        return known[1] if fits else None
+        steps = known[1]
+        if steps is not None and retained is not None and int(retained.sum(axis=1).max(initial=0)) > steps.cascade.n_kept:
+            return None
+        return steps
 
     def _arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
         """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
-        inputs.__dict__["finite"] = finite = found.finite  # looked at on the device: asking torch here would wait for the host model
+        finite = found.finite  # looked at on the device: `inputs.finite` would wait for the host model
         n, again = len(inputs), np.flatnonzero(found.overflowed & finite)
         none = np.zeros(n, dtype=np.int64)
         if finite.all() and not len(again):
             ptr, probes, values = found.ptr, found.probes, found.values
             n_active = ptr[1:] - ptr[:-1]
-            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, found.kept[keep])
+            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, finite, found.kept[keep])
         shape = (n, self.pack.n_probes)
         step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
         rows = np.repeat(np.arange(n), np.diff(found.ptr))
@@ -285,7 +282,7 @@ class Engine:
         n_active = ptr[1:] - ptr[:-1]
         n_released = none.copy()
         n_released[keep] = released
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, n_active, n_released, none, kept)
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, n_active, n_released, none, finite, kept)
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)

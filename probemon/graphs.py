@@ -1,6 +1,6 @@
 """Compiled hosts keep their graphs: states leave through buffers, and a forward is opened and closed around the compiled call.
 
-    buffers = Buffers(["resid_post.15"], [layer])
+    buffers = Buffers({"resid_post.15": layer})
     buffers.make_room((n_rows, n_tokens), width)    # before the forward
     buffers.keep("resid_post.15", hidden)           # inside it, traced: a copy and a count, which a captured graph repeats
     for site, hidden in buffers.written(): ...      # after it
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -28,18 +28,17 @@ from probemon.shadow import Owner, shadow
 
 
 class _Forward(threading.local):
-    """The forward that a thread has open: its rows and tokens, and how often each site had been written before it."""
+    """The forward that a thread has open: how often each site had been written before it."""
 
     def __init__(self) -> None:
-        self.shape: tuple[int, ...] = (0, 0)
         self.before: dict[str, int] = {}
 
 
 class Buffers:
     """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is watched."""
 
-    def __init__(self, sites: Sequence[str], modules: Sequence[nn.Module]) -> None:
-        self._modules = dict(zip(sites, modules, strict=True))
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
         self._room: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
         self._mine = _Forward()
@@ -52,7 +51,7 @@ class Buffers:
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
         """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a graph anew."""
-        n_rows, n_tokens = self._mine.shape = shape
+        n_rows, n_tokens = shape
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
             open_now = {thread for thread in self._open if thread in alive} | {threading.get_ident()}
@@ -79,8 +78,7 @@ class Buffers:
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Sites that `keep` was run for since there was made room, with their states. Raises `AlignmentError` if another thread's forward ran meanwhile."""
-        shape, before = self._mine.shape, self._mine.before
-        shared = self.abandon()
+        before, shared = self._mine.before, self.abandon()
         for site, count in before.items():
             now, *of = self._written[site].tolist()
             if now == count:
@@ -95,7 +93,7 @@ class Buffers:
                     f"{site} was run {now - count} times in one compiled call, and only its last states are there: whose they are cannot be told. "
                     "Compile the layers, or what runs once"
                 )
-            yield site, self._room[site][:, : of[1]][: of[0]] if tuple(of) != shape else self._room[site][: shape[0], : shape[1]]
+            yield site, self._room[site][: of[0], : of[1]]
 
     def abandon(self) -> bool:
         """The calling thread's forward is over, however it ended; whether another thread's ran meanwhile."""

@@ -176,19 +176,19 @@ class DynamicProbeManager:
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
-        return self._told(inputs, self.engine.evaluate(plan, inputs, retained, keep))
+        return self._told(self.engine.evaluate(plan, inputs, retained, keep))
 
-    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask) -> Callable[[], tuple[Scores, Mask]]:
-        """Begin a step of rows `[N, D]`; scores and next retained sets are what the returned function returns."""
-        inputs, outcome = self.engine.begin(plan, hidden, retained, np.arange(len(retained)))
-        return lambda: self._told(inputs, outcome())
+    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
+        """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""
+        outcome = self.engine.begin(plan, hidden, retained, np.arange(len(retained)))
+        return (lambda: self._told(outcome())) if callable(outcome) else self._told(outcome)
 
-    def _told(self, inputs: Inputs, found: Outcome) -> tuple[Scores, Mask]:
+    def _told(self, found: Outcome) -> tuple[Scores, Mask]:
         p = self.pack.n_probes
-        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(inputs)
-        if not inputs.finite.all():
-            not_reached = np.where(inputs.finite, not_reached, 0)
-            unseen = tuple("" if ok else "hidden state is not finite" for ok in inputs.finite.tolist())
+        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.finite)
+        if not found.finite.all():
+            not_reached = np.where(found.finite, not_reached, 0)
+            unseen = tuple("" if ok else "hidden state is not finite" for ok in found.finite.tolist())
         coverage = Coverage(
             n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
             released=found.n_released, late=found.n_late, unseen=unseen,

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -308,18 +307,17 @@ class MonitorRun:
             scores = Scores.join(parts, n_probes, report_top_k)
             recording.retained[found] = kept
         else:
-            retained = recording.retained[origin]
-            outcome = self.manager.begin(self._plan, states, retained)
-            if self.manager.engine.defers(self._plan, retained):
-                return partial(self._scored, generation, recording, placed, outcome)
-            self._scored(generation, recording, placed, outcome)
+            begun = self.manager.begin(self._plan, states, recording.retained[origin])
+            if callable(begun):
+                waits = begun
+                return lambda: self._step_ended(generation, recording, placed, *waits())
+            self._step_ended(generation, recording, placed, *begun)
             return None
         self._tell(generation, recording, placed, scores)
         return None
 
-    def _scored(self, generation: Generation | None, recording: Recording, placed: Placed, outcome: Callable[[], tuple[Scores, Mask]]) -> None:
+    def _step_ended(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores, kept: Mask) -> None:
         assert recording.retained is not None
-        scores, kept = outcome()
         recording.retained[placed.rows] = kept
         self._tell(generation, recording, placed, scores)
 

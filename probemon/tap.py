@@ -35,7 +35,7 @@ class Tap:
         for site in sites:
             self._targets.append((site, site_module(layers, site)))
         self._callback = callback
-        self.buffers = Buffers(*zip(*self._targets, strict=True))
+        self.buffers = Buffers(dict(self._targets))
         self._stack = ExitStack()
 
     def __enter__(self) -> Tap:

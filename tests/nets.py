@@ -25,9 +25,14 @@ def weights(shape, d, dtype, n=11, seed=0):
     return made
 
 
+def dequantized(net):
+    """What int8 weights mean, in fp64; others as they are."""
+    return {name: w.double() * net[f"{name}_scale"].double()[..., None] if f"{name}_scale" in net else w for name, w in net.items()}
+
+
 def oracle(net, x):
     """fp64, probe by probe."""
-    net = {name: w.double() * net[f"{name}_scale"].double()[..., None] if f"{name}_scale" in net else w for name, w in net.items()}
+    net = dequantized(net)
     columns = []
     for p in range(len(net["w1"])):
         z = x.double() @ net["w1"][p].double().T + net["b1"][p].double()

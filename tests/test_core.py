@@ -13,6 +13,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from nets import dequantized
 
 from probemon.errors import (
     ConfigError,
@@ -51,7 +52,7 @@ def random_weights(p, d, hidden, dtype, seed=0):
 
 def plain_score(x, weights, slot):
     """fp64 plain Python: the oracle of a score."""
-    weights = {name: w.double() * weights[f"{name}_scale"].double()[..., None] if f"{name}_scale" in weights else w for name, w in weights.items()}
+    weights = dequantized(weights)
 
     def layer(w, b, values):
         return [sum(float(wi) * vi for wi, vi in zip(row, values, strict=True)) + float(bi) for row, bi in zip(w, b, strict=True)]

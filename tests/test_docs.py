@@ -114,3 +114,12 @@ def test_the_error_of_int8_copies_is_that_of_the_result_file():
     assert f"by at most {linear['max_score_error']:.4f} and {linear['n_fired_changed']} of {linear['n_fired']} firing pairs change" in text
     assert f"by at most {mlp['max_score_error']:.4f} and {mlp['n_fired_changed']} of {mlp['n_fired']} (" in text
     assert all(one["n_states"] == 16 and one["int8_bytes"] < 0.52 * one["weight_bytes"] for one in packs.values())
+
+
+def test_every_mutation_finds_its_line(monkeypatch):
+    """Else the script that breaks attribution on purpose ends before it has shown anything."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from mutate_alignment import MUTATIONS
+
+    for file, before, after, what in MUTATIONS:
+        assert (ROOT / "probemon" / file).read_text().count(before) == 1 and before != after, (file, what)

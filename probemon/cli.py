@@ -1,6 +1,7 @@
 """The command line.
 
     probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
+    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
     probemon inspect probes/wordnet-smollm2-135m
 
 Bad input ends with one line on standard error and exit status 2.
@@ -20,7 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from probemon.cli_corpus import analyze
 from probemon.errors import ConfigError, ProbemonError
+from probemon.loading import load_model
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -32,6 +35,7 @@ _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examp
 _OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(analyze)
 
 
 @app.callback()
@@ -201,27 +205,6 @@ def _levels(console: Console, pack: ProbePack) -> None:
         example = escape(", ".join(concept["name"] for concept in pack.concepts[at][:3]))
         table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
     console.print(table)
-
-
-def load_model(name: str, device: str, say: Any) -> tuple[Any, Any]:
-    """`(model, tokenizer)`, in eval mode on `device`. Raises `ConfigError` where nothing of that name can be loaded."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    if name == "demo":
-        from probemon.bundled import load_bundled
-
-        model, tokenizer = load_bundled(say=say)
-        return model.to(device), tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        return model.eval().to(torch.device(device)), tokenizer
-    except Exception as error:  # a damaged folder fails in as many ways as there are readers
-        where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
 
 
 def main() -> None:

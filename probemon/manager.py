@@ -6,12 +6,14 @@
     state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]
     scores = manager.score_tokens(hidden)                 # one document, hidden [T, D]
     everything = manager.score_all(hidden)                # fp32 [T, P]
+    manager.analyze(model, tokenizer, documents, out="scores/", resume=True)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +31,10 @@ from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
 from probemon.stream import TokenEvent, stream, stream_async
 from probemon.types import CascadeConfig, Coverage, Gap, RowState, Scores
+
+if TYPE_CHECKING:
+    from probemon.analysis import Analysis
+    from probemon.documents import Source
 
 Hidden = Tensor | Mapping[str, Tensor]
 
@@ -158,25 +164,31 @@ class DynamicProbeManager:
         """`stream` for `async for`."""
         return stream_async(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
 
+    def analyze(self, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False, **settings: Any) -> Analysis:
+        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze` for `settings`. Needs the extra `corpus`."""
+        from probemon.offline import analyze
+
+        return analyze(self, model, tokenizer, documents, out, resume=resume, **settings)
+
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 
     def score_prompt(
-        self, plan: CascadePlan, sites: Mapping[str, Tensor], last: Sequence[int]
+        self, plan: CascadePlan, sites: Mapping[str, Tensor], last: Sequence[int], strategy: str | None = None
     ) -> tuple[Mask, list[Scores]]:
-        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them."""
+        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them. `strategy` overrides the choice."""
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
         wanted, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
             here = np.flatnonzero((wanted >= at) & (wanted < at + size))
-            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at)
+            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at, strategy)
             parts.append(scores)
         return kept, parts
 
-    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> tuple[Scores, Mask]:
+    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
-        return self._told(self.engine.evaluate(plan, inputs, retained, keep))
+        return self._told(self.engine.evaluate(plan, inputs, retained, keep, strategy))
 
     def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
         """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""

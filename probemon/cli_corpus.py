@@ -1,0 +1,141 @@
+"""Commands on corpora: analyze.
+
+    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from probemon.documents import MAX_CHARS
+from probemon.errors import ConfigError
+from probemon.loading import load_model
+from probemon.windows import Reading, Window
+
+if TYPE_CHECKING:
+    from probemon.analysis import Analysis
+
+_SHOWN = 10
+
+
+def analyze(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
+    pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
+    source: Annotated[str, typer.Argument(metavar="INPUT", help="A text file (a document a line), .jsonl, .parquet, a folder (a file each), or - for standard input.")],
+    out: Annotated[Path, typer.Option(help="Where the analysis is written. One that is not finished, of the same input and settings, is gone on with.")],
+    floor: Annotated[str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")] = "fired",
+    window: Annotated[int, typer.Option(help="Longest input of the model in tokens; 0: 1024, or what it takes.")] = 0,
+    overlap: Annotated[int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")] = -1,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, with padding.")] = Reading.batch_tokens,
+    special_tokens: Annotated[str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")] = Reading.special_tokens,
+    parse_special: Annotated[bool, typer.Option("--parse-special", help="Special tokens written in the texts are such, not characters.")] = False,
+    text_field: Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")] = "text",
+    id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
+    max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
+    no_text: Annotated[bool, typer.Option("--no-text", help="Do not keep the texts (a report then shows none).")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Score every token of a corpus and write the concepts above the floor to OUT, in parquet.
+
+    With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
+    """
+    import torch
+    from tqdm import tqdm
+
+    from probemon.analysis import Analysis
+    from probemon.documents import count_documents, read_documents
+    from probemon.kernels import check_device
+    from probemon.manager import DynamicProbeManager
+    from probemon.pack import ProbePack
+
+    rank, world_size = _ranks()
+    least: float | str = floor if floor == "fired" else _number("floor", floor)
+    reading = Reading(_window(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special)
+    check_device(device)
+    if threads < 0:
+        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
+    if threads:
+        torch.set_num_threads(threads)
+    opened = ProbePack.from_pretrained(pack)
+    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
+    known = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if (out / "manifest.json").is_file() else {}
+    manager = DynamicProbeManager(opened, device=device, impl=known.get("impl"), strategy=known.get("strategy", "auto"))
+    say = Console(stderr=True)
+    with say.status(f"loading {model}") if say.is_terminal else nullcontext():
+        host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
+    n_tokens = 0
+    with tqdm(total=count_documents(source), unit="doc", desc="analyze", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
+
+        def progress(documents: float, tokens: int) -> None:
+            nonlocal n_tokens
+            n_tokens += tokens
+            bar.update(documents)
+            rate = n_tokens / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{n_tokens} tokens, {rate:.0f} a second", refresh=False)
+
+        analysis = manager.analyze(
+            host, tokenizer, source, out, resume=True, floor=least, reading=reading, keep_text=not no_text, text_field=text_field, id_field=id_field,
+            max_chars=max_chars, strict=strict, rank=rank, world_size=world_size, progress=progress,
+        )  # fmt: skip
+    if not analysis.complete:
+        print(json.dumps({"directory": str(out), "complete": False}) if as_json else f"{out}: this process has done its part; others are at work still")
+        return
+    if as_json:
+        print(json.dumps({"directory": str(out), "complete": True, **analysis.manifest["totals"]}))
+    else:
+        _show(analysis)
+
+
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+
+
+def _show(analysis: Analysis) -> None:
+    totals, concepts = analysis.manifest["totals"], analysis.concepts()
+    console = Console(soft_wrap=True, highlight=False)
+    bad = f", {totals['bad_documents']} bad ones left out (their reasons are in documents.parquet)" if totals["bad_documents"] else ""
+    console.print(f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']} unseen, {totals['rows']} rows", markup=False)
+    p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
+    console.print(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped", markup=False)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    rows: list[dict[str, Any]] = concepts.sort_by([("n_documents", "descending"), ("n_tokens", "descending"), ("concept", "ascending")]).slice(0, _SHOWN).to_pylist()
+    for row in rows:
+        table.add_row(" > ".join(row["path"]).replace("[", r"\["), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
+    console.print(table)
+
+
+def _window(n_tokens: int, overlap: int) -> Window | None:
+    if n_tokens == 0:
+        if overlap >= 0:
+            raise ConfigError(f"--overlap is {overlap}: give --window too")
+        return None
+    return Window(n_tokens, n_tokens // 8 if overlap == -1 else overlap)
+
+
+def _ranks() -> tuple[int, int]:
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if given["WORLD_SIZE"] is None and given["RANK"] is None:
+        return 0, 1
+    if not all(text is not None and text.isdigit() for text in given.values()):
+        raise ConfigError(f"RANK is {given['RANK']!r} and WORLD_SIZE {given['WORLD_SIZE']!r}: give both as numbers, or neither")
+    return int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name} is {text!r}: give a number, or 'fired'") from None

@@ -1,0 +1,380 @@
+"""An analysis says of every token of every document what watching would, whatever interrupted it and whoever shared the work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import LAYERS, make_model, make_pack, n_hooks
+from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
+
+from probemon import DynamicProbeManager
+from probemon.analysis import COUNTED, TABLES, Analysis
+from probemon.corpus import CorpusScorer, score_documents
+from probemon.documents import read_documents
+from probemon.errors import AlignmentError, ConfigError, HostMismatch
+from probemon.offline import analyze
+from probemon.windows import Reading, Tokens, Window, batches, cut, encode, shards
+
+SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
+PROGRAM = Path(__file__).parent / "programs" / "analyze_corpus.py"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def manager(pack):
+    return DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 7)
+
+
+def corpus():
+    rows = [{"text": text, "id": f"d{i}"} for i, text in enumerate(random_texts(30))]
+    return [*rows[:3], {"id": "empty", "text": " "}, *rows[3:], 5]
+
+
+def tables(out):
+    analysis = Analysis.open(out)
+    whole = {name: getattr(analysis, name)() for name in TABLES}
+    return {name: table.to_pydict() for name, table in whole.items()}, analysis.manifest["totals"]
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "size", "overlap", "n_prefix"), [(1, 8, 0, 0), (7, 8, 3, 1), (8, 8, 3, 1), (50, 8, 4, 1), (100, 9, 0, 2), (101, 32, 16, 0)])
+def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_prefix):
+    tokens = Tokens(np.arange(n), np.arange(n), np.arange(n) + 1, (1,) * n_prefix)
+    pieces = cut(tokens, 3, Window(size, overlap))
+    scored = [t for piece in pieces for t in range(piece.scored, piece.stop)]
+    assert scored == list(range(n))
+    assert all(len(piece) <= size and piece.place == 3 for piece in pieces)
+    for piece in pieces:
+        assert piece.begin == 0 or piece.scored - piece.begin == overlap
+        assert piece.begin == 0 or piece is pieces[-1] or len(piece) == size
+
+
+def test_batches_are_of_like_length_and_bounded():
+    rng = np.random.default_rng(0)
+    pieces = [piece for place in range(50) for piece in cut(Tokens(*(np.arange(rng.integers(1, 90)),) * 3, (1,)), place, Window(20, 4))]
+    made = batches(pieces, max_tokens=64, max_rows=5)
+    assert sorted((p.place, p.begin) for batch in made for p in batch) == sorted((p.place, p.begin) for p in pieces)
+    assert all(len(batch) * max(map(len, batch)) <= 64 and len(batch) <= 5 for batch in made)
+    lengths = [len(piece) for batch in made for piece in batch]
+    assert lengths == sorted(lengths, reverse=True)
+    assert [len(b) for b in batches(pieces[:3], max_tokens=1, max_rows=9)] == [1, 1, 1]  # longer than a batch: alone
+
+
+def test_shards_are_fixed_by_the_documents(monkeypatch):
+    monkeypatch.setattr("probemon.windows.SHARD_CHARS", 100)
+    made = list(shards(read_documents(corpus())))
+    assert [d.index for shard in made for d in shard.documents] == list(range(32))
+    assert all(len(s.documents) <= 7 and (len(s.documents) == 1 or sum(len(d.text) for d in s.documents) <= 100) for s in made)
+    again = list(shards(read_documents(iter(corpus()))))
+    assert [s.digest for s in made] == [s.digest for s in again]
+    changed = corpus()
+    changed[20]["text"] += "x"
+    assert sum(a.digest != b.digest for a, b in zip(made, shards(read_documents(changed)), strict=False)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("adds_bos", "special", "parse", "text", "ids", "prefix"),
+    [
+        (False, "bos", False, "ab", [4, 5], (1,)), (False, "tokenizer", False, "ab", [4, 5], ()), (True, "bos", False, "ab", [4, 5], (1,)),
+        (True, "tokenizer", False, "ab", [4, 5], (1,)), (True, "none", False, "ab", [4, 5], ()), (True, "bos", True, "a<s>b", [4, 1, 5], (1,)),
+        (True, "bos", False, "a<s>", [4, 3, 22, 3], (1,)), (True, "bos", True, "</s>", [2], (1,)),
+    ],
+)  # fmt: skip
+def test_special_tokens_stand_before_a_text_and_are_not_of_it(adds_bos, special, parse, text, ids, prefix):
+    found = encode(make_tokenizer(adds_bos), text, special_tokens=special, parse_special=parse)
+    assert found.ids.tolist() == ids and found.prefix == prefix
+    assert "".join(text[a:b] for a, b in zip(found.start, found.end, strict=True)) == text
+
+
+# -- the scores ----------------------------------------------------------------------------------
+
+
+def test_rows_are_the_oracles(model, manager, tokenizer, tmp_path):
+    """Every document, long and short, in mixed batches: each row, and no other, with the scores of the document alone."""
+    documents = corpus()
+    analysis = analyze(manager, model, tokenizer, documents, tmp_path / "out", floor=0.2, reading=SMALL)
+    found = {}
+    for row in analysis.scores().to_pylist():
+        found.setdefault(row["document"], {}).setdefault(row["position"], {})[row["concept"]] = row
+    ids = [concept["id"] for concept in manager.pack.concepts]
+    n_rows = n_long = 0
+    for index, document in enumerate(documents):
+        if document == 5 or document["id"] == "empty":
+            assert index not in found
+            continue
+        tokens, expected = oracle(manager, model, document["text"], n_tokens=24, overlap=6)
+        n_long += len(tokens) > 23
+        for t, scores in enumerate(expected):
+            above = {ids[probe]: value for probe, value in scores.items() if value > 0.2}
+            rows = found.get(index, {}).get(t, {})
+            assert set(rows) == set(above)
+            assert close([rows[c]["score"] for c in sorted(rows)], [above[c] for c in sorted(above)])
+            for concept, row in rows.items():
+                assert row["doc_id"] == document["id"] and row["token_id"] == tokens[t] and row["level"] == manager.pack.concepts[ids.index(concept)]["level"]
+                assert row["token"] == document["text"][t] and (row["start"], row["end"]) == (t, t + 1)
+            n_rows += len(rows)
+    assert n_rows == analysis.manifest["totals"]["rows"] > 1000 and n_long > 10
+
+
+def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
+    documents = corpus()
+    out = tmp_path / "out"
+    analyze(manager, model, tokenizer, documents, out, floor=0.2, reading=SMALL)
+    found, totals = tables(out)
+    p, ids = manager.pack.n_probes, [concept["id"] for concept in manager.pack.concepts]
+    active = {i: oracle(manager, model, d["text"], n_tokens=24, overlap=6)[1] for i, d in enumerate(documents) if d != 5 and d["id"] != "empty"}
+    by = {}
+    for document, concept, position, score in zip(*(found["scores"][name] for name in ("document", "concept", "position", "score")), strict=True):
+        by.setdefault((document, concept), []).append((score, -position))
+    summary = {key: row for key, *row in zip(zip(found["summary"]["document"], found["summary"]["concept"], strict=True), *(found["summary"][n] for n in ("n_tokens", "max_score", "max_position", "mean_score")), strict=True)}
+    assert set(summary) == set(by)
+    for (document, concept), rows in by.items():
+        best, position = max(rows)
+        mean = sum(scores.get(ids.index(concept), 0.0) for scores in active[document]) / len(active[document])
+        n, highest, at, told = summary[document, concept]
+        assert (n, highest, at) == (len(rows), best, -position) and close(told, mean)
+    whole = found["concepts"]
+    assert whole["concept"] == ids
+    for i, concept in enumerate(ids):
+        mine = [rows for (_, c), rows in by.items() if c == concept]
+        assert whole["n_documents"][i] == len(mine) and whole["n_tokens"][i] == sum(map(len, mine))
+        assert whole["max_score"][i] == max((max(rows)[0] for rows in mine), default=0.0)
+        assert abs(whole["score_sum"][i] - sum(s.get(i, 0.0) for scores in active.values() for s in scores)) < 1e-3
+    told = found["documents"]
+    for i, document in enumerate(documents):
+        expected = active.get(i)
+        assert told["n_tokens"][i] == len(expected or ()) and told["active"][i] == sum(map(len, expected or ()))
+        assert told["active"][i] + told["dropped"][i] + told["not_reached"][i] == p * told["n_tokens"][i]
+        assert told["text"][i] == (document["text"] if expected else None)
+        assert told["reason"][i] == ("" if expected else "neither a text nor an object: int" if document == 5 else "empty")
+    assert totals == {"documents": 32, "bad_documents": 2, "tokens": sum(map(len, active.values())), "unseen": 0, "rows": len(found["scores"]["score"])} | {
+        name: sum(told[name]) for name in COUNTED
+    }
+
+
+def test_offline_is_online(model, manager, tokenizer):
+    """The tokens of a document, and the same tokens as the prompt of a watched generation."""
+    text = random_texts(1, seed=5)[0]
+    (scored,) = score_documents(manager, model, tokenizer, read_documents([text]))
+    ids = torch.tensor([[1, *scored.tokens.ids.tolist()]])
+    with manager.attach(model, tokenizer) as run:
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, stopping_criteria=run.stopping_criteria)
+    online = run.result(out).scores
+    for t in range(len(scored.tokens)):
+        assert online.active(t + 1).tolist() == scored.scores.active(t).tolist()
+        assert close(online.active_scores(t + 1), scored.scores.active_scores(t))
+
+
+@pytest.mark.parametrize("special", ["bos", "none"])
+def test_several_sites_and_every_score(model, two_sites, tokenizer, special):
+    manager = DynamicProbeManager(two_sites, max_loaded_probes=30, impl="cpu")
+    texts = random_texts(9, seed=2)
+    reading = Reading(Window(24, 6), batch_tokens=100, special_tokens=special)
+    for text, scored in zip(texts, score_documents(manager, model, tokenizer, read_documents(texts), reading=reading, exhaustive=True), strict=True):
+        _, expected = oracle(manager, model, text, n_tokens=24, overlap=6, prefix=(1,) if special == "bos" else ())
+        for t, scores in enumerate(expected):
+            assert scored.scores.active(t).tolist() == sorted(scores)
+            assert close(scored.scores.active_scores(t), [scores[probe] for probe in sorted(scores)])
+            assert close(scored.everything[t, sorted(scores)], [scores[probe] for probe in sorted(scores)])
+
+
+def test_a_host_that_is_stopped_early_shows_the_same_states(model, manager, tokenizer, monkeypatch):
+    texts, runs = random_texts(12, seed=3), []
+    last = [0]
+    handle = model.model.layers[LAYERS - 1].register_forward_hook(lambda *_: last.__setitem__(0, last[0] + 1))
+    for may_stop in (True, False):
+        scorer = CorpusScorer(manager, model, tokenizer, SMALL)
+        assert scorer._may_stop
+        scorer._may_stop, last[0] = may_stop, 0
+        runs.append([scored.scores for shard in scorer.score(shards(read_documents(texts))) for scored in shard])
+        n_batches = sum(len(scorer.plan(shard).batches) for shard in shards(read_documents(texts)))
+        assert last[0] == (1 if may_stop else n_batches) and n_batches > 2
+    handle.remove()
+    for early, whole in zip(*runs, strict=True):
+        assert early.values.tobytes() == whole.values.tobytes() and early.probes.tobytes() == whole.probes.tobytes()
+
+
+def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
+    broken = make_model()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[4 + LETTERS.index("q")] = float("nan")
+    analysis = analyze(manager, broken, tokenizer, ["abcqab", "abc"], tmp_path / "out", floor=0.0)
+    documents = analysis.documents().to_pydict()
+    assert documents["n_unseen"] == [6, 0] and documents["active"][0] == 0 < documents["active"][1]  # attention gives it to the whole row
+    assert len(analysis.scores(document=0)) == 0 < len(analysis.scores(document=1))
+    assert analysis.manifest["totals"]["unseen"] == 6
+
+
+# -- going on ------------------------------------------------------------------------------------
+
+
+def run_program(out, kill_at=None):
+    """Run the program to its end, or kill it once there are so many files in the folder of shards, half-written ones too."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, PROGRAM, str(out)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while kill_at is not None and process.poll() is None:
+        if out.is_dir() and len(list(out.glob("shards/*"))) >= kill_at:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == (0 if kill_at is None else -signal.SIGKILL), errors.decode()[-2000:]
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_rows(tmp_path):
+    run_program(tmp_path / "whole")
+    expected, totals = tables(tmp_path / "whole")
+    assert totals["documents"] == 600 and totals["rows"] > 1000
+    out, made = tmp_path / "killed", []
+    for n_files in (0, 1, 3, 47, 101):  # five a shard: at the very start, in the first, in later ones
+        run_program(out, kill_at=n_files)
+        made.append(len(list((out / "shards").glob("*.json"))))
+    assert made[0] == 0 < made[3] < made[4] < 30, made
+    run_program(out)
+    assert tables(out) == (expected, totals)
+    left = sorted(path.name for path in (out / "shards").iterdir())
+    assert len(left) == 5 * len(json.loads((out / "manifest.json").read_text())["shards"]), left  # nothing half-written is left
+
+
+def test_several_processes_share_the_work(model, manager, tokenizer, tmp_path):
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "one", reading=SMALL)
+    for rank in (2, 0, 1):
+        found = analyze(manager, model, tokenizer, corpus(), tmp_path / "three", reading=SMALL, rank=rank, world_size=3, resume=rank != 2)
+        assert found.complete == (rank == 1)
+    assert tables(tmp_path / "one") == tables(tmp_path / "three")
+    with pytest.raises(ConfigError, match="rank 3 of 3"):
+        analyze(manager, model, tokenizer, corpus(), tmp_path / "x", rank=3, world_size=3)
+
+
+def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
+    out, told = tmp_path / "out", []
+    first = analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, progress=lambda *a: told.append(a))
+    assert abs(sum(n for n, _ in told) - 32) < 1e-6 and sum(n for _, n in told) == first.manifest["totals"]["tokens"]
+    before = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
+    told.clear()
+    again = analyze(manager, model, tokenizer, iter(corpus()), out, reading=SMALL, resume=True, progress=lambda *a: told.append(a))
+    assert again.complete and {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()} == before
+    assert sum(n for n, _ in told) == 32 and sum(n for _, n in told) == 0
+    (out / "shards" / "00001.summary.parquet").unlink()  # a shard that lost a table is made again
+    analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
+    assert {path.name for path in (out / "shards").iterdir() if path.stat().st_mtime_ns != before.get(path)} == {
+        f"00001.{name}" for name in ("json", *(f"{table}.parquet" for table in TABLES))
+    }
+
+
+def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_path):
+    out = tmp_path / "out"
+    analyze(manager, model, tokenizer, corpus(), out, reading=SMALL)
+    before, _ = tables(out)
+    with pytest.raises(ConfigError, match="resume=True"):
+        analyze(manager, model, tokenizer, corpus(), out, reading=SMALL)
+    with pytest.raises(ConfigError, match=r"floor was 'fired', now 0\.5"):
+        analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True, floor=0.5)
+    with pytest.raises(ConfigError, match=r"reading\.window\.overlap was 6, now 5"):
+        analyze(manager, model, tokenizer, corpus(), out, reading=Reading(Window(24, 5), 100, 5), resume=True)
+    with pytest.raises(ConfigError, match="documents 7 to 13 have changed"):
+        analyze(manager, model, tokenizer, [*corpus()[:8], "other", *corpus()[9:]], out, reading=SMALL, resume=True)
+    with pytest.raises(ConfigError, match="taken away"):
+        analyze(manager, model, tokenizer, corpus()[:14], out, reading=SMALL, resume=True)
+    assert tables(out)[0] == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no analysis"):
+        analyze(manager, model, tokenizer, corpus(), tmp_path / "full", resume=True)
+    with Analysis.open(out).locked("0"), pytest.raises(ConfigError, match="another process"):
+        analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
+
+
+def test_what_the_reader_raises_leaves_whole_shards_and_no_hooks(model, manager, tokenizer, tmp_path):
+    def failing():
+        yield from corpus()[:16]
+        raise OSError("the disk went away")
+
+    before = n_hooks(model)
+    with pytest.raises(OSError, match="the disk went away"):
+        analyze(manager, model, tokenizer, failing(), tmp_path / "out", reading=SMALL)
+    assert n_hooks(model) == before
+    with pytest.raises(ConfigError, match="not finished"):
+        Analysis.open(tmp_path / "out")
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "whole", reading=SMALL)
+    assert tables(tmp_path / "out") == tables(tmp_path / "whole")
+
+
+def test_a_reader_that_is_left_early_leaves_no_hooks_and_no_threads(model, manager, tokenizer):
+    import threading
+
+    hooks, threads = n_hooks(model), threading.active_count()
+    reader = score_documents(manager, model, tokenizer, read_documents(corpus()), reading=SMALL)
+    assert next(reader).document.id == "d0"
+    reader.close()
+    assert (n_hooks(model), threading.active_count()) == (hooks, threads)
+
+
+# -- what cannot be read -------------------------------------------------------------------------
+
+
+def test_hosts_that_cannot_be_read_are_refused(model, manager, tokenizer, pack, tmp_path):
+    with pytest.raises(ConfigError, match=r"call model\.eval\(\)"):
+        CorpusScorer(manager, make_model().train(), tokenizer, SMALL)
+    with pytest.raises(HostMismatch):
+        CorpusScorer(manager, make_model(layers=2), tokenizer, SMALL)
+    with pytest.raises(ConfigError, match="takes at most 128"):
+        CorpusScorer(manager, model, tokenizer, Reading(Window(256, 0)))
+    twice = make_model()
+    twice.model.layers[2] = twice.model.layers[1]
+    with pytest.warns(UserWarning), pytest.raises(AlignmentError, match=r"resid_post\.1 was run 2 times"):
+        list(score_documents(manager, twice, tokenizer, read_documents(["abc"])))
+    bare = make_pack(tmp_path / "bare", model, alert_threshold=None)
+    with pytest.raises(ConfigError, match="nothing of it fires"):
+        analyze(DynamicProbeManager(bare, load_threshold=0.3), model, tokenizer, ["a"], tmp_path / "out")
+    for floor in ("high", True, float("nan"), None):
+        with pytest.raises(ConfigError, match="floor is"):
+            analyze(manager, model, tokenizer, ["a"], tmp_path / "out", floor=floor)
+
+
+def test_a_text_that_the_tokenizer_fails_at_is_a_bad_document(model, manager, tokenizer, tmp_path):
+    class Fails:
+        is_fast, bos_token_id, backend_tokenizer = True, 1, tokenizer.backend_tokenizer
+
+        def __call__(self, text, **options):
+            if "bad" in text:
+                raise ValueError("no such merge")
+            return tokenizer(text, **options)
+
+    analysis = analyze(manager, model, Fails(), ["abc", "bad", "cab"], tmp_path / "out")
+    assert analysis.documents().column("reason").to_pylist() == ["", "cannot be tokenised (ValueError: no such merge)", ""]
+
+
+def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tmp_path):
+    analysis = analyze(manager, model, tokenizer, [], tmp_path / "out")
+    assert analysis.complete and len(analysis.scores()) == len(analysis.documents()) == len(analysis.concepts()) == 0
+    bad = analyze(manager, model, tokenizer, ["", " "], tmp_path / "bad")
+    assert bad.manifest["totals"]["bad_documents"] == 2 and len(bad.concepts()) == manager.pack.n_probes
+
+
+def test_shards_are_plain_parquet(model, manager, tokenizer, tmp_path):
+    """For readers that know nothing of probemon."""
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "out", floor=0.2, reading=SMALL)
+    rows = sum(pq.ParquetFile(path).metadata.num_rows for path in (tmp_path / "out" / "shards").glob("*.scores.parquet"))
+    assert rows == Analysis.open(tmp_path / "out").manifest["totals"]["rows"]
+    assert "é" in set(pq.read_table(next((tmp_path / "out" / "shards").glob("*.scores.parquet")), columns=["token"]).column("token").to_pylist())

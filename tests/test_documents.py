@@ -1,0 +1,149 @@
+"""Documents are read from everything a corpus comes in, and a bad one is told with its reason and stops nothing."""
+
+import gzip
+import io
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from probemon.documents import count_documents, read_documents
+from probemon.errors import ConfigError
+
+
+def told(source, **options):
+    return [(d.index, d.id, d.text, d.reason) for d in read_documents(source, **options)]
+
+
+def test_text_is_a_document_a_line(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\n\n  \ntwö\nthree".encode())
+    assert told(path) == [(0, "a.txt:1", "one", ""), (1, "a.txt:4", "twö", ""), (2, "a.txt:5", "three", "")]
+    assert count_documents(path) == 5  # lines: what a progress bar expects at most
+
+
+def test_json_lines_have_ids_and_other_fields(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "id": 7, "concepts": ["x"]}\n\n{"text": "two"}\n', encoding="utf-8")
+    found = list(read_documents(path))
+    assert [(d.index, d.id, d.text, dict(d.fields)) for d in found] == [(0, "7", "one", {"concepts": ["x"]}), (1, "a.jsonl:3", "two", {})]
+    path.write_text('{"body": "one", "key": "k"}\n', encoding="utf-8")
+    assert told(path, text_field="body", id_field="key") == [(0, "k", "one", "")]
+
+
+def test_compressed_files_are_read(tmp_path):
+    for name, text in (("a.jsonl.gz", '{"text": "one"}\n'), ("a.txt.gz", "one\n")):
+        with gzip.open(tmp_path / name, "wt", encoding="utf-8") as stream:
+            stream.write(text)
+        assert told(tmp_path / name) == [(0, f"{name}:1", "one", "")]
+        assert count_documents(tmp_path / name) is None
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["one", None, "two"], "id": [5, 6, None], "other": [1, 2, 3]}), path)
+    assert told(path) == [(0, "5", "one", ""), (1, "6", "", "no field 'text'"), (2, "a.parquet:3", "two", "")]
+    assert count_documents(path) == 3
+    with pytest.raises(ConfigError, match=r"no column 'body', it has text, id, other"):
+        read_documents(path, text_field="body")
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        read_documents(path)
+
+
+def test_a_folder_is_every_file_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("line\nline", encoding="utf-8")
+    (tmp_path / "a.md").write_text("two", encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n', encoding="utf-8")
+    (tmp_path / "d.parquet").write_bytes(b"broken")
+    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    (tmp_path / "e.png").write_bytes(b"\x89PNG\xff")
+    found = told(tmp_path)
+    assert [(i, name, text) for i, name, text, _ in found] == [
+        (0, "a.md", "two"), (1, "b/one.txt", "line\nline"), (2, "c.jsonl:1", "three"), (3, "d.parquet", ""), (4, "e.png", ""),
+    ]  # fmt: skip
+    assert "not a parquet file" in found[3][3] and found[4][3].startswith("not UTF-8 (byte 0")
+    assert count_documents(tmp_path) == 5
+
+
+def test_iterables_of_texts_and_objects():
+    rows = ["one", {"text": "two", "id": "b"}, 3, {"id": "d"}, {"text": 5}, None]
+    assert told(iter(rows)) == [
+        (0, "0", "one", ""), (1, "b", "two", ""), (2, "2", "", "neither a text nor an object: int"), (3, "d", "", "no field 'text'"),
+        (4, "4", "", "'text' is int, not a text"), (5, "5", "", "neither a text nor an object: NoneType"),
+    ]  # fmt: skip
+    assert count_documents(rows) == 6 and count_documents(iter(rows)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a\xff"}', "not UTF-8 (byte 11"), (b'{"text": ', "not valid JSON"), (b"[1]", "not a JSON object: list"), (b'{"text": " "}', "empty"),
+        (b'{"text": "\\ud800"}', "not valid Unicode"), (b'{"text": "' + b"x" * 41 + b'"}', "longer than 40 characters (41)"),
+        (b'{"text": "' + b"x" * 100_000 + b'"}', "longer than 40 characters"), (b'{"a":' * 100_000, "longer than"), (b"[" * 40_000, "not valid JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_has_its_reason_and_the_next_is_read(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line + b'\n{"text": "next", "id": "n"}\n')
+    first, second = told(path, max_chars=40)
+    assert first[:3] == (0, "a.jsonl:1", "") and first[3].startswith(reason)
+    assert second == (1, "n", "next", "")
+
+
+def test_bad_text_lines_and_files(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\xff\n" + b"y" * 300_000 + b"\nnext\n")
+    assert [(d[2], d[3][:20]) for d in told(path, max_chars=1000)] == [("", "not UTF-8 (byte 1: i"), ("", "longer than 1000 cha"), ("next", "")]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "long.txt").write_text("z" * 9000, encoding="utf-8")
+    (folder / "empty.txt").write_text("", encoding="utf-8")
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
+    found = told(folder, max_chars=1000)
+    assert found[-2:] == [(len(found) - 2, "empty.txt", "", "empty"), (len(found) - 1, "long.txt", "", "longer than 1000 characters")]
+    assert found[-3][3].startswith("cannot be read")
+
+
+def test_an_id_that_is_not_unicode_is_written_so_that_it_is():
+    assert told([{"text": "a", "id": "\ud800x"}]) == [(0, "\\ud800x", "a", "")]
+
+
+@pytest.mark.parametrize(("data", "texts"), [(b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]), (b"one\n\ntwo\n", ["one", "two"]), (b"", [])])
+def test_standard_input_is_json_lines_or_text(monkeypatch, data, texts):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+    assert [d.text for d in read_documents("-")] == texts
+    assert count_documents("-") is None
+
+
+@pytest.mark.parametrize("source", ["nowhere.txt", {"text": "a"}, b"bytes", 5])
+def test_a_source_that_is_none_is_an_error_before_anything_is_read(source):
+    with pytest.raises(ConfigError):
+        read_documents(source)
+
+
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="holds no files"):
+        read_documents(tmp_path)
+
+
+def test_a_missing_limit_is_an_error():
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ConfigError, match="max_chars"):
+            read_documents([], max_chars=wrong)
+
+
+def test_documents_are_read_as_they_are_asked_for(tmp_path):
+    """So that a corpus is never held as a whole."""
+    path = tmp_path / "a.jsonl"
+    with path.open("w", encoding="utf-8") as stream:
+        for i in range(10_000):
+            stream.write(json.dumps({"text": f"document {i}"}) + "\n")
+    reader = read_documents(path)
+    assert next(reader).text == "document 0"
+    with path.open("a", encoding="utf-8") as stream:  # read as it goes, so what is added meanwhile is seen
+        stream.write('{"text": "last"}\n')
+    assert list(reader)[-1].text == "last"

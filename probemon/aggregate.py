@@ -1,6 +1,6 @@
 """Aggregators: what the scores of the tokens so far say together, online and offline bit for bit the same.
 
-    aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), ...
+    aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), parse("ema:0.3"), ...
     state = aggregator.begin()
     state, values = aggregator.add(state, scores)           # scores [K] of one token of one row -> values [K] float64
     running = over(aggregator, scores)                      # scores [T, K] -> [T, K] float64, by the same steps
@@ -14,6 +14,7 @@ Every operation is element by element, so a concept's values do not depend on th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -204,6 +205,38 @@ def named(aggregate: Aggregator | str | None) -> Aggregator:
     near = closest(aggregate, [*_NAMES, *_NEEDS]) if isinstance(aggregate, str) else ""
     choices = ", ".join([*map(repr, _NAMES), *_NEEDS.values()])
     raise ConfigError(f"aggregate is {aggregate!r}{near}: give None for each token's own score, {choices} or an aggregator")
+
+
+_PARSED: dict[str, Callable[[str], Aggregator]] = {
+    "attention": lambda text: Attention(float(text)),
+    "ema": lambda text: Ema(float(text)),
+    "rolling_mean": lambda text: RollingMean(int(text)),
+    "rolling_max": lambda text: RollingMax(int(text)),
+}
+
+
+def parse(text: str) -> Aggregator:
+    """The aggregator of a text: "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N", or what `str()` gives.
+
+    W is the newest token's share, T the temperature, N counts tokens. Raises `ConfigError`.
+    """
+    found = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
+    name, parameter = (found[1], found[2] or found[3]) if found else ("", None)
+    if parameter is None and name in ("none", str(Each())):
+        return Each()
+    if parameter is None and name in _NAMES:
+        return _NAMES[name]()
+    if parameter is not None and name in _PARSED:
+        try:
+            return _PARSED[name](parameter)
+        except ConfigError:
+            raise
+        except ValueError:
+            raise ConfigError(f"aggregate is {text!r}: {parameter!r} is not {'a whole number' if name.startswith('rolling') else 'a number'}") from None
+    raise ConfigError(
+        f"aggregate is {text!r}{closest(name, [*_NAMES, *_NEEDS, 'none'])}: give none, mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
+        "with the temperature T, the newest token's share W, the number of tokens N"
+    )
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:

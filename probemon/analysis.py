@@ -122,7 +122,7 @@ class Analysis:
         known = _read_json(path / MANIFEST)
         if known is None:
             # What a run that was killed at its very start leaves is nobody's.
-            if path.exists() and (not path.is_dir() or any(not entry.name.startswith(f".{MANIFEST}") for entry in path.iterdir())):
+            if path.exists() and (not path.is_dir() or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())):
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -185,10 +185,7 @@ class Analysis:
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
         _replace_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
-        totals: dict[str, int] = {}
-        for shard in shards:
-            for key, value in shard["totals"].items():  # type: ignore[index]
-                totals[key] = totals.get(key, 0) + value
+        totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
         for left in self.directory.glob(f".{MANIFEST}-*"):
             left.unlink()
@@ -226,6 +223,18 @@ class Analysis:
             at = whole.schema.get_field_index(name)
             whole = whole.set_column(at, whole.schema.field(at), pa.array(values, whole.schema.field(at).type))
         return whole
+
+
+def _added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts added by name, and so those within them; what every part has the same (`n_probes`) stays."""
+    found: dict[str, Any] = {}
+    for part in totals:
+        for name, value in part.items():
+            if isinstance(value, Mapping):
+                found[name] = _added([found.get(name, {}), value])
+            else:
+                found[name] = value if name == "n_probes" else found.get(name, 0) + value
+    return found
 
 
 def _differences(one: Any, other: Any, where: str = "") -> list[str]:

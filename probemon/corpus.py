@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.audit import sample
 from probemon.documents import Document
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.fit import check_host
-from probemon.hierarchy import Ints
+from probemon.hierarchy import Ints, Mask
 from probemon.host import compiled_parts, find_layers, is_encoder_decoder, text_config, unwrap
 from probemon.tap import Tap
 from probemon.types import Scores
@@ -135,7 +136,7 @@ class CorpusScorer:
                     parts: list[tuple[list[Piece], Scores, Tensor | None]] = []
                     for rows in planned.batches:
                         states = self._run(rows, planned.tokens)
-                        under_way.append((False, scoring.submit(self._score, parts, rows, states, exhaustive)))
+                        under_way.append((False, scoring.submit(self._score, parts, rows, states, self._sampled(planned, rows), exhaustive)))
                         if progress is not None:
                             n_tokens = sum(piece.stop - piece.scored for piece in rows)
                             progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
@@ -147,6 +148,23 @@ class CorpusScorer:
         finally:
             for executor in (tokenising, scoring):
                 executor.shutdown(wait=True, cancel_futures=True)
+
+    def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
+        """Documents that can be read, in order, with their tokens and hidden states `[T, D]` at the sites of the pack: to train probes on."""
+        for shard in shards:
+            planned = self.plan(shard)
+            lengths = [0 if found is None else len(found) for found in planned.tokens]
+            room: list[dict[str, Tensor]] = [{} for _ in lengths]
+            with Tap(self.host, self.manager.pack.sites, self._tapped):
+                for rows in planned.batches:
+                    sizes = [piece.stop - piece.scored for piece in rows]
+                    for site, hidden in self._run(rows, planned.tokens).items():
+                        for piece, part in zip(rows, hidden.split(sizes), strict=True):
+                            whole = room[piece.place].setdefault(site, hidden.new_empty(lengths[piece.place], hidden.shape[1]))
+                            whole[piece.scored : piece.stop] = part
+            for document, tokens, found in zip(planned.documents, planned.tokens, room, strict=True):
+                if tokens is not None:
+                    yield document, tokens, found
 
     def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_Planned] | None:
         shard = next(source, None)  # in the caller's thread: an iterable of his may not like another
@@ -171,8 +189,8 @@ class CorpusScorer:
             return None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (found, "") if len(found) else (None, "no tokens")
 
-    def _run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
-        """Run the host over a batch; the states `[N, D]` of the tokens scored in it, row by row, at every site."""
+    def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand that are scored in it."""
         longest = max(map(len, rows))
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
         at: list[Ints] = []
@@ -183,18 +201,22 @@ class CorpusScorer:
             mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
-        device = self.host.device
+        ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
+        return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
+
+    def _run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
+        """Run the host over a batch; the states `[N, D]` of the tokens scored in it, row by row, at every site."""
+        ids, mask, where = self.arrays(rows, tokens)
         self._seen = {site: [] for site in self.manager.pack.sites}
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
             with suppress(_Read):
-                self._decoder(input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(mask).to(device), use_cache=False)
+                self._decoder(input_ids=ids, attention_mask=mask, use_cache=False)
             seen, self._seen = self._seen, {}
             for site, hidden in seen.items():
                 if len(hidden) != 1:
                     raise AlignmentError(f"{site} was run {len(hidden)} times in one forward: which of its states are the tokens' is unknown")
             self._known = True
-            where = torch.from_numpy(np.concatenate(at))
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
@@ -203,9 +225,18 @@ class CorpusScorer:
             if self._stop and all(self._seen.values()):
                 raise _Read
 
-    def _score(self, parts: list[tuple[list[Piece], Scores, Tensor | None]], rows: list[Piece], states: Mapping[str, Tensor], exhaustive: bool) -> None:
+    def _sampled(self, planned: _Planned, rows: Sequence[Piece]) -> Mask | None:
+        """Which tokens of a batch are audited: by document and position, so that a run that goes on draws the same."""
+        if not self.manager.audit_rate:
+            return None
+        document = np.repeat([planned.documents[piece.place].index for piece in rows], [piece.stop - piece.scored for piece in rows])
+        return sample(self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows]))
+
+    def _score(
+        self, parts: list[tuple[list[Piece], Scores, Tensor | None]], rows: list[Piece], states: Mapping[str, Tensor], audit: Mask | None, exhaustive: bool
+    ) -> None:
         with torch.inference_mode():
-            _, scored = self.manager.score_prompt(self.manager.plan, states, [], self.manager.strategy.batch)
+            _, scored = self.manager.score_prompt(self.manager.plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
             everything = self.manager.score_all(states) if exhaustive else None
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.config.report_top_k), everything))
 

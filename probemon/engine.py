@@ -54,6 +54,12 @@ class Inputs:
     def __len__(self) -> int:
         return self.n
 
+    def take(self, which: Ints) -> Inputs:
+        """Some of the states."""
+        at = torch.from_numpy(which).to(self.values.device)
+        blocks = [x.index_select(0, at) for x in self.values.split(self.n)]
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which))
+
     @cached_property
     def finite(self) -> np.ndarray:
         """Mask `[N]`; looked at when it is asked for, since on a GPU that waits."""

@@ -26,6 +26,10 @@ class ConfigError(ProbemonError, ValueError):
     """A setting has a value that cannot work."""
 
 
+class CalibrationError(ProbemonError, ValueError):
+    """The data are too few for the rate or recall asked for, or cannot show it; says how many are needed."""
+
+
 class UnknownSetting(ConfigError, TypeError):
     """A setting that does not exist (usually a typo)."""
 

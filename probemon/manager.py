@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from probemon.arena import Arena, PagedArena, ResidentArena
+from probemon.audit import check_rate, compare
 from probemon.cascade import CascadePlan, expand_thresholds
 from probemon.engine import Engine, Inputs, Outcome
 from probemon.errors import ConfigError
@@ -30,7 +31,7 @@ from probemon.records import Layout
 from probemon.run import MonitorRun
 from probemon.store import PackSource, ProbeStore
 from probemon.stream import TokenEvent, stream, stream_async
-from probemon.types import CascadeConfig, Coverage, Gap, RowState, Scores
+from probemon.types import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scores
 
 if TYPE_CHECKING:
     from probemon.analysis import Analysis
@@ -50,15 +51,17 @@ class DynamicProbeManager:
     `strategy` is how states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no
     setting of these five changes a score. `late=True` does: a step of generation then leaves out probes whose weights are
     not on the device, which arrive in the background, and counts them (`coverage.late`, within `dropped`).
+    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.audit`).
     Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def __init__(
         self, pack: ProbePack, *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
-        cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", **settings: Any,
+        cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", audit_rate: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
         self.pack = pack
         self.config = CascadeConfig.of(settings)
+        self.audit_rate = check_rate(audit_rate)
         self.device = check_device(device)
         chosen, self.impl_why = (impl, "as asked") if impl else choose_impl(self.device, pack.weights)
         self.impl = check_impl(chosen, self.device, pack.dtype)
@@ -173,37 +176,61 @@ class DynamicProbeManager:
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 
     def score_prompt(
-        self, plan: CascadePlan, sites: Mapping[str, Tensor], last: Sequence[int], strategy: str | None = None
+        self, plan: CascadePlan, sites: Mapping[str, Tensor], last: Sequence[int], *, audit: Mask | None = None, strategy: str | None = None
     ) -> tuple[Mask, list[Scores]]:
-        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them. `strategy` overrides the choice."""
+        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them.
+
+        `audit [N]`: which tokens have every probe evaluated too; `strategy` overrides the choice.
+        """
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
         wanted, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
             here = np.flatnonzero((wanted >= at) & (wanted < at + size))
-            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at, strategy)
+            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at, None if audit is None else audit[at : at + size], strategy)
             parts.append(scores)
         return kept, parts
 
-    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> tuple[Scores, Mask]:
+    def evaluate(
+        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, audit: Mask | None = None, strategy: str | None = None
+    ) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
-        return self._told(self.engine.evaluate(plan, inputs, retained, keep, strategy))
+        found = self.engine.evaluate(plan, inputs, retained, keep, strategy)
+        return self._told(found, None if audit is None else self._audited(inputs, found, audit))
 
-    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
+    def begin(
+        self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
+    ) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
         """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""
-        outcome = self.engine.begin(plan, hidden, retained, np.arange(len(retained)))
+        keep = np.arange(len(retained))
+        if audit is not None:
+            return self.evaluate(plan, self.engine.inputs(hidden), retained, keep, audit)
+        outcome = self.engine.begin(plan, hidden, retained, keep)
         return (lambda: self._told(outcome())) if callable(outcome) else self._told(outcome)
 
-    def _told(self, found: Outcome) -> tuple[Scores, Mask]:
-        p = self.pack.n_probes
+    def _audited(self, inputs: Inputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
+        """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
+        at = np.flatnonzero(audit & found.finite)
+        counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
+        for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
+            active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
+            for i, state in enumerate(some):
+                active[i, found.probes[found.ptr[state] : found.ptr[state + 1]]] = True
+            for name, values in compare(self.engine.everything(inputs.take(some)), self._alert, active).items():
+                counts[name][some] = values
+        counts["audited"][at] = 1
+        return counts
+
+    def _told(self, found: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
+        p, none = self.pack.n_probes, np.zeros(len(found.finite), dtype=np.int64)
         not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.finite)
         if not found.finite.all():
             not_reached = np.where(found.finite, not_reached, 0)
             unseen = tuple("" if ok else "hidden state is not finite" for ok in found.finite.tolist())
         coverage = Coverage(
             n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
-            released=found.n_released, late=found.n_late, unseen=unseen,
+            released=found.n_released, late=found.n_late, unseen=unseen, **(audited or dict.fromkeys(AUDITED, none)),
         )  # fmt: skip
         return Scores(
             ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.config.report_top_k,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.analysis import COUNTED, Analysis, arrow, schemas
+from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
@@ -58,9 +59,7 @@ def analyze(
             nonlocal n_shards
             for shard in shards(read):
                 n_shards = shard.index + 1
-                known = analysis.shard(shard.index)
-                if known is not None and known["digest"] != shard.digest:
-                    raise ConfigError(f"documents {shard.documents[0].index} to {shard.documents[-1].index} have changed since {analysis.directory} was begun: give another folder")
+                known = check_known(analysis, shard)
                 if known is None and shard.index % world_size == rank:
                     yield shard
                 elif progress is not None:
@@ -70,6 +69,14 @@ def analyze(
             write(analysis, table, scored)
         analysis.finish(n_shards)
     return analysis
+
+
+def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
+    """What is known of a shard that is there already; None where it is still to be made. Raises `ConfigError` where it is of other documents."""
+    known = analysis.shard(shard.index)
+    if known is not None and known["digest"] != shard.digest:
+        raise ConfigError(f"documents {shard.documents[0].index} to {shard.documents[-1].index} have changed since {analysis.directory} was begun: give another folder")
+    return known
 
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
@@ -92,7 +99,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
         "cascade": dataclasses.asdict(manager.config),
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
-        "floor": table.floor, "keep_text": table.keep_text,
+        "audit_rate": manager.audit_rate, "floor": table.floor, "keep_text": table.keep_text,
     }  # fmt: skip
 
 
@@ -119,7 +126,7 @@ class Tables:
         self.pack, self.floor, self.keep_text = pack, floor, bool(keep_text)
         self._concepts = [concept["id"] for concept in pack.concepts]
 
-    def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, int]]:
+    def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, Any]]:
         """The four tables of a shard by name, and its totals."""
         scores, p = scored.scores, self.pack.n_probes
         n_documents, lengths = len(scored.documents), np.diff(scored.ptr)
@@ -158,7 +165,7 @@ class Tables:
             "documents": n_documents, "bad_documents": sum(bool(document.reason) for document in scored.documents), "tokens": len(place),
             "unseen": int(len(place) - seen.sum()), "rows": len(token), **{name: int(values.sum()) for name, values in counts.items()},
         }  # fmt: skip
-        return made, totals
+        return made, totals | {"audit": Audit.of(scores.coverage).as_dict()}
 
     def _scores(self, scored: ScoredShard, place: Any, position: Any, token: Any, probe: Any, value: Any) -> dict[str, Any]:
         found = [tokens for tokens in scored.tokens if tokens is not None]

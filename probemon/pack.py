@@ -39,6 +39,7 @@ _VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 MATRICES = ("w1", "w2", "w3")
+AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 
 # What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
@@ -50,8 +51,8 @@ class ProbePack:
 
     `manifest` (dict), `concepts` (one dict a probe), `tree` (ConceptTree), `weights` (stacked tensors
     by parameter, mapped from disk), `inputs` (InputSpec list), `input_index [P]` int64,
-    `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated,
-    `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None.
+    `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated, `aggregated` (names, as `str()` gives them, of the
+    aggregators that have alert thresholds of their own: `thresholds_for`), `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], concepts: list[dict[str, Any]], tensors: dict[str, Tensor]):
@@ -82,6 +83,8 @@ class ProbePack:
         self.input_index = tensors["input"].to(torch.int64)
         self.alert_threshold = tensors["alert_threshold"].to(torch.float32)
         self.expand_threshold = tensors["expand_threshold"].to(torch.float32)
+        self._aggregated = {name.removeprefix(AGGREGATED): tensor for name, tensor in tensors.items() if name.startswith(AGGREGATED)}
+        self.aggregated = tuple(sorted(self._aggregated))
         self.golden_hidden = tensors.get("golden_hidden")
         self.golden_scores = tensors.get("golden_scores")
         self.golden_error: float | None = None  # found by `verify`
@@ -157,6 +160,9 @@ class ProbePack:
         ):
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
+        for name, tensor in self._aggregated.items():
+            if name in ("", "each") or tuple(tensor.shape) != (n,) or tensor.dtype != torch.float32:
+                raise PackCorrupt(f"{where}: {AGGREGATED}{name} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and torch.float32 ({n},)")
         if n and not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
         if self.manifest["host"].get("hidden_size") not in (None, d):
@@ -232,6 +238,19 @@ class ProbePack:
         """Probe numbers of a name, id, number, list of these, or pattern over names and ids. Raises `UnknownConcept`."""
         return self._names.find_all(concept)
 
+    def thresholds_for(self, aggregator: object = None) -> Tensor:
+        """Alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; `None`: of each token's own score.
+
+        `aggregator`: one of `probemon.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack has none for it.
+        """
+        name = "each" if aggregator is None else str(aggregator)
+        if name == "each":
+            return self.alert_threshold
+        if name not in self._aggregated:
+            known = ", ".join(["single tokens", *self.aggregated])
+            raise ConfigError(f"the alert thresholds of {self.name} are for {known}, not for {name}: give above= or calibrate the pack for it")
+        return self._aggregated[name]
+
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe."""
         return [self.concepts[i]["name"] for i in self.tree.path(probe)]
@@ -261,6 +280,7 @@ class ProbePack:
         input_index: Tensor | None = None,
         alert_threshold: Tensor | None = None,
         expand_threshold: Tensor | None = None,
+        aggregated: Mapping[str, Tensor] | None = None,
         golden_hidden: Tensor | None = None,
         recommended: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
@@ -270,8 +290,8 @@ class ProbePack:
         """Write a pack and open it. Probes are given in any order and numbered here.
 
         `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none),
-        `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]` and
-        `expand_threshold [P]` are in the order of `concepts`; the dtype of `w1` is the pack's, biases
+        `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]`,
+        `expand_threshold [P]` and `aggregated` (alert thresholds `[P]` by `str()` of the aggregator) are in the order of `concepts`; the dtype of `w1` is the pack's, biases
         (and the scales of int8 weights: `probemon.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
         The directory appears whole or not at all; an existing one is an error unless `overwrite`.
         """
@@ -309,6 +329,7 @@ class ProbePack:
             "alert_threshold": nan.clone() if alert_threshold is None else alert_threshold.to(torch.float32)[at],
             "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
         }
+        tensors |= {AGGREGATED + str(name): thresholds.to(torch.float32)[at] for name, thresholds in (aggregated or {}).items()}
         lines = []
         for i, old in enumerate(order.tolist()):
             fields = dict(concepts[old])

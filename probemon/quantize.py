@@ -58,7 +58,8 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     return ProbePack.write(
         path, name=f"{pack.name}-int8", concepts=pack.concepts, weights=weights, score_rule=pack.score_rule,
         inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"], card=card + _note(stated),
-        input_index=pack.input_index, alert_threshold=pack.alert_threshold, expand_threshold=pack.expand_threshold, golden_hidden=golden,
+        input_index=pack.input_index, alert_threshold=pack.alert_threshold, expand_threshold=pack.expand_threshold,
+        aggregated={name: pack.thresholds_for(name) for name in pack.aggregated}, golden_hidden=golden,
         recommended=pack.recommended, provenance={**(source.get("provenance") or {}), "quantized_from": {"name": pack.name, **source["files"][PROBES]}},
         quality={**(source.get("quality") or {}), "int8": stated}, overwrite=overwrite,
     )  # fmt: skip

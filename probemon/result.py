@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from probemon.aggregate import Aggregator, Doubles, named, over
+from probemon.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
 from probemon.hierarchy import Ints, Mask
 from probemon.pack import ProbePack
@@ -96,6 +97,11 @@ class Result:
     def coverage(self) -> Coverage:
         """What was looked at, token by token; `.totals()` sums."""
         return self.scores.coverage
+
+    @property
+    def audit(self) -> Audit:
+        """What the descent found of all there was, on the audited tokens (`DynamicProbeManager(audit_rate=...)`)."""
+        return Audit.of(self.coverage)
 
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from probemon.aggregate import Aggregator, Each, named
+from probemon.aggregate import Aggregator, named
 from probemon.align import Placed
 from probemon.arena import PagedArena
+from probemon.audit import sample
 from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
@@ -109,19 +110,17 @@ class MonitorRun:
         with `*`): a rule for each. `aggregate` compares a running score instead of each token's own: "mean", "max",
         "attention" or one of `probemon.aggregate`. `action`: "stop" ends that row of the generation (the token
         sampled meanwhile is still in the output), "raise" ends `generate` with `ConceptRaised`, a callable gets the
-        `Event`. `above` defaults to the alert threshold, which is for single tokens: with an aggregate give one.
+        `Event`. `above` defaults to the pack's alert threshold, with an aggregate to the one calibrated for it.
         The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
         pack, aggregator = self.manager.pack, named(aggregate)
         probes = pack.find_all(concept)
-        if above is None and aggregator != Each():
-            raise ConfigError(f"the alert thresholds of {pack.name} are for single tokens, not for {aggregator}: give above=")
-        levels = [float(pack.alert_threshold[probe]) if above is None else above for probe in probes]
+        levels = pack.thresholds_for(aggregator)[probes].tolist() if above is None else [above] * len(probes)
         for probe, level in zip(probes, levels, strict=True):
-            if above is None and np.isnan(level):
-                raise ConfigError(f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name}: give above=")
+            if above is None and not level < 1:  # NaN: not calibrated; 1: the rate asked for is met by no lower one
+                raise ConfigError(f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name} for {aggregator} that a score can exceed ({level}): give above=")
             if not isinstance(level, (int, float, np.number)) or isinstance(level, bool) or not 0 <= level < 1:
                 raise ConfigError(f"above is {above!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1")
         if not isinstance(for_tokens, (int, np.integer)) or isinstance(for_tokens, bool) or for_tokens < 1:
@@ -296,6 +295,7 @@ class MonitorRun:
         assert recording.retained is not None
         n_probes, report_top_k = self.manager.pack.n_probes, self.manager.config.report_top_k
         rows = placed.rows
+        audit = sample(self.manager.audit_rate, recording.number, rows, placed.columns)
         origin = rows if generation is None or generation.origin is None or placed.phase == PROMPT else generation.origin[rows]
         if isinstance(states, str):
             scores = Scores.nothing(len(placed), n_probes, states, report_top_k)
@@ -303,11 +303,11 @@ class MonitorRun:
         elif placed.phase == PROMPT:
             # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
             found, last = np.unique(rows[::-1], return_index=True)
-            kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist())
+            kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
             scores = Scores.join(parts, n_probes, report_top_k)
             recording.retained[found] = kept
         else:
-            begun = self.manager.begin(self._plan, states, recording.retained[origin])
+            begun = self.manager.begin(self._plan, states, recording.retained[origin], audit)
             if callable(begun):
                 waits = begun
                 return lambda: self._step_ended(generation, recording, placed, *waits())

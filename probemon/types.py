@@ -168,6 +168,7 @@ def _is_number(value: object) -> bool:
 
 
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
+AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ class Coverage:
     """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
 
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
-    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`); `unseen` is "" or the reason the state could not be scored
+    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`). Where `audited` is 1 every probe was evaluated too:
+    `firing` of all fire and `firing_missed` of these were not active, nor were `top_missed` of the best 10 (see `probemon.audit`). `unseen` is "" or the reason the state could not be scored
     (its other entries are then 0).
     """
 
@@ -187,6 +189,10 @@ class Coverage:
     released: npt.NDArray[np.int64]
     late: npt.NDArray[np.int64]
     unseen: tuple[str, ...]
+    audited: npt.NDArray[np.int64]
+    top_missed: npt.NDArray[np.int64]
+    firing: npt.NDArray[np.int64]
+    firing_missed: npt.NDArray[np.int64]
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
@@ -200,7 +206,7 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Sums over the states, with `tokens` and `unseen`."""
-        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in COUNTS}
+        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in (*COUNTS, *AUDITED)}
 
     def __len__(self) -> int:
         return len(self.unseen)
@@ -209,7 +215,7 @@ class Coverage:
         """The coverage of some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
         missing = which < 0
         arrays = {}
-        for name in COUNTS:
+        for name in (*COUNTS, *AUDITED):
             values = getattr(self, name)
             arrays[name] = np.where(missing, 0, values[np.where(missing, 0, which)] if len(values) else 0)
         reasons = unseen or {}
@@ -220,13 +226,13 @@ class Coverage:
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
         """Of `n` states that were not seen, for one reason."""
         none = np.zeros(n, dtype=np.int64)
-        return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys(COUNTS, none))
+        return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys((*COUNTS, *AUDITED), none))
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
         """Several, one after another."""
         empty = np.zeros(0, dtype=np.int64)
-        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in COUNTS}
+        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in (*COUNTS, *AUDITED)}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
 
 

@@ -3,7 +3,7 @@
 import random
 
 import numpy as np
-import torch
+from oracle import states
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -32,10 +32,8 @@ def oracle(manager, model, text, *, n_tokens, overlap, prefix=(1,)):
     room = n_tokens - len(prefix)
     while scored < len(ids):
         stop = min(begin + room, len(ids))
-        with torch.no_grad():
-            states = model(torch.tensor([[*prefix, *ids[begin:stop]]]), output_hidden_states=True).hidden_states
-        skip = len(prefix) + scored - begin
-        wanted = {site: states[int(site.split(".")[1]) + 1][0, skip:] for site in manager.pack.sites}
+        found = states(model, manager.pack, [*prefix, *ids[begin:stop]])
+        wanted = {site: hidden[len(prefix) + scored - begin :] for site, hidden in found.items()}
         found = manager.score_tokens(wanted)
         parts += [dict(zip(found.active(t).tolist(), found.active_scores(t).tolist(), strict=True)) for t in range(stop - scored)]
         begin, scored = stop - overlap, stop

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, named, over
+from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, named, over, parse
 from probemon.errors import ConfigError
 
 EPS = float(np.finfo(np.float64).eps)
@@ -323,3 +323,26 @@ def test_named_refuses_anything_else_and_gives_the_choices(bad):
 def test_misspelt_name_gets_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         named("atention")
+
+
+# -- names in text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregator", [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingMax(1)], ids=str)
+def test_a_name_reads_back_as_what_it_was_of(aggregator):
+    assert parse(str(aggregator)) == aggregator
+
+
+@pytest.mark.parametrize(("text", "meant"), [("none", Each()), ("ema:0.3", Ema(0.3)), (" attention:0.5 ", Attention(0.5)), ("attention", Attention(0.1)), ("rolling_mean:3", RollingMean(3)), ("rolling_max:3", RollingMax(3))])
+def test_a_command_names_an_aggregator_with_its_parameter(text, meant):
+    assert parse(text) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("ema", "ema:W"), ("ema:", "ema:W"), ("ema:0.3:1", "ema:W"), ("ema(0.3", "ema:W"), ("mean:3", "give none, mean"), ("", "give none, mean"), ("atention", "did you mean 'attention'"), ("ema:x", "'x' is not a number"), ("rolling_mean:2.5", "'2.5' is not a whole number"), ("ema:2", "at most 1"), ("rolling_max:0", "n is 0")],
+)  # fmt: skip
+def test_a_text_that_names_none_gets_the_choices(text, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert words in str(caught.value)

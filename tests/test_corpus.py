@@ -17,6 +17,7 @@ from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 
 from probemon import DynamicProbeManager
 from probemon.analysis import COUNTED, TABLES, Analysis
+from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, score_documents
 from probemon.documents import read_documents
 from probemon.errors import AlignmentError, ConfigError, HostMismatch
@@ -166,6 +167,7 @@ def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
         assert told["active"][i] + told["dropped"][i] + told["not_reached"][i] == p * told["n_tokens"][i]
         assert told["text"][i] == (document["text"] if expected else None)
         assert told["reason"][i] == ("" if expected else "neither a text nor an object: int" if document == 5 else "empty")
+    assert totals.pop("audit") == Audit(p).as_dict()
     assert totals == {"documents": 32, "bad_documents": 2, "tokens": sum(map(len, active.values())), "unseen": 0, "rows": len(found["scores"]["score"])} | {
         name: sum(told[name]) for name in COUNTED
     }

@@ -12,7 +12,7 @@ import pytest
 from probemon.delivery import Delivery, SinkStats
 from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
 from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
-from probemon.types import GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
+from probemon.types import AUDITED, GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 
 P = 7
 CONCEPTS = [f"cöncept.{i}" for i in range(P)]
@@ -30,7 +30,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
     rows, probes = np.nonzero(active)
     coverage = Coverage(
         n_probes=P, active=active.sum(1), dropped=dropped.sum(1), not_reached=np.where(fate > 0, P - active.sum(1) - dropped.sum(1), 0),
-        evaluated=evaluated, released=np.zeros(n, np.int64), late=np.zeros(n, np.int64), unseen=tuple(unseen),
+        evaluated=evaluated, released=np.zeros(n, np.int64), late=np.zeros(n, np.int64), unseen=tuple(unseen), **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
     )  # fmt: skip
     scores = Scores(
         ptr=np.concatenate([[0], np.cumsum(active.sum(1))]), probes=probes.astype(np.int32), values=values[rows, probes],

@@ -2,6 +2,11 @@
 # Environment, lint, types and all tests. Safe to repeat.
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
+# The report's page is tested in a real browser; without one those tests are skipped, and say so.
+if ! command -v chromium > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+  echo "== chromium (once)"
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } > /dev/null 2>&1 || echo "   could not be installed"
+fi
 echo "== ruff"; .venv/bin/ruff check .
 echo "== mypy"; .venv/bin/mypy
 echo "== pytest"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

@@ -21,7 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from probemon.cli_calibrate import calibrate
 from probemon.cli_corpus import analyze
+from probemon.cli_diff import diff
+from probemon.cli_report import report
 from probemon.errors import ConfigError, ProbemonError
 from probemon.loading import load_model
 
@@ -35,7 +38,8 @@ _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examp
 _OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(analyze)
+for command in (analyze, report, diff, calibrate):
+    app.command()(command)
 
 
 @app.callback()
@@ -51,6 +55,7 @@ def watch(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 48,
     plain: Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    audit_rate: Annotated[float, typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed.")] = 0.0,
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, alternating.")] = False,
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
@@ -80,7 +85,7 @@ def watch(
     from probemon.measure import overhead
     from probemon.stream import encode
 
-    manager = DynamicProbeManager(opened, device=device)
+    manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
     console = Console()
     messages: Any = [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
     view: View
@@ -110,6 +115,8 @@ def watch(
         f"kernel: {manager.impl} ({manager.impl_why})",
         f"strategy: {manager.strategy.step} for a token, {manager.strategy.batch} for a prompt: {manager.strategy.why}",
     ]
+    if audit_rate:
+        lines.append(f"audit: {result.audit}")
     if cost is not None:
         lines.append(
             f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %; {cost.monitor_ms:.2f} ms inside "
@@ -126,6 +133,7 @@ def watch(
                     "watched_ms_per_token": cost and round(cost.watched_ms, 3), "overhead_pct": cost and round(cost.overhead_pct, 2),
                     "probes_total": opened.n_probes, "probes_evaluated_per_token": round(per_token[0], 2),
                     "probes_active_per_token": round(per_token[1], 2), "dropped": int(cover.dropped.sum()), "unseen_tokens": cover.n_unseen,
+                    "audit": result.audit.as_dict() if audit_rate else None,
                     "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
                 }
             )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from probemon.windows import Reading, Window
 
 if TYPE_CHECKING:
     from probemon.analysis import Analysis
+    from probemon.distributed import Job
 
 _SHOWN = 10
 
@@ -40,7 +42,9 @@ def analyze(
     text_field: Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")] = "text",
     id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
+    audit_rate: Annotated[float, typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed.")] = 0.0,
     no_text: Annotated[bool, typer.Option("--no-text", help="Do not keep the texts (a report then shows none).")] = False,
+    ray: Annotated[int, typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
@@ -52,10 +56,9 @@ def analyze(
     With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
     """
     import torch
-    from tqdm import tqdm
 
     from probemon.analysis import Analysis
-    from probemon.documents import count_documents, read_documents
+    from probemon.documents import read_documents
     from probemon.kernels import check_device
     from probemon.manager import DynamicProbeManager
     from probemon.pack import ProbePack
@@ -68,13 +71,43 @@ def analyze(
         raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
     if threads:
         torch.set_num_threads(threads)
+    if ray:
+        from probemon.distributed import Job
+
+        job = Job(model, pack, str(out), device, dtype, None, {"audit_rate": audit_rate}, least, reading, not no_text, strict)
+        _told(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
+        return
     opened = ProbePack.from_pretrained(pack)
     read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
     known = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if (out / "manifest.json").is_file() else {}
-    manager = DynamicProbeManager(opened, device=device, impl=known.get("impl"), strategy=known.get("strategy", "auto"))
+    manager = DynamicProbeManager(opened, device=device, impl=known.get("impl"), strategy=known.get("strategy", "auto"), audit_rate=audit_rate)
     say = Console(stderr=True)
     with say.status(f"loading {model}") if say.is_terminal else nullcontext():
         host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
+    with _progress(source) as progress:
+        analysis = manager.analyze(
+            host, tokenizer, source, out, resume=True, floor=least, reading=reading, keep_text=not no_text, text_field=text_field, id_field=id_field,
+            max_chars=max_chars, strict=strict, rank=rank, world_size=world_size, progress=progress,
+        )  # fmt: skip
+    _told(analysis, out, as_json)
+
+
+def _with_ray(job: Job, source: str, workers: int, text_field: str, id_field: str, max_chars: int) -> Analysis:
+    from probemon.distributed import analyze_dataset
+
+    if workers < 0:
+        raise ConfigError(f"--ray is {workers}: give 1 or more workers")
+    with _progress(source) as progress:
+        return analyze_dataset(source, job, concurrency=workers, resume=True, text_field=text_field, id_field=id_field, max_chars=max_chars, progress=progress)
+
+
+@contextmanager
+def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
+    """A bar on standard error: documents, with the rate of tokens and the remaining time."""
+    from tqdm import tqdm
+
+    from probemon.documents import count_documents
+
     n_tokens = 0
     with tqdm(total=count_documents(source), unit="doc", desc="analyze", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
 
@@ -85,14 +118,13 @@ def analyze(
             rate = n_tokens / max(bar.format_dict["elapsed"], 1e-9)
             bar.set_postfix_str(f"{n_tokens} tokens, {rate:.0f} a second", refresh=False)
 
-        analysis = manager.analyze(
-            host, tokenizer, source, out, resume=True, floor=least, reading=reading, keep_text=not no_text, text_field=text_field, id_field=id_field,
-            max_chars=max_chars, strict=strict, rank=rank, world_size=world_size, progress=progress,
-        )  # fmt: skip
+        yield progress
+
+
+def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
     if not analysis.complete:
         print(json.dumps({"directory": str(out), "complete": False}) if as_json else f"{out}: this process has done its part; others are at work still")
-        return
-    if as_json:
+    elif as_json:
         print(json.dumps({"directory": str(out), "complete": True, **analysis.manifest["totals"]}))
     else:
         _show(analysis)
@@ -102,12 +134,16 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<
 
 
 def _show(analysis: Analysis) -> None:
+    from probemon.audit import Audit
+
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
     console = Console(soft_wrap=True, highlight=False)
     bad = f", {totals['bad_documents']} bad ones left out (their reasons are in documents.parquet)" if totals["bad_documents"] else ""
     console.print(f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']} unseen, {totals['rows']} rows", markup=False)
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
     console.print(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped", markup=False)
+    if totals.get("audit", {}).get("n_tokens"):
+        console.print(f"audit: {Audit.of_totals(totals['audit'])}", markup=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]

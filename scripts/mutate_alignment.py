@@ -115,7 +115,7 @@ def failed(copy: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not compil", *TESTS]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
         return "ran out of time"
     if done.returncode == 0:

@@ -1,0 +1,166 @@
+"""A corpus over many machines: Ray Data hands out the shards, each worker holds model and pack. Needs the extra `ray`.
+
+    ds = ray.data.read_parquet("s3://mails/")
+    analysis = analyze_dataset(ds, Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores"), concurrency=2)
+
+The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file system that all workers see; a worker reads a shard, scores it
+and writes it. So the rows are those of a local analysis, and what was interrupted is gone on with by the same call. Workers use as many threads as the driver, since the
+last bits of a host's states vary with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probemon import errors
+from probemon.analysis import MANIFEST, Analysis
+from probemon.corpus import CorpusScorer
+from probemon.documents import MAX_CHARS, Document, Source, read_documents
+from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.loading import load_model
+from probemon.offline import Progress, Tables, check_known, environment, identity, write
+from probemon.pack import ProbePack
+from probemon.windows import Reading, Shard, shards
+
+_SPOOL = ".spool"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs: names and paths that mean the same on every machine, and the settings of `DynamicProbeManager` and `analyze`.
+
+    `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that `probemon analyze` takes.
+    """
+
+    model: str
+    pack: str
+    out: str
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    load: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    floor: float | str = "fired"
+    reading: Reading = field(default_factory=Reading)
+    keep_text: bool = True
+    strict: bool = False
+
+
+def analyze_dataset(
+    documents: Any, job: Job, *, concurrency: int = 2, resume: bool = False, text_field: str = "text", id_field: str = "id",
+    max_chars: int = MAX_CHARS, progress: Progress | None = None,
+) -> Analysis:  # fmt: skip
+    """Analyse a Ray dataset, in the order of its rows, or any other source of documents (`probemon.documents`), with `concurrency` workers.
+
+    Raises `MissingExtra`, `ConfigError`; what a worker raises is raised here.
+    """
+    ray = _ray()
+    from probemon.manager import DynamicProbeManager
+
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigError(f"concurrency is {concurrency!r}: give 1 or more workers")
+    source: Source = documents
+    if isinstance(documents, ray.data.Dataset):
+        ray.data.DataContext.get_current().execution_options.preserve_order = True
+        source = documents.iter_rows()
+    out = Path(job.out).absolute()
+    if (out / MANIFEST).is_file() and not resume:
+        raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
+    # Chosen once, so that every worker's kernel is the same one.
+    known = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if (out / MANIFEST).is_file() else {}
+    settings = dict(job.settings)
+    settings = {**settings, "impl": known.get("impl", settings.get("impl")), "strategy": known.get("strategy", settings.get("strategy", "auto"))}
+    manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
+    settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
+    read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    analysis = Analysis(out, {})
+    todo, n_shards = [], 0
+    for shard in shards(read):
+        n_shards = shard.index + 1
+        if check_known(analysis, shard) is None:
+            _spool(out, shard)
+            todo.append(shard.index)
+        elif progress is not None:
+            progress(len(shard.documents), 0)
+    if todo or not known:
+        made = ray.data.from_items([{"index": index} for index in todo or [-1]], override_num_blocks=max(1, len(todo))).map_batches(
+            _Worker, fn_constructor_args=(job, str(out), settings, environment()["threads"]), batch_size=1, concurrency=concurrency,
+            num_cpus=1 if job.device == "cpu" else 0, num_gpus=0 if job.device == "cpu" else 1,
+        )  # fmt: skip
+        for row in made.iter_rows():
+            if row["error"]:
+                raise getattr(errors, row["error"])(row["message"])
+            if progress is not None:
+                progress(row["documents"], row["tokens"])
+    shutil.rmtree(out / _SPOOL, ignore_errors=True)
+    found = Analysis.open(out, unfinished=True)
+    found.finish(n_shards)
+    return found
+
+
+class _Worker:
+    """An actor of Ray Data. It is made ready at the first call: what an actor's constructor raises only says that the actor died."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments, self._ready = arguments, False
+
+    def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
+        import torch
+
+        from probemon.manager import DynamicProbeManager
+
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1
+        model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
+        manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
+        self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict)
+        self._tables = Tables(manager.pack, job.floor, job.keep_text)
+        self._analysis = Analysis.begin(out, identity(self._scorer, self._tables), environment(), resume=True)
+        self._ready = True
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        told: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
+
+        def tell(*values: Any) -> None:
+            for column, value in zip(told.values(), values, strict=True):
+                column.append(value)
+
+        try:
+            if not self._ready:
+                self._get_ready(*self._arguments)
+            for index in batch["index"].tolist():
+                # Below 0: an input without documents. The analysis of nothing is begun all the same.
+                for scored in self._scorer.score([_spooled(self._analysis.directory, index)] if index >= 0 else []):
+                    write(self._analysis, self._tables, scored)
+                    tell(len(scored.documents), int(scored.ptr[-1]), "", "")
+        except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone
+            tell(0, 0, type(error).__name__, str(error))
+        return told
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise MissingExtra("many machines need Ray Data: pip install 'probemon[ray]'") from error
+    return ray
+
+
+def _spool(out: Path, shard: Shard) -> None:
+    (out / _SPOOL).mkdir(parents=True, exist_ok=True)
+    rows = [{"index": d.index, "id": d.id, "text": d.text, "reason": d.reason} for d in shard.documents]
+    target = out / _SPOOL / f"{shard.index:05d}.json"
+    partial = target.with_name(f".{target.name}")
+    partial.write_text(json.dumps(rows), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _spooled(out: Path, index: int) -> Shard:
+    rows = json.loads((out / _SPOOL / f"{index:05d}.json").read_text(encoding="utf-8"))
+    return Shard(index, tuple(Document(**row) for row in rows))

@@ -1,0 +1,162 @@
+"""What an analysis costs over running the same tokens through the host in the same batches, and how much memory a long one takes.
+
+    python scripts/corpus_cost.py --out docs/benchmarks/corpus.json
+
+Host: the demo model in bf16; texts: BBC news articles, real ones. Three ways of reading the same documents alternate: the bare host, tokenised and
+run to its last layer; the analysis, which stops the host after the pack's layer; and the analysis of a host that is not stopped. Memory: the
+articles again and again until a million tokens, the process's resident bytes told on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.bundled import load_bundled
+from probemon.corpus import CorpusScorer
+from probemon.documents import read_documents
+from probemon.host import find_layers
+from probemon.offline import analyze
+from probemon.packfile import write_text_atomically
+from probemon.windows import Reading, shards
+from provenance import commit, machine
+from real_text import bbc
+
+ROOT = Path(__file__).resolve().parent.parent
+BAR_PCT = 15.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--documents", type=int, default=64, help="of a timed corpus")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the long corpus; 0: none")
+    arguments = parser.parse_args()
+    texts = [{"text": found.text, "id": found.id} for found in bbc()]
+    texts = [texts[i] for i in torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()]
+    model, tokenizer = load_bundled(torch.bfloat16)
+    found: dict[str, Any] = {"packs": {}}
+    for name in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
+        manager = DynamicProbeManager(ProbePack.open(ROOT / "probes" / name))
+        found["packs"][name] = times(manager, model, tokenizer, texts[: arguments.documents], arguments.pairs)
+    worst = max(pack[way] for pack in found["packs"].values() for way in ("overhead_pct", "overhead_whole_host_pct"))
+    found["claim"] = {"what": "the larger overhead of both packs, the host stopped early or not", "value_pct": worst, "bar_pct": BAR_PCT, "holds": worst <= BAR_PCT}
+    if arguments.tokens:
+        found["memory"] = memory(DynamicProbeManager(ProbePack.open(ROOT / "probes/wordnet-smollm2-135m")), model, tokenizer, texts, arguments.tokens)
+    found |= {"host": "SmolLM2-135M-Instruct, bf16", "texts": "BBC news articles", "machine": machine(), "commit": commit()}
+    print(json.dumps(found, indent=1))
+    if arguments.out:
+        write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
+
+
+def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_pairs: int) -> dict[str, Any]:
+    """Seconds of each way, medians over alternating runs; the first of each is not counted."""
+    taken: dict[str, list[float]] = {"bare": [], "analysis": [], "whole_host": []}
+    n_tokens = 0
+    for pair in tqdm(range(n_pairs + 1), desc=manager.pack.name, disable=None):
+        ways = list(taken) if pair % 2 else list(taken)[::-1]
+        for way in ways:
+            begin = time.perf_counter()
+            if way == "bare":
+                n_tokens = bare(manager, model, tokenizer, texts)
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    whole_host(way == "whole_host")
+                    analyze(manager, model, tokenizer, texts, Path(folder) / "out")
+            taken[way].append(time.perf_counter() - begin)
+    whole_host(False)
+    seconds = {way: statistics.median(runs[1:]) for way, runs in taken.items()}
+    return {
+        "n_documents": len(texts), "n_tokens": n_tokens, "n_runs": n_pairs, "seconds": {way: round(value, 3) for way, value in seconds.items()},
+        "overhead_pct": round(100 * (seconds["analysis"] / seconds["bare"] - 1), 2),
+        "overhead_whole_host_pct": round(100 * (seconds["whole_host"] / seconds["bare"] - 1), 2),
+        "tokens_per_second": {way: round(n_tokens / value) for way, value in seconds.items()},
+        "strategy": manager.strategy.why, "impl": manager.impl,
+    }  # fmt: skip
+
+
+_MAY_STOP = CorpusScorer.__init__
+
+
+def whole_host(wanted: bool) -> None:
+    """Whether hosts are run to their last layer, as one is that cannot be left half-way."""
+
+    def made(self: CorpusScorer, *arguments: Any, **settings: Any) -> None:
+        _MAY_STOP(self, *arguments, **settings)
+        self._may_stop = False
+
+    CorpusScorer.__init__ = made if wanted else _MAY_STOP  # type: ignore[method-assign]
+
+
+def bare(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]]) -> int:
+    """Tokenise the documents and run the host over the same batches, nothing attached; how many tokens that were."""
+    scorer = CorpusScorer(manager, model, tokenizer, Reading())  # for its plan alone
+    decoder, _ = find_layers(model)
+    n_tokens = 0
+    for shard in shards(read_documents(texts)):
+        planned = scorer.plan(shard)
+        n_tokens += planned.n_tokens
+        for rows in planned.batches:
+            ids, mask, _ = scorer.arrays(rows, planned.tokens)
+            with torch.inference_mode():
+                decoder(input_ids=ids, attention_mask=mask, use_cache=False)
+    return n_tokens
+
+
+def memory(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_tokens: int) -> dict[str, Any]:
+    """Resident bytes on the way through so many tokens, told after each twentieth."""
+    told: list[tuple[int, int]] = []
+    done = 0
+
+    def endless() -> Iterator[dict[str, str]]:
+        while done < n_tokens:
+            yield from texts
+
+    def stopped() -> Iterator[dict[str, str]]:
+        for text in endless():
+            if done >= n_tokens:
+                return
+            yield text
+
+    bar = tqdm(total=n_tokens, unit="token", disable=None)
+
+    def progress(documents: float, tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        bar.update(tokens)
+        if done * 20 // n_tokens > len(told):
+            told.append((done, resident()))
+
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        analysis = analyze(manager, model, tokenizer, stopped(), Path(folder) / "out", progress=progress)
+        totals = analysis.manifest["totals"]
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    early, late = statistics.median(b for _, b in told[2:7]), statistics.median(b for _, b in told[-5:])
+    return {
+        "n_documents": totals["documents"], "n_tokens": totals["tokens"], "n_rows": totals["rows"], "seconds": round(time.perf_counter() - begin, 1),
+        "resident_bytes": told, "early_bytes": int(early), "late_bytes": int(late), "growth_pct": round(100 * (late / early - 1), 2),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "folder_bytes": size,
+    }  # fmt: skip
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Two workers of a real Ray cluster on this machine give the rows that one process gives."""
+
+import functools
+
+import pytest
+import torch
+from conftest import make_model
+from corpora import make_tokenizer, random_texts
+
+from probemon import DynamicProbeManager
+from probemon.analysis import TABLES, Analysis
+from probemon.distributed import Job, analyze_dataset
+from probemon.errors import ConfigError
+from probemon.offline import analyze
+from probemon.windows import Reading, Window
+
+ray = pytest.importorskip("ray")
+READING = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
+
+
+def load(in_training=False):
+    """In the worker, which knows nothing of the tests: a model on a file would be loaded by its name."""
+    return make_model().train(in_training), make_tokenizer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    import pathlib
+
+    here = str(pathlib.Path(__file__).parent)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": here, "HF_HUB_OFFLINE": "1"}})
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 7)
+
+
+def tables(analysis):
+    opened = Analysis.open(analysis.directory)
+    return {name: getattr(opened, name)().to_pydict() for name in TABLES}, opened.manifest["totals"], opened.manifest["identity"]
+
+
+def job(pack, out, **changes):
+    arguments = {"model": "tiny", "pack": str(pack.directory), "out": str(out), "load": load, "settings": {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2}, "reading": READING}
+    return Job(**{**arguments, **changes})
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
+    texts = random_texts(60)
+    manager = DynamicProbeManager(pack, keep_top_k=5, impl="cpu", audit_rate=0.2)
+    local = analyze(manager, *load(), [{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)], tmp_path / "local", reading=READING)
+    ds = ray.data.from_items([{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)])
+    told = []
+    out = tmp_path / "ray"
+    strategy = local.manifest["identity"]["kernel"]["strategy"]
+    settings = {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2, "strategy": strategy}
+    spread = analyze_dataset(ds, job(pack, out, settings=settings), progress=lambda *a: told.append(a))
+    assert spread.complete and tables(spread) == tables(local)
+    assert sum(n for n, _ in told) == 60 and sum(n for _, n in told) == local.manifest["totals"]["tokens"]
+    assert not (out / ".spool").exists()
+    with pytest.raises(ConfigError, match="resume=True"):
+        analyze_dataset(ds, job(pack, out))
+    (out / "shards" / "00003.json").unlink()  # as if it had been interrupted there
+    again = analyze_dataset(ds, job(pack, out, settings=settings), resume=True)
+    assert tables(again) == tables(local)
+    with pytest.raises(ConfigError, match="have changed"):
+        analyze_dataset(["other", *texts[1:]], job(pack, out, settings=settings), resume=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_worker_raises_is_raised_here(pack, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.eval"):
+        analyze_dataset(["abc"], job(pack, tmp_path / "out", load=functools.partial(load, True)), concurrency=1)
+    with pytest.raises(ConfigError, match="concurrency"):
+        analyze_dataset(["abc"], job(pack, tmp_path / "out"), concurrency=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_empty_corpus_is_an_analysis_of_nothing(pack, tmp_path):
+    found = analyze_dataset([], job(pack, tmp_path / "out"), concurrency=1)
+    assert found.complete and found.manifest["totals"] == {} and torch.get_num_threads() == found.manifest["environment"]["threads"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -138,6 +139,9 @@ class Analysis:
         if known["identity"] != stated:
             differs = "; ".join(_differences(known["identity"], stated))
             raise ConfigError(f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give another folder")
+        other = _differences(known.get("environment"), dict(environment))
+        if other and not known.get("complete"):
+            warnings.warn(f"{path} was begun elsewhere ({'; '.join(other)}): the last bits of the rows still to come may be others", UserWarning, stacklevel=3)
         return cls(path, known)
 
     @contextmanager

@@ -57,11 +57,66 @@ def grid(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def rules(found: dict[str, Any]) -> list[str]:
+    """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and share of the probes active, on each text."""
+    texts = list(found["texts"])
+    lines = ["| pack | scores | expand threshold | " + " | ".join(texts) + " |", "|---|---|---|" + "---|" * len(texts)]
+    cells: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        if row["text"] in texts:
+            cells.setdefault((row["pack"], row["score_rule"], row["rule"]), {})[row["text"]] = row
+    for (pack, rule, how), by_text in cells.items():
+        told = [f"{row['document_recall']:.3f} ({row['document_low']:.3f} to {row['document_high']:.3f}) at {row['share_active']:.1%}" for row in (by_text[text] for text in texts)]
+        lines.append(f"| `{pack}` | {rule} | {how} | " + " | ".join(told) + " |")
+    return lines
+
+
+def retained(found: dict[str, Any]) -> list[str]:
+    """Step by step over generated text: what `keep_top_k` and `max_rounds` do to the recall and the share active."""
+    rows = [row for row in found["rows"] if "keep_top_k" in row]
+    keeps = sorted({row["keep_top_k"] for row in rows})
+    lines = ["| pack | scores | expand threshold | rounds | " + " | ".join(f"keep_top_k {k}" for k in keeps) + " |", "|---|---|---|---|" + "---|" * len(keeps)]
+    cells: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["pack"], row["score_rule"], row["rule"], "to the fixed point" if row["max_rounds"] is None else "one"), {})[row["keep_top_k"]] = row
+    for (pack, rule, how, rounds), by_keep in cells.items():
+        lines.append(f"| `{pack}` | {rule} | {how} | {rounds} | " + " | ".join(f"{by_keep[k]['document_recall']:.3f} at {by_keep[k]['share_active']:.1%}" for k in keeps) + " |")
+    return lines
+
+
+def mails(found: dict[str, Any]) -> list[str]:
+    """Each aggregator and baseline: by token and by document, AUROC and rates at thresholds calibrated to 1 %."""
+    lines = ["| method | by token: AUROC | caught | false alarms | by mail: AUROC | caught | false alarms |", "|---|---|---|---|---|---|---|"]
+    for row in found["rows"]:
+        told = []
+        for unit in ("token", "document"):
+            part = row[unit]
+            told += ["", "", ""] if part is None else [f"{part['auroc']:.3f}", *(f"{part[k]['rate']:.1%} ({part[k]['low']:.1%} to {part[k]['high']:.1%})" for k in ("tpr", "fpr"))]
+        lines.append(f"| {row['method']} | " + " | ".join(told) + " |")
+    return lines
+
+
+def corpus(found: dict[str, Any]) -> list[str]:
+    """What an analysis costs over the bare host."""
+    lines = ["| pack | bare prefill | analysis | added | analysis of a host that is not stopped early | added |", "|---|---|---|---|---|---|"]
+    for name, pack in found["packs"].items():
+        rate = pack["tokens_per_second"]
+        lines.append(
+            f"| `{name}` | {rate['bare']:,} tokens/s | {rate['analysis']:,} tokens/s | {pack['overhead_pct']:+.1f} % | {rate['whole_host']:,} tokens/s | "
+            f"{pack['overhead_whole_host_pct']:+.1f} % |"
+        )
+    return lines
+
+
+TABLES = {"cpu.json": (claims, host, grid), "quality.json": (rules, retained), "mails.json": (mails,), "corpus.json": (corpus,)}
+
+
 def main() -> None:
-    """Print every table."""
-    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    for table in (claims(found), host(found), grid(found)):
-        print("\n".join(table), end="\n\n")
+    """Print every table of a result file."""
+    path = Path(sys.argv[1])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for table in TABLES[path.name]:
+        print("\n".join(table(found)), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -145,26 +145,31 @@ def study(pack: ProbePack, calibrating: States, texts: dict[str, States], folder
 
 
 def row(pack: ProbePack, documents: States, truth: list[np.ndarray], where: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """What a setting finds of the truth: shares of each token's firing probes and of its best ten, means over tokens, and the share of the probes active.
+    """What a setting finds of the truth: shares of each token's firing probes and of its best ten, means over tokens; of each document's firing probes, mean over
+    documents; and the share of the probes active.
 
     Documents are one state after another where retained sets are studied, else memoryless. Of a generated document its generated tokens count.
     """
     manager = DynamicProbeManager(pack, strategy="descent", **settings)
     alert, parts = pack.alert_threshold.numpy(), []
-    stepwise = "keep_top_k" in where
-    for (hidden, n_prompt), everything in zip(documents, truth, strict=True):
+    if "keep_top_k" in where:
+        active = [actives(manager.score_tokens(hidden, n_prompt), pack.n_probes) for hidden, n_prompt in documents]
+    else:
+        active = np.split(actives(manager.score_tokens(torch.cat([x for x, _ in documents])), pack.n_probes), np.cumsum([len(x) for x, _ in documents])[:-1])
+    for (hidden, n_prompt), everything, mine in zip(documents, truth, active, strict=True):
         first = 0 if n_prompt == len(hidden) else n_prompt
-        scores = manager.score_tokens(hidden, n_prompt if stepwise else None)
-        active = actives(scores, pack.n_probes)[first:]
-        parts.append({"active": active.sum(axis=1), **compare(everything[first:], alert, active)})
+        parts.append({"active": mine[first:].sum(axis=1), **compare(everything[first:], alert, mine[first:])})
     counts = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     fires = counts["firing"] > 0
     found = 1 - counts["firing_missed"][fires] / counts["firing"][fires]
     low, high = mean_interval(float(found.mean()), len(found))
+    by_document = np.asarray([1 - part["firing_missed"].sum() / part["firing"].sum() for part in parts if part["firing"].any()])
+    document_low, document_high = mean_interval(float(by_document.mean()), len(by_document))
     made = {
         "pack": pack.name.removesuffix("-calibrated").removesuffix("-independent"), "score_rule": pack.score_rule, **where, "n_tokens": len(fires), "n_firing": int(counts["firing"].sum()),
         "firing_recall": round(float(found.mean()), 5), "low": round(float(low), 5), "high": round(float(high), 5),
-        "top_recall": round(float(1 - counts["top_missed"].mean() / TOP), 5), "share_active": round(float(counts["active"].mean() / pack.n_probes), 5),
+        "document_recall": round(float(by_document.mean()), 5), "document_low": round(float(document_low), 5), "document_high": round(float(document_high), 5),
+        "n_documents": len(by_document), "top_recall": round(float(1 - counts["top_missed"].mean() / TOP), 5), "share_active": round(float(counts["active"].mean() / pack.n_probes), 5),
     }  # fmt: skip
     print(json.dumps(made), flush=True)
     return made

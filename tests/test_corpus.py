@@ -298,6 +298,10 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
     with pytest.raises(ConfigError, match="taken away"):
         analyze(manager, model, tokenizer, corpus()[:14], out, reading=SMALL, resume=True)
     assert tables(out)[0] == before
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "complete": False, "environment": {**manifest["environment"], "threads": 99}}))
+    with pytest.warns(UserWarning, match=r"begun elsewhere \(threads was 99"):
+        analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match="holds no analysis"):

@@ -45,7 +45,7 @@ class DynamicProbeManager:
 
     `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of `CascadeConfig` by name:
     base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes, unload_threshold,
-    always_on, report_top_k, max_rounds. `arena_bytes` bounds the weights held on the device (None: the whole
+    always_on, report_top_k, max_rounds; where one is not given, the pack's recommendation holds, if it has one. `arena_bytes` bounds the weights held on the device (None: the whole
     pack stays there); `cache_bytes` bounds the copies that a paged arena keeps in RAM; `prefetch` has a paged arena
     load, in the background, the children of probes that were no more than so much under their expand threshold.
     `strategy` is how states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no
@@ -60,7 +60,8 @@ class DynamicProbeManager:
         cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", audit_rate: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
         self.pack = pack
-        self.config = CascadeConfig.of(settings)
+        recommended = {name: value for name, value in pack.recommended.items() if name != "load_threshold"}  # that one is what "auto" means
+        self.config = CascadeConfig.of({**recommended, **settings})
         self.audit_rate = check_rate(audit_rate)
         self.device = check_device(device)
         chosen, self.impl_why = (impl, "as asked") if impl else choose_impl(self.device, pack.weights)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import make_pack
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, UnknownConcept, UnknownSetting
@@ -115,3 +116,13 @@ def test_every_probe_reads_its_own_site(two_sites, strategy, arena_bytes):
     assert np.abs(manager.score_all(hidden).numpy() - path).max() < 1e-5
     for t in range(5):
         assert np.abs(scores.active_scores(t) - path[t, scores.active(t)]).max() < 1e-5
+
+
+def test_a_pack_recommends_settings_and_the_user_decides(model, tmp_path):
+    made = make_pack(tmp_path / "pack", model, recommended={"load_threshold": 0.4, "keep_top_k": 3})
+    asked, left = DynamicProbeManager(made, keep_top_k=7, impl="cpu"), DynamicProbeManager(made, impl="cpu")
+    assert (asked.config.keep_top_k, left.config.keep_top_k, left.config.report_top_k) == (7, 3, 10)
+    assert left.plan.expand_threshold[0] == np.float32(0.4)
+    odd = make_pack(tmp_path / "odd", model, recommended={"keep_top": 3})
+    with pytest.raises(UnknownSetting, match="keep_top"):
+        DynamicProbeManager(odd, impl="cpu")

@@ -223,7 +223,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             to, name=name, concepts=lines, weights=folded, score_rule="path",
             inputs=[{"site": f"resid_post.{data.source.layer}", "norm": "rmsnorm", "eps": EPS}], host=data.host,
             licence=LICENCE, card=card(name, lines, data, provenance, quality), alert_threshold=thresholds,
-            golden_hidden=golden, recommended={"load_threshold": "exact"}, provenance=provenance, quality=quality,
+            golden_hidden=golden, recommended={"load_threshold": "exact", "keep_top_k": 0}, provenance=provenance, quality=quality,
             overwrite=True,
         )  # fmt: skip
 

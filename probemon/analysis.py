@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import ConfigError, MissingExtra, SinkFailed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -145,11 +145,17 @@ class Analysis:
         return cls(path, known)
 
     @contextmanager
-    def locked(self, name: str, *, wait: bool = False) -> Iterator[None]:
-        """Hold a part of the folder against another process. The lock goes with the process, however it ends."""
+    def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+        """Hold the folder, or one rank's part of it, against other processes. Raises `ConfigError` where another holds it."""
+        with self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB), self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            yield
+
+    @contextmanager
+    def _lock(self, name: str, how: int) -> Iterator[None]:
+        """The lock goes with the process, however it ends."""
         with (self.directory / f".lock-{name}").open("w") as stream:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(stream, how)
             except OSError as error:
                 raise ConfigError(f"{self.directory} is being written by another process: wait for it, or give another folder") from error
             yield
@@ -161,23 +167,26 @@ class Analysis:
         return about if whole else None
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
-        """Write a shard, whole or not at all."""
-        (self.directory / SHARDS).mkdir(exist_ok=True)
+        """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
         sizes = {}
-        for name in TABLES:
-            target = self._path(index, f"{name}.parquet")
-            partial = target.with_name(f".{target.name}")
-            _write_table(partial, tables[name])
-            sizes[name] = partial.stat().st_size
-            os.replace(partial, target)
-        _write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
+        try:
+            (self.directory / SHARDS).mkdir(exist_ok=True)
+            for name in TABLES:
+                target = self._path(index, f"{name}.parquet")
+                partial = target.with_name(f".{target.name}")
+                _write_table(partial, tables[name])
+                sizes[name] = partial.stat().st_size
+                os.replace(partial, target)
+            _write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
+        except OSError as error:
+            raise SinkFailed(f"{self.directory} cannot be written ({error.strerror}): what is whole is kept, run the same again when there is room") from error
 
     def finish(self, n_shards: int) -> bool:
         """Merge the tables of all shards and mark the analysis as complete; False where other processes have shards to write still.
 
         Where several end at once each does it, one after another, with the same result.
         """
-        with self.locked("finish", wait=True):
+        with self._lock("finish", fcntl.LOCK_EX):
             return self._finish(n_shards)
 
     def _finish(self, n_shards: int) -> bool:
@@ -212,8 +221,6 @@ class Analysis:
     def _all_concepts(self, n_shards: int) -> pa.Table:
         """Counts of the shards added in their order, so that sums are the same however often the run was interrupted."""
         pa = arrow()
-        if not n_shards:
-            return schemas()["concepts"].empty_table()
         whole, sums = None, dict[str, Any]()
         for index in range(n_shards):
             part = _read(self._path(index, "concepts.parquet"), None)

@@ -43,7 +43,7 @@ def analyze(
     id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
     audit_rate: Annotated[float, typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed.")] = 0.0,
-    no_text: Annotated[bool, typer.Option("--no-text", help="Do not keep the texts (a report then shows none).")] = False,
+    no_text: Annotated[bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")] = False,
     ray: Annotated[int, typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
@@ -123,11 +123,14 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
 
 def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
     if not analysis.complete:
-        print(json.dumps({"directory": str(out), "complete": False}) if as_json else f"{out}: this process has done its part; others are at work still")
+        print(json.dumps({"directory": str(out), "complete": False}) if as_json else f"{out}: this process has done its part; those of other ranks are missing still")
     elif as_json:
         print(json.dumps({"directory": str(out), "complete": True, **analysis.manifest["totals"]}))
     else:
         _show(analysis)
+    totals = analysis.manifest.get("totals", {})
+    if analysis.complete and totals["documents"] == totals["bad_documents"] > 0:
+        raise ConfigError(f"none of the {totals['documents']} documents could be scored; the first: {analysis.documents().column('reason')[0]}")
 
 
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"

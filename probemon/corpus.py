@@ -10,6 +10,7 @@ The host is stopped after the last layer that the pack reads: what comes after c
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,10 +99,12 @@ class CorpusScorer:
         scorer = CorpusScorer(manager, model, tokenizer, Reading())
         for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
 
-    Raises `HostMismatch` where the pack is for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
+    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
     """
 
-    def __init__(self, manager: DynamicProbeManager, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False) -> None:
+    def __init__(
+        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False, floor: float | None = None
+    ) -> None:
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a decoder alone")
@@ -109,6 +112,10 @@ class CorpusScorer:
             raise ConfigError(f"{type(host).__name__} is training, and drops at random: call model.eval()")
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
+        self._plan = manager.plan
+        if floor is not None and manager.pack.score_rule == "path":
+            # A path score never rises downward, so a descent that goes on above the floor reaches all that is above it, not only what fires.
+            self._plan = dataclasses.replace(manager.plan, expand_threshold=np.fmin(manager.plan.expand_threshold, np.float32(floor)))
         self.window = reading.window_for(type(host).__name__, getattr(text_config(host), "max_position_embeddings", None))
         self.host = host
         self._decoder, _ = find_layers(host)
@@ -236,7 +243,7 @@ class CorpusScorer:
         self, parts: list[tuple[list[Piece], Scores, Tensor | None]], rows: list[Piece], states: Mapping[str, Tensor], audit: Mask | None, exhaustive: bool
     ) -> None:
         with torch.inference_mode():
-            _, scored = self.manager.score_prompt(self.manager.plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
+            _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
             everything = self.manager.score_all(states) if exhaustive else None
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.config.report_top_k), everything))
 

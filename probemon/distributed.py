@@ -24,7 +24,7 @@ from probemon.corpus import CorpusScorer
 from probemon.documents import MAX_CHARS, Document, Source, read_documents
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
 from probemon.loading import load_model
-from probemon.offline import Progress, Tables, check_known, environment, identity, write
+from probemon.offline import Progress, Tables, check_apart, check_known, environment, identity, write
 from probemon.pack import ProbePack
 from probemon.windows import Reading, Shard, shards
 
@@ -69,6 +69,9 @@ def analyze_dataset(
         ray.data.DataContext.get_current().execution_options.preserve_order = True
         source = documents.iter_rows()
     out = Path(job.out).absolute()
+    check_apart(source, out)
+    if out.exists() and not (out / MANIFEST).is_file() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+        raise ConfigError(f"{out} exists and holds no analysis: give a folder that is empty or not there yet")
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
     # Chosen once, so that every worker's kernel is the same one.
@@ -87,7 +90,7 @@ def analyze_dataset(
             todo.append(shard.index)
         elif progress is not None:
             progress(len(shard.documents), 0)
-    if todo or not known:
+    if todo or not n_shards:
         made = ray.data.from_items([{"index": index} for index in todo or [-1]], override_num_blocks=max(1, len(todo))).map_batches(
             _Worker, fn_constructor_args=(job, str(out), settings, environment()["threads"]), batch_size=1, concurrency=concurrency,
             num_cpus=1 if job.device == "cpu" else 0, num_gpus=0 if job.device == "cpu" else 1,
@@ -99,7 +102,7 @@ def analyze_dataset(
                 progress(row["documents"], row["tokens"])
     shutil.rmtree(out / _SPOOL, ignore_errors=True)
     found = Analysis.open(out, unfinished=True)
-    found.finish(n_shards)
+    found.finish(max(1, n_shards))
     return found
 
 
@@ -118,8 +121,9 @@ class _Worker:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1
         model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
         manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
-        self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict)
-        self._tables = Tables(manager.pack, job.floor, job.keep_text)
+        tables = Tables(manager.pack, job.floor, job.keep_text)
+        self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
+        self._tables = tables
         self._analysis = Analysis.begin(out, identity(self._scorer, self._tables), environment(), resume=True)
         self._ready = True
 
@@ -134,8 +138,8 @@ class _Worker:
             if not self._ready:
                 self._get_ready(*self._arguments)
             for index in batch["index"].tolist():
-                # Below 0: an input without documents. The analysis of nothing is begun all the same.
-                for scored in self._scorer.score([_spooled(self._analysis.directory, index)] if index >= 0 else []):
+                shard = _spooled(self._analysis.directory, index) if index >= 0 else Shard(0, ())  # below 0: an input without documents
+                for scored in self._scorer.score([shard]):
                     write(self._analysis, self._tables, scored)
                     tell(len(scored.documents), int(scored.ptr[-1]), "", "")
         except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone

@@ -88,7 +88,10 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
         reason = f"longer than {max_chars} characters ({len(text)})"
     if not reason and not _encodable(text):
         reason = "not valid Unicode (a lone surrogate)"
-    name = row.where if row.id is None else str(row.id)
+    try:
+        name = row.where if row.id is None else str(row.id)
+    except Exception as error:  # of an object of the user's, or a number too long to be written
+        name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
     name = name if _encodable(name) else name.encode("utf-8", "backslashreplace").decode()
     return Document(index, name, "" if reason else text, reason, row.fields)
 
@@ -123,7 +126,7 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _folder(path, files, fields, max_chars)
     if not path.is_file():
         raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
-    if path.suffix == ".parquet":
+    if _kind(path) == "parquet":
         _parquet_columns(path, fields)  # now, so that a wrong name is an error before a model is loaded
     try:
         path.open("rb").close()
@@ -150,21 +153,24 @@ def _folder(folder: Path, files: list[Path], fields: tuple[str, str], max_chars:
                 with _opened(path) as stream:
                     data = stream.read(4 * max_chars + 1)
                 yield _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data, where)
-        except (OSError, EOFError, ConfigError) as error:  # one file of many
+        except OSError as error:
             yield _Row(where, reason=f"cannot be read: {error}")
 
 
 def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
-    if _kind(path) == "parquet":
-        yield from _parquet(path, where, fields)
-        return
-    with _opened(path) as stream:
-        yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
+    try:
+        if _kind(path) == "parquet":
+            yield from _parquet(path, where, fields)
+            return
+        with _opened(path) as stream:
+            yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
+    except Exception as error:  # a damaged file fails in as many ways as there are readers; what came before it stays
+        yield _Row(where, reason=f"cannot be read (further): {error}")
 
 
 def _kind(path: Path) -> str:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return "json" if suffix in _JSON else "parquet" if path.suffix == ".parquet" else "text"
+    suffix = (Path(path.stem).suffix if path.suffix == ".gz" else path.suffix).lower()
+    return "json" if suffix in _JSON else "parquet" if suffix == ".parquet" else "text"
 
 
 def _opened(path: Path) -> Any:
@@ -173,7 +179,7 @@ def _opened(path: Path) -> Any:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = stream.peek(1)[:1]  # of an interactive terminal, too, this waits for the first line
+    begin = stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # of an interactive terminal, too, this waits for the first line
     yield from _lines(stream, "stdin", begin == b"{", fields, max_chars)
 
 

@@ -15,6 +15,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,11 +49,12 @@ def analyze(
     arrow()
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} processes: give 0 to {world_size - 1}")
+    check_apart(documents, out)
     read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     table = Tables(manager.pack, floor, keep_text)
-    scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
+    scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
     analysis = Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
-    with analysis.locked(str(rank)):
+    with analysis.locked(rank, world_size):
         n_shards = 0
 
         def missing() -> Iterator[Shard]:
@@ -67,8 +69,22 @@ def analyze(
 
         for scored in scorer.score(missing(), progress=progress):
             write(analysis, table, scored)
-        analysis.finish(n_shards)
+        if not n_shards and rank == 0:
+            write_nothing(analysis, table, scorer)
+        analysis.finish(max(1, n_shards))
     return analysis
+
+
+def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError` where an analysis would be written into the folder that it reads."""
+    if isinstance(documents, (str, os.PathLike)) and Path(documents).is_dir() and Path(out).resolve().is_relative_to(Path(documents).resolve()):
+        raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
+
+
+def write_nothing(analysis: Analysis, table: Tables, scorer: CorpusScorer) -> None:
+    """The one shard of an input without documents."""
+    for scored in scorer.score([Shard(0, ())]):
+        write(analysis, table, scored)
 
 
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
@@ -81,7 +97,7 @@ def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
     """Put a shard into the folder."""
-    first = scored.shard.documents[0].index
+    first = scored.shard.documents[0].index if scored.documents else 0
     made, totals = table.of(scored)
     analysis.write_shard(scored.shard.index, made, {"digest": scored.shard.digest, "first": first, "n_documents": len(scored.documents), "totals": totals})
 
@@ -124,6 +140,7 @@ class Tables:
         if floor == "fired" and np.isnan(pack.alert_threshold.numpy()).all():
             raise ConfigError(f"{pack.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
         self.pack, self.floor, self.keep_text = pack, floor, bool(keep_text)
+        self.lowest = None if isinstance(floor, str) else float(floor)
         self._concepts = [concept["id"] for concept in pack.concepts]
 
     def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,7 +188,8 @@ class Tables:
         found = [tokens for tokens in scored.tokens if tokens is not None]
         ids, start, end = (np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in found)])[token] for name in ("ids", "start", "end"))
         distinct, at = np.unique(token, return_inverse=True)
-        texts = [self._text(scored, int(place[t]), int(position[t])) for t in distinct]
+        texts = [self._text(scored, int(place[t]), int(position[t])) if self.keep_text else "" for t in distinct]
+        ids = ids if self.keep_text else np.full_like(ids, -1)  # tokens are the text
         return {
             "document": self._index(scored)[place[token]], "doc_id": self._ids(scored, place[token]), "position": position[token], "start": start, "end": end,
             "token_id": ids, "token": _dictionary(at, texts), "concept": self._named(probe), "level": self._level(probe), "score": value,

@@ -12,6 +12,7 @@ retains, asks the rules, and keeps the recordings that `result` reads.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -85,6 +86,7 @@ class MonitorRun:
         self.gaps: deque[Gap] = deque(maxlen=_KEPT)
         self.failures: list[Exception] = []  # the first 1,000
         self.n_failures = 0
+        self.audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
         self._watcher = Watcher(
             model, manager.pack.sites, manager.pack.n_probes, self._score, check=self._check, on_gap=None if on_gap == "raise" else self._gap
@@ -295,7 +297,7 @@ class MonitorRun:
         assert recording.retained is not None
         n_probes, report_top_k = self.manager.pack.n_probes, self.manager.config.report_top_k
         rows = placed.rows
-        audit = sample(self.manager.audit_rate, recording.number, rows, placed.columns)
+        audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         origin = rows if generation is None or generation.origin is None or placed.phase == PROMPT else generation.origin[rows]
         if isinstance(states, str):
             scores = Scores.nothing(len(placed), n_probes, states, report_top_k)

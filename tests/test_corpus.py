@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def manager(pack):
-    return DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
+    return DynamicProbeManager(pack, load_threshold=0.2, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +306,7 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match="holds no analysis"):
         analyze(manager, model, tokenizer, corpus(), tmp_path / "full", resume=True)
-    with Analysis.open(out).locked("0"), pytest.raises(ConfigError, match="another process"):
+    with Analysis.open(out, unfinished=True).locked(), pytest.raises(ConfigError, match="another process"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
 
 
@@ -373,9 +373,44 @@ def test_a_text_that_the_tokenizer_fails_at_is_a_bad_document(model, manager, to
 
 def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tmp_path):
     analysis = analyze(manager, model, tokenizer, [], tmp_path / "out")
-    assert analysis.complete and len(analysis.scores()) == len(analysis.documents()) == len(analysis.concepts()) == 0
+    assert analysis.complete and len(analysis.scores()) == len(analysis.documents()) == 0 and len(analysis.concepts()) == manager.pack.n_probes
+    assert analysis.manifest["totals"]["documents"] == analysis.manifest["totals"]["bad_documents"] == 0
+    again = analyze(manager, model, tokenizer, iter(()), tmp_path / "out", resume=True)
+    assert again.manifest["totals"] == analysis.manifest["totals"]
     bad = analyze(manager, model, tokenizer, ["", " "], tmp_path / "bad")
     assert bad.manifest["totals"]["bad_documents"] == 2 and len(bad.concepts()) == manager.pack.n_probes
+
+
+def test_without_texts_no_word_of_them_is_kept(model, manager, tokenizer, tmp_path):
+    with_text = analyze(manager, model, tokenizer, corpus(), tmp_path / "with", floor=0.2, reading=SMALL)
+    without = analyze(manager, model, tokenizer, corpus(), tmp_path / "without", floor=0.2, reading=SMALL, keep_text=False)
+    assert set(without.scores().column("token").to_pylist()) == {""} and set(without.scores().column("token_id").to_pylist()) == {-1}
+    assert set(without.documents().column("text").to_pylist()) == {None}
+    kept = ["document", "position", "start", "end", "concept", "score"]
+    assert without.scores(columns=kept).to_pydict() == with_text.scores(columns=kept).to_pydict()
+
+
+def test_a_floor_under_the_thresholds_finds_all_that_is_above_it(model, manager, tokenizer, tmp_path):
+    """Under the path rule, where a descent that only looks for what fires would end before."""
+    exact = DynamicProbeManager(manager.pack, load_threshold="exact", impl="cpu")
+    texts, ids = random_texts(12, seed=9), [concept["id"] for concept in manager.pack.concepts]
+    for floor in (0.02, 0.1, 0.5):
+        analysis = analyze(exact, model, tokenizer, texts, tmp_path / str(floor), floor=floor, reading=SMALL)
+        found = set(zip(*(analysis.scores().column(name).to_pylist() for name in ("document", "position", "concept")), strict=True))
+        truth, edge = set(), set()
+        for scored in score_documents(exact, model, tokenizer, read_documents(texts), reading=SMALL, exhaustive=True):
+            for t, p in zip(*np.nonzero(scored.everything.numpy() > floor), strict=True):
+                truth.add((scored.document.index, int(t), ids[p]))
+                edge |= {(scored.document.index, int(t), ids[p])} if scored.everything[t, p] < floor + 1e-5 else set()
+        assert found - edge == truth - edge and len(truth) > 50
+    assert (exact.plan.expand_threshold[exact.pack.tree.has_children] > 0.02).all()  # the manager's own descent is as it was
+
+
+def test_an_analysis_is_not_written_into_what_it_reads(model, manager, tokenizer, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("abc")
+    with pytest.raises(ConfigError, match="lies in"):
+        analyze(manager, model, tokenizer, tmp_path / "in", tmp_path / "in" / "out")
 
 
 def test_shards_are_plain_parquet(model, manager, tokenizer, tmp_path):

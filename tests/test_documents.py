@@ -106,13 +106,21 @@ def test_bad_text_lines_and_files(tmp_path):
     found = told(folder, max_chars=1000)
     assert found[-2:] == [(len(found) - 2, "empty.txt", "", "empty"), (len(found) - 1, "long.txt", "", "longer than 1000 characters")]
     assert found[-3][3].startswith("cannot be read")
+    (folder / "broken.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"not deflate at all")
+    assert "cannot be read" in told(folder, max_chars=1000)[0][3] and len(told(folder, max_chars=1000)) == len(found) + 1
+    alone = told(folder / "cut.jsonl.gz")
+    assert alone[0][2] == "one" and alone[-1][3].startswith("cannot be read (further)")
+
+
+def test_an_id_that_cannot_be_written_is_told():
+    assert told([{"text": "a", "id": 10**5000}, "b"]) == [(0, "0", "", "its id cannot be written (ValueError)"), (1, "1", "b", "")]
 
 
 def test_an_id_that_is_not_unicode_is_written_so_that_it_is():
     assert told([{"text": "a", "id": "\ud800x"}]) == [(0, "\\ud800x", "a", "")]
 
 
-@pytest.mark.parametrize(("data", "texts"), [(b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]), (b"one\n\ntwo\n", ["one", "two"]), (b"", [])])
+@pytest.mark.parametrize(("data", "texts"), [(b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]), (b'\xef\xbb\xbf\n {"text": "one"}\n', ["one"]), (b"one\n\ntwo\n", ["one", "two"]), (b"", [])])
 def test_standard_input_is_json_lines_or_text(monkeypatch, data, texts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     assert [d.text for d in read_documents("-")] == texts

@@ -312,10 +312,11 @@ def _alert_quality(pack: ProbePack, before: Mapping[str, Any], watched: Sequence
 def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cleared: bool) -> str:
     lines = ["", "## Calibration", ""]
     if alerts is not None:
+        as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
         what = "single tokens" if changes else f"`{alerts.aggregator}`"
         lines.append(
             f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most {alerts.fpr:g} by {alerts.unit}, with probability "
-            f"{alerts.confidence:g} for all of them together, from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
+            f"{alerts.confidence:g} for all of them together{as_if}, from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
         )
     if changes:
         lines.append("All other figures of this card that depend on alert thresholds are those of the thresholds before.")

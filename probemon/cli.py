@@ -156,6 +156,8 @@ def inspect(
         "n_probes": opened.n_probes, "architecture": str(opened.architecture), "dtype": manifest.get("dtype"),
         "weight_bytes": opened.weight_bytes(), "score_rule": opened.score_rule, "inputs": manifest["inputs"],
         "counts_per_level": manifest.get("counts_per_level"), "recommended": opened.recommended,
+        "aggregated_thresholds": {name: int((~opened.thresholds_for(name).isnan()).sum()) for name in opened.aggregated},
+        "calibrations": (manifest.get("provenance") or {}).get("calibrations") or [],
         "n_alert_thresholds": int((~opened.alert_threshold.isnan()).sum()), "quality": manifest.get("quality") or None,
         "whole": True, "golden_states": 0 if opened.golden_hidden is None else len(opened.golden_hidden), "golden_error": worst,
     }  # fmt: skip
@@ -170,6 +172,10 @@ def inspect(
     stated = manifest.get("quality") or {}
     overall = {k: stated[k] for k in (*_PER_LEVEL, *_OVERALL) if isinstance(stated.get(k), (int, float))}
     console.print("quality: " + (", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in overall.items()) or "not stated"), markup=False)
+    for entry in about["calibrations"]:
+        what = f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}" if "aggregator" in entry else "no alerts"
+        reach = f"; expansion to a recall of {entry['expansion']['recall']:g}" if entry.get("expansion") else ""
+        console.print(f"calibrated from {entry['source']['name']}: {what}{reach}", markup=False)
     golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
     console.print(f"whole: every file has its hash, every weight is finite, {golden}", markup=False)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from probemon.types import Floats
 
 _SHOWN = 20
+_WIDTH = 160  # of a table that is read by a program or from a file: a cut number would be a wrong one
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}]"
 
 
@@ -198,7 +199,7 @@ def _host_of(pack: ProbePack) -> str:
 
 
 def _show(pack: ProbePack, target: Path, watched: list[int], alerts: Alerts | None, found: Expansion | None, ordinary: _Scored) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, width=max(_WIDTH, Console().width))
     bad = f", {len(ordinary.bad)} bad ones left out (first: {ordinary.bad[0].id}: {ordinary.bad[0].reason})" if ordinary.bad else ""
     console.print(f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))} tokens{bad}", markup=False)
     if found is not None:
@@ -207,8 +208,9 @@ def _show(pack: ProbePack, target: Path, watched: list[int], alerts: Alerts | No
     if alerts is None:
         return
     share, side = f"{alerts.fpr:g}", f"{100 * alerts.confidence:g} %"
+    as_if = " (as if tokens were independent, which those of one document are not)" if alerts.unit == "token" else ""
     console.print(
-        f"alerts on {'single tokens' if str(alerts.aggregator) == 'each' else alerts.aggregator}: at most {share} of benign {alerts.unit}s for {'any' if alerts.family else 'each'} of {len(watched)} concepts, with {side} confidence for all together; "
+        f"alerts on {'single tokens' if str(alerts.aggregator) == 'each' else alerts.aggregator}: at most {share} of benign {alerts.unit}s for {'any' if alerts.family else 'each'} of {len(watched)} concepts, with {side} confidence for all together{as_if}; "
         f"of {alerts.n_tokens} tokens and {alerts.n_documents} documents {int(alerts.any_token.count[0])} and {int(alerts.any_document.count[0])} exceed some threshold",
         markup=False,
     )

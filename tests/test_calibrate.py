@@ -449,3 +449,16 @@ def test_the_pack_is_written_beside_the_old_one(workplace, model, tmp_path):
     assert run_command(*arguments).exit_code == 0 and ProbePack.open(tmp_path / "mine-calibrated").name == "random-calibrated"
     done = run_command(*arguments)
     assert "mine-calibrated exists: choose another folder with --out" in str(done.exception)
+
+
+def test_inspect_says_what_a_pack_was_calibrated_for(model, tmp_path, capsys):
+    from probemon.cli import inspect
+
+    pack = make_pack(tmp_path / "a", model)
+    made = write_calibrated(pack, tmp_path / "b", watched=[3, 5], alerts=made_alerts(Ema(0.3), [0.5, 0.6]), expansion=made_expansion(pack))
+    inspect(str(made.directory))
+    text = capsys.readouterr().out
+    assert "calibrated from random: alerts on ema(0.3) of 2 concepts to" in text and "expansion to a recall of" in text
+    inspect(str(made.directory), as_json=True)
+    about = json.loads(capsys.readouterr().out)
+    assert about["aggregated_thresholds"] == {"ema(0.3)": 2} and len(about["calibrations"]) == 1

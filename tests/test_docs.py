@@ -43,6 +43,21 @@ def test_tables_of_the_benchmark_are_those_of_its_result_file():
             assert row["max_error"] < (1e-6 if row["method"].startswith("ours") else 5e-3)  # what the page says of errors
 
 
+def test_quality_is_what_was_measured():
+    page, found = (ROOT / "docs/quality.md").read_text(), result("quality.json")
+    assert "\n".join(figures.rules(found)) in page and "\n".join(figures.retained(found)) in page
+    rows = found["rows"]
+    for row in rows:
+        if row["rule"] == "exact" and row.get("max_rounds", "none") != 1:
+            assert row["firing_recall"] == row["document_recall"] == 1
+        if row["rule"].startswith("calibrated") and row["text"] == "news":  # the text that the bound is for
+            assert row["document_high"] >= float(row["rule"].split()[1]) and row["document_recall"] >= float(row["rule"].split()[1])
+    best = [row["document_recall"] for row in rows if row.get("keep_top_k") == 100 and row["max_rounds"] == 1]
+    assert max(best) < 0.82  # "about a fifth"
+    for pack in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
+        assert json.loads((ROOT / "probes" / pack / "manifest.json").read_text())["recommended"] == {"load_threshold": "exact", "keep_top_k": 0}
+
+
 def test_eviction_is_what_was_measured():
     for trace in result("eviction.json")["traces"].values():
         for share, misses in trace["misses"].items():

@@ -6,7 +6,7 @@
 
 The unit is the document, since the tokens of one depend on each other. Of a document and a concept one number is compared: `by="share"`, the share of
 its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or 0), which also depends on how long documents are. Both are known
-exactly for every document, however much lies under the floor. Needs the extra `corpus`.
+exactly for every document as far as the descent reached what is over the floor: under the path rule all of it, but for what was dropped. Needs the extra `corpus`.
 """
 
 from __future__ import annotations

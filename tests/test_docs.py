@@ -58,6 +58,18 @@ def test_quality_is_what_was_measured():
         assert json.loads((ROOT / "probes" / pack / "manifest.json").read_text())["recommended"] == {"load_threshold": "exact", "keep_top_k": 0}
 
 
+def test_mails_are_what_was_measured():
+    page, found = (ROOT / "docs/quality.md").read_text(), result("mails.json")
+    assert "\n".join(figures.mails(found)) in page
+    assert f"{sum(sum(part.values()) for part in found['mails'].values()):,} mails" in page and f"{found['mails']['watch']['spam']} spam and {found['mails']['watch']['ham']} other" in page
+    rows = {row["method"]: row for row in found["rows"]}
+    for row in found["rows"]:
+        assert all(row[unit]["fpr"]["rate"] <= 0.01 for unit in ("token", "document") if row[unit])
+    caught = {name: row["document"]["tpr"]["rate"] for name, row in rows.items()}
+    assert max((rate, name) for name, rate in caught.items() if rows[name]["token"])[1] == "ema(0.3)" and caught["mean"] < caught["each"] > caught["attention(0.1)"]
+    assert min(rate for name, rate in caught.items() if not rows[name]["token"]) > caught["ema(0.3)"]
+
+
 def test_eviction_is_what_was_measured():
     for trace in result("eviction.json")["traces"].values():
         for share, misses in trace["misses"].items():

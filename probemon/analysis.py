@@ -106,6 +106,11 @@ class Analysis:
         """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no such document."""
         pa = arrow()
         shards = self.manifest["shards"]
+        if document is not None and (isinstance(document, bool) or not isinstance(document, (int, np.integer))):
+            raise ConfigError(f"document is {document!r}: give its number, the column `document` of documents(), since ids may repeat")
+        unknown = [name for name in columns or () if name not in schemas()["scores"].names]
+        if unknown:
+            raise ConfigError(f"scores have no column {unknown[0]!r}, they have {', '.join(schemas()['scores'].names)}")
         if document is not None:
             shards = [shard for shard in shards if shard["first"] <= document < shard["first"] + shard["n_documents"]]
             if not shards:

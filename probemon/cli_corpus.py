@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -118,7 +119,11 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
             rate = n_tokens / max(bar.format_dict["elapsed"], 1e-9)
             bar.set_postfix_str(f"{n_tokens} tokens, {rate:.0f} a second", refresh=False)
 
-        yield progress
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            print("\nprobemon: interrupted; the same command goes on from here", file=sys.stderr)
+            raise
 
 
 def _told(analysis: Analysis, out: Path, as_json: bool) -> None:

@@ -276,6 +276,9 @@ def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
     again = analyze(manager, model, tokenizer, iter(corpus()), out, reading=SMALL, resume=True, progress=lambda *a: told.append(a))
     assert again.complete and {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()} == before
     assert sum(n for n, _ in told) == 32 and sum(n for _, n in told) == 0
+    for asked in ({"document": "d3"}, {"document": True}, {"columns": ["nope"]}, {"document": 99}):
+        with pytest.raises(ConfigError, match=r"document is|no column 'nope', they have document|documents 0\.\.31"):
+            again.scores(**asked)
     (out / "shards" / "00001.summary.parquet").unlink()  # a shard that lost a table is made again
     analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
     assert {path.name for path in (out / "shards").iterdir() if path.stat().st_mtime_ns != before.get(path)} == {

@@ -374,7 +374,7 @@ def test_tokens_without_places_and_documents_without_texts_are_listed(browser, t
     manager = DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
     bare = analyze(manager, model, make_tokenizer(), [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]], tmp_path / "b", floor=0.5, keep_text=False)
     page, tokens = browser.open(write_report(bare), "#doc=7"), tokens_of(tables, 7)
-    assert texts_of(page, "#text span") == [f"{at}{tokens[at][0]['token']}" for at in sorted(tokens)] and "--no-text" in page("document.getElementById('missing').textContent")
+    assert texts_of(page, "#text span") == [f"{at}·" for at in sorted(tokens)] and "--no-text" in page("document.getElementById('missing').textContent")
 
 
 @in_browser

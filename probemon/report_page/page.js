@@ -555,7 +555,7 @@ function drawText() {
   pager($("parts"), current.parts.length, 1, part, (to) => go({ ...place, view: null, part: to }));
 }
 
-const called = (token) => token.text || `token ${token.id}`;
+const called = (token) => token.text || (token.id < 0 ? "·" : `token ${token.id}`); // below 0: not kept
 
 function conceptButton(c, told, value) {
   const choose = () => go({ ...place, view: null, concept: c === place.concept ? null : c }, true);

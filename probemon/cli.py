@@ -26,7 +26,7 @@ from probemon.cli_corpus import analyze
 from probemon.cli_diff import diff
 from probemon.cli_report import report
 from probemon.errors import ConfigError, ProbemonError
-from probemon.loading import load_model
+from probemon.loading import load_aloud, use_threads
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -66,20 +66,14 @@ def watch(
         raise ConfigError("the prompt is empty: say something with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
-    if threads < 0:
-        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
-    import torch
-
     from probemon.kernels import check_device
     from probemon.pack import ProbePack
 
     check_device(device)
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
     say = Console(stderr=True)
-    with say.status(f"loading {model}") if say.is_terminal else nullcontext():
-        host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False))
+    host, tokenizer = load_aloud(model, device)
     from probemon.live import LiveView, PlainView, View, summary
     from probemon.manager import DynamicProbeManager
     from probemon.measure import overhead

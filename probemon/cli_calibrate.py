@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from probemon.errors import CalibrationError, ConfigError, PackError
 from probemon.hierarchy import Ints, Mask
-from probemon.loading import load_model
+from probemon.loading import load_aloud, use_threads
 
 if TYPE_CHECKING:
     from probemon.calibrate import Alerts
@@ -60,8 +59,6 @@ def calibrate(
     Watched concepts are scored at every token, as rules watch them. With --expand-recall and alerts for single tokens, half of the documents set the alerts, since
     those must not depend on the documents that the recall is shown on.
     """
-    import torch
-
     from probemon import expansion as expanding
     from probemon.aggregate import Each, parse
     from probemon.calibrate import calibrate_alerts, check_targets, write_calibrated
@@ -82,10 +79,7 @@ def calibrate(
     if expand_recall is not None:
         expanding.check_recall(expand_recall)
     check_device(device)
-    if threads < 0:
-        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     opened = ProbePack.from_pretrained(pack)
     target = out or _beside(pack, opened)
     if target.exists():
@@ -94,10 +88,8 @@ def calibrate(
     for source in (benign, positive):
         if source is not None:
             read_documents(source)  # a wrong name is to be told before the model is loaded
-    say = Console(stderr=True)
     name = model or _host_of(opened)
-    with say.status(f"loading {name}") if say.is_terminal else nullcontext():
-        host, tokenizer = load_model(name, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
+    host, tokenizer = load_aloud(name, device, dtype)
     # Every probe is scored; the descent, which only says what was seen, is the least there is.
     manager = DynamicProbeManager(opened, device=device, load_threshold=1.0, max_loaded_probes=opened.n_probes, strategy="descent")
     together = expand_recall is not None and fpr is not None and aggregator == Each()

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from probemon.documents import MAX_CHARS
 from probemon.errors import ConfigError
-from probemon.loading import load_model
+from probemon.loading import load_aloud, use_threads
 from probemon.windows import Reading, Window
 
 if TYPE_CHECKING:
@@ -56,22 +56,17 @@ def analyze(
 
     With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
     """
-    import torch
-
-    from probemon.analysis import Analysis
     from probemon.documents import read_documents
     from probemon.kernels import check_device
     from probemon.manager import DynamicProbeManager
+    from probemon.offline import kernel_of
     from probemon.pack import ProbePack
 
     rank, world_size = _ranks()
     least: float | str = floor if floor == "fired" else _number("floor", floor)
     reading = Reading(_window(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special)
     check_device(device)
-    if threads < 0:
-        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     if ray:
         from probemon.distributed import Job
 
@@ -80,11 +75,8 @@ def analyze(
         return
     opened = ProbePack.from_pretrained(pack)
     read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
-    known = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if (out / "manifest.json").is_file() else {}
-    manager = DynamicProbeManager(opened, device=device, impl=known.get("impl"), strategy=known.get("strategy", "auto"), audit_rate=audit_rate)
-    say = Console(stderr=True)
-    with say.status(f"loading {model}") if say.is_terminal else nullcontext():
-        host, tokenizer = load_model(model, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
+    manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
+    host, tokenizer = load_aloud(model, device, dtype)
     with _progress(source) as progress:
         analysis = manager.analyze(
             host, tokenizer, source, out, resume=True, floor=least, reading=reading, keep_text=not no_text, text_field=text_field, id_field=id_field,

@@ -87,7 +87,7 @@ def score_documents(
     manager: DynamicProbeManager, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
     exhaustive: bool = False, strict: bool = False, progress: Callable[[float, int], object] | None = None,
 ) -> Iterator[ScoredDocument]:  # fmt: skip
-    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. See `score_shards`."""
+    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what `CorpusScorer` does."""
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
     for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
         yield from scored
@@ -119,9 +119,7 @@ class CorpusScorer:
         self.window = reading.window_for(type(host).__name__, getattr(text_config(host), "max_position_embeddings", None))
         self.host = host
         self._decoder, _ = find_layers(host)
-        # accelerate's hooks put weights back after a layer, and a compiled layer's graph is one piece: neither likes to be left half-way.
-        moved = any(hasattr(module, "_hf_hook") for module in host.modules())
-        self._may_stop = not moved and not compiled_parts(host)
+        self._may_stop = may_be_left(host)
         self._known = False  # that a forward shows each site once
         self._seen: dict[str, list[Tensor]] = {}
         self._stop = False
@@ -246,6 +244,12 @@ class CorpusScorer:
             _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
             everything = self.manager.score_all(states) if exhaustive else None
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.config.report_top_k), everything))
+
+
+def may_be_left(host: Any) -> bool:
+    """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a compiled layer is one piece."""
+    moved = any(hasattr(module, "_hf_hook") for module in host.modules())
+    return not moved and not compiled_parts(host)
 
 
 def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:

@@ -24,7 +24,7 @@ from probemon.corpus import CorpusScorer
 from probemon.documents import MAX_CHARS, Document, Source, read_documents
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
 from probemon.loading import load_model
-from probemon.offline import Progress, Tables, check_apart, check_known, environment, identity, write
+from probemon.offline import Progress, Tables, check_apart, check_known, environment, identity, kernel_of, write
 from probemon.pack import ProbePack
 from probemon.windows import Reading, Shard, shards
 
@@ -75,9 +75,7 @@ def analyze_dataset(
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
     # Chosen once, so that every worker's kernel is the same one.
-    known = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if (out / MANIFEST).is_file() else {}
-    settings = dict(job.settings)
-    settings = {**settings, "impl": known.get("impl", settings.get("impl")), "strategy": known.get("strategy", settings.get("strategy", "auto"))}
+    settings = {**job.settings, **kernel_of(out)}
     manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
     read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
@@ -90,8 +88,8 @@ def analyze_dataset(
             todo.append(shard.index)
         elif progress is not None:
             progress(len(shard.documents), 0)
-    if todo or not n_shards:
-        made = ray.data.from_items([{"index": index} for index in todo or [-1]], override_num_blocks=max(1, len(todo))).map_batches(
+    if todo:
+        made = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
             _Worker, fn_constructor_args=(job, str(out), settings, environment()["threads"]), batch_size=1, concurrency=concurrency,
             num_cpus=1 if job.device == "cpu" else 0, num_gpus=0 if job.device == "cpu" else 1,
         )  # fmt: skip
@@ -102,7 +100,7 @@ def analyze_dataset(
                 progress(row["documents"], row["tokens"])
     shutil.rmtree(out / _SPOOL, ignore_errors=True)
     found = Analysis.open(out, unfinished=True)
-    found.finish(max(1, n_shards))
+    found.finish(n_shards)
     return found
 
 
@@ -117,8 +115,7 @@ class _Worker:
 
         from probemon.manager import DynamicProbeManager
 
-        torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1
+        torch.set_num_threads(threads)  # Ray sets 1
         model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
         manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
         tables = Tables(manager.pack, job.floor, job.keep_text)
@@ -138,8 +135,7 @@ class _Worker:
             if not self._ready:
                 self._get_ready(*self._arguments)
             for index in batch["index"].tolist():
-                shard = _spooled(self._analysis.directory, index) if index >= 0 else Shard(0, ())  # below 0: an input without documents
-                for scored in self._scorer.score([shard]):
+                for scored in self._scorer.score([_spooled(self._analysis.directory, index)]):
                     write(self._analysis, self._tables, scored)
                     tell(len(scored.documents), int(scored.ptr[-1]), "", "")
         except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone

@@ -1,15 +1,36 @@
-"""A host model by name, for the commands.
+"""What the commands that run a host have in common: its threads, and the host by name.
 
-    model, tokenizer = load_model("demo", "cpu", print)
+    use_threads(2)
+    model, tokenizer = load_aloud("demo", "cpu")
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from probemon.errors import ConfigError
+
+
+def use_threads(threads: int) -> None:
+    """Set torch's threads; 0 leaves what it chose. Raises `ConfigError`."""
+    import torch
+
+    if threads < 0:
+        raise ConfigError(f"--threads is {threads}: give 1 or more, or 0 for what torch chooses")
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """`load_model` that says on standard error what takes long."""
+    say = Console(stderr=True)
+    with say.status(f"loading {name}") if say.is_terminal else nullcontext():
+        return load_model(name, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.analysis import COUNTED, Analysis, arrow, schemas
+from probemon.analysis import COUNTED, MANIFEST, Analysis, arrow, schemas
 from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
@@ -69,10 +69,15 @@ def analyze(
 
         for scored in scorer.score(missing(), progress=progress):
             write(analysis, table, scored)
-        if not n_shards and rank == 0:
-            write_nothing(analysis, table, scorer)
-        analysis.finish(max(1, n_shards))
+        analysis.finish(n_shards)
     return analysis
+
+
+def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
+    """The kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same; nothing where there is none."""
+    begun = (Path(out) / MANIFEST).is_file()
+    kernel = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if begun else {}
+    return {name: kernel[name] for name in ("impl", "strategy") if name in kernel}
 
 
 def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
@@ -81,17 +86,12 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
 
 
-def write_nothing(analysis: Analysis, table: Tables, scorer: CorpusScorer) -> None:
-    """The one shard of an input without documents."""
-    for scored in scorer.score([Shard(0, ())]):
-        write(analysis, table, scored)
-
-
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
     """What is known of a shard that is there already; None where it is still to be made. Raises `ConfigError` where it is of other documents."""
     known = analysis.shard(shard.index)
     if known is not None and known["digest"] != shard.digest:
-        raise ConfigError(f"documents {shard.documents[0].index} to {shard.documents[-1].index} have changed since {analysis.directory} was begun: give another folder")
+        last = known["first"] + max(known["n_documents"], len(shard.documents)) - 1
+        raise ConfigError(f"documents {known['first']} to {last} have changed since {analysis.directory} was begun: give another folder")
     return known
 
 
@@ -149,7 +149,7 @@ class Tables:
         n_documents, lengths = len(scored.documents), np.diff(scored.ptr)
         place = np.repeat(np.arange(n_documents), lengths)  # of each token, its document in the shard
         position = np.arange(len(place)) - np.repeat(scored.ptr[:-1], lengths)
-        pair_of = np.repeat(np.arange(len(place)), np.diff(scores.ptr))  # of each active pair, its token
+        pair_of = scores.state_of
         above = scores.fired_mask if self.floor == "fired" else scores.values > np.float32(self.floor)
         token, probe, value = pair_of[above], scores.probes[above].astype(np.int64), scores.values[above]
         seen = np.bincount(place, weights=scores.coverage.seen, minlength=n_documents)

@@ -121,7 +121,7 @@ class Result:
         if not chosen.any():
             raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
         chosen = self._of_phase(chosen, phase)
-        entry_token = np.repeat(np.arange(len(self.row)), np.diff(self.scores.ptr))
+        entry_token = self.scores.state_of
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
         threshold = self.pack.alert_threshold.numpy()[probes]
@@ -155,11 +155,8 @@ class Result:
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
             raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
         chosen &= self.coverage.seen
-        tokens, column = np.flatnonzero(chosen), np.zeros(len(self), dtype=np.float32)
-        entry_token = np.repeat(np.arange(len(self)), np.diff(self.scores.ptr))
-        mine = self.scores.probes == probe
-        column[entry_token[mine]] = self.scores.values[mine]
-        n_inactive = len(tokens) - int(np.isin(tokens, entry_token[mine]).sum())
+        tokens, column = np.flatnonzero(chosen), self.scores.column(probe)
+        n_inactive = len(tokens) - int(np.isin(tokens, self.scores.state_of[self.scores.probes == probe]).sum())
         return Aggregate(str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive)
 
     def to_arrow(self) -> Any:
@@ -172,7 +169,7 @@ class Result:
             import pyarrow as pa
         except ImportError as error:
             raise MissingExtra("to_arrow needs pyarrow: pip install 'probemon[corpus]'") from error
-        token = np.repeat(np.arange(len(self.row)), np.diff(self.scores.ptr))
+        token = self.scores.state_of
         ids = pa.array([concept["id"] for concept in self.pack.concepts])
         unseen = [
             {"row": int(self.row[i]), "position": int(self.position[i]), "reason": reason}

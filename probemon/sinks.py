@@ -256,7 +256,7 @@ class ParquetSink(_FileSink):
 
     def _append(self, batch: TokenBatch) -> None:
         scores, coverage, n = batch.scores, batch.scores.coverage, len(batch.scores.values)
-        token = np.repeat(np.arange(len(batch)), np.diff(scores.ptr))
+        token = scores.state_of
         self._totals.update(coverage.totals())
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:

@@ -256,6 +256,18 @@ class Scores:
     def __len__(self) -> int:
         return len(self.ptr) - 1
 
+    @property
+    def state_of(self) -> npt.NDArray[np.int64]:
+        """Of each active pair its state `[E]`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.ptr))
+
+    def column(self, probe: int) -> Floats:
+        """Scores of one probe `[N]`, 0 where it was not active."""
+        found = np.zeros(len(self), dtype=np.float32)
+        mine = self.probes == probe
+        found[self.state_of[mine]] = self.values[mine]
+        return found
+
     def active(self, t: int) -> npt.NDArray[np.int32]:
         """Active probes of state t, ascending."""
         return self.probes[self._at(t)]

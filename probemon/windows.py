@@ -189,5 +189,5 @@ def shards(documents: Iterable[Document]) -> Iterator[Shard]:
             index, held, n_chars = index + 1, [], 0
         held.append(document)
         n_chars += len(document.text)
-    if held:
+    if held or not index:  # an input without documents is one shard of none
         yield Shard(index, tuple(held))

@@ -17,8 +17,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -73,11 +75,11 @@ def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[
             if way == "bare":
                 n_tokens = bare(manager, model, tokenizer, texts)
             else:
-                with tempfile.TemporaryDirectory() as folder:
-                    whole_host(way == "whole_host")
+                # "whole_host": run to its last layer, as one is that cannot be left half-way.
+                left = patch("probemon.corpus.may_be_left", return_value=False) if way == "whole_host" else nullcontext()
+                with left, tempfile.TemporaryDirectory() as folder:
                     analyze(manager, model, tokenizer, texts, Path(folder) / "out")
             taken[way].append(time.perf_counter() - begin)
-    whole_host(False)
     seconds = {way: statistics.median(runs[1:]) for way, runs in taken.items()}
     return {
         "n_documents": len(texts), "n_tokens": n_tokens, "n_runs": n_pairs, "seconds": {way: round(value, 3) for way, value in seconds.items()},
@@ -86,19 +88,6 @@ def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[
         "tokens_per_second": {way: round(n_tokens / value) for way, value in seconds.items()},
         "strategy": manager.strategy.why, "impl": manager.impl,
     }  # fmt: skip
-
-
-_MAY_STOP = CorpusScorer.__init__
-
-
-def whole_host(wanted: bool) -> None:
-    """Whether hosts are run to their last layer, as one is that cannot be left half-way."""
-
-    def made(self: CorpusScorer, *arguments: Any, **settings: Any) -> None:
-        _MAY_STOP(self, *arguments, **settings)
-        self._may_stop = False
-
-    CorpusScorer.__init__ = made if wanted else _MAY_STOP  # type: ignore[method-assign]
 
 
 def bare(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]]) -> int:

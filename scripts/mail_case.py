@@ -136,15 +136,8 @@ def train(path: Path, model: Any, states: list[torch.Tensor], texts: Sequence[Te
 
 def watch(manager: DynamicProbeManager, states: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """Scores `[T, 1]` of spam at every token of each mail, as a run would see them; inactive is 0."""
-    spam, found = manager.pack.find("spam"), []
-    for hidden in tqdm(states, desc="watching", disable=None):
-        scores = manager.score_tokens(hidden)
-        column = np.zeros((len(scores), 1), dtype=np.float32)
-        token = np.repeat(np.arange(len(scores)), np.diff(scores.ptr))
-        mine = scores.probes == spam
-        column[token[mine], 0] = scores.values[mine]
-        found.append(column)
-    return found
+    spam = manager.pack.find("spam")
+    return [manager.score_tokens(hidden).column(spam)[:, None] for hidden in tqdm(states, desc="watching", disable=None)]
 
 
 def monitored(aggregator: Aggregator, scored: dict[str, list[np.ndarray]], labels: dict[str, np.ndarray]) -> dict[str, Any]:

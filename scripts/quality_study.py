@@ -22,7 +22,7 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.audit import TOP, compare
-from probemon.bundled import load_bundled
+from probemon.bundled import cache_dir, load_bundled
 from probemon.calibrate import write_calibrated
 from probemon.corpus import CorpusScorer
 from probemon.documents import read_documents
@@ -38,7 +38,6 @@ from real_text import bbc
 from wordnet_pack.dataset import Source, prepare
 from wordnet_pack.generated import generate_texts
 from wordnet_pack.mentions import LABELLED
-from wordnet_pack.wordnet import cache_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
@@ -82,7 +81,7 @@ def read(model: Any, tokenizer: Any, n_articles: int, n_mentions: int) -> tuple[
     articles = [text.text[:1200] for text in bbc()]
     order = torch.randperm(len(articles), generator=torch.Generator().manual_seed(SEED)).tolist()[: n_articles + n_articles // 3]
     news = [(x, len(x)) for x, _ in states([articles[i] for i in order])]
-    written = generate_texts(model, tokenizer, seed=SEED, fingerprint=fingerprint(model), folder=cache_folder())
+    written = generate_texts(model, tokenizer, seed=SEED, fingerprint=fingerprint(model), folder=cache_dir())
     start = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     generated = []
     for x, ids in states([text.removeprefix(tokenizer.bos_token) for text in written]):
@@ -178,7 +177,7 @@ def row(pack: ProbePack, documents: States, truth: list[np.ndarray], where: dict
 def actives(scores: Scores, n_probes: int) -> np.ndarray:
     """Active sets `[T, P]`."""
     found = np.zeros((len(scores), n_probes), dtype=bool)
-    found[np.repeat(np.arange(len(scores)), np.diff(scores.ptr)), scores.probes] = True
+    found[scores.state_of, scores.probes] = True
     return found
 
 

@@ -230,3 +230,9 @@ def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
     for other in (first, second):
         assert other.token_id.tolist() == third.token_id.tolist() and other.coverage.n_unseen == 1
         assert np.array_equal(other.scores.values, third.scores.values)
+
+
+def test_the_command_line_starts_without_torch():
+    """It takes seconds, and help, errors and reports need none of it."""
+    done = subprocess.run([sys.executable, "-c", "import probemon.cli, sys; print('torch' in sys.modules)"], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

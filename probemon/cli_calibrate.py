@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from probemon.documents import MAX_CHARS
 from probemon.errors import CalibrationError, ConfigError, PackError
 from probemon.hierarchy import Ints, Mask
-from probemon.loading import load_aloud, use_threads
+from probemon.loading import load_aloud, use_threads, window_of
+from probemon.windows import Reading
 
 if TYPE_CHECKING:
     from probemon.calibrate import Alerts
@@ -47,6 +51,11 @@ def calibrate(
     unit: Annotated[str, typer.Option(help="What the rate is a share of: token, or document (any token of it).")] = "token",
     confidence: Annotated[float, typer.Option(help="Probability with which all thresholds hold together.")] = 0.95,
     expand_recall: Annotated[float | None, typer.Option(help="Calibrate expand thresholds: the share of firing probes to be reached.")] = None,
+    text_field: Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")] = "text",
+    id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
+    max_chars: Annotated[int, typer.Option(help="A longer document is left out.")] = MAX_CHARS,
+    window: Annotated[int, typer.Option(help="Longest input of the model in tokens; 0: 1024, or what it takes.")] = 0,
+    overlap: Annotated[int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")] = -1,
     model: Annotated[str | None, typer.Option(help="A model folder, a hub name, or 'demo'. Default: the pack's own host.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "auto",
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
@@ -80,27 +89,30 @@ def calibrate(
         expanding.check_recall(expand_recall)
     check_device(device)
     use_threads(threads)
+    reading, read = Reading(window_of(window, overlap)), partial(read_documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     opened = ProbePack.from_pretrained(pack)
     target = out or _beside(pack, opened)
-    if target.exists():
-        raise PackError(f"{target} exists: choose another folder with --out")
+    _check_target(target)
     watched = opened.find_all(watch) if watch else list(range(opened.n_probes))
-    for source in (benign, positive):
-        if source is not None:
-            read_documents(source)  # a wrong name is to be told before the model is loaded
+    # What is wrong with the documents is to be told before they are scored, which takes minutes.
+    read(benign)
+    if positive is not None:
+        for document in read(positive) if positive != "-" else ():
+            _concepts_of(document, opened)
     name = model or _host_of(opened)
     host, tokenizer = load_aloud(name, device, dtype)
     # Every probe is scored; the descent, which only says what was seen, is the least there is.
     manager = DynamicProbeManager(opened, device=device, load_threshold=1.0, max_loaded_probes=opened.n_probes, strategy="descent")
     together = expand_recall is not None and fpr is not None and aggregator == Each()
     columns = np.arange(opened.n_probes) if expand_recall is not None else np.asarray(watched)
-    ordinary = _Scored.of(manager, host, tokenizer, benign, columns, "benign")
+    scored = partial(_Scored.of, manager, host, tokenizer, reading=reading, read=read)
+    ordinary = scored(benign, columns, "benign")
     shaping, calibrating = expanding.split(len(ordinary.scores))
     alerts = None
     if fpr is not None:
         use = shaping.tolist() if together else range(len(ordinary.scores))
         at = np.searchsorted(columns, watched) if expand_recall is not None else np.arange(len(watched))
-        present = None if positive is None else _Scored.of(manager, host, tokenizer, positive, np.asarray(watched), "positive")
+        present = None if positive is None else scored(positive, np.asarray(watched), "positive")
         alerts = calibrate_alerts(
             (ordinary.scores[i][:, at] for i in use), fpr=fpr, aggregate=aggregator, unit=unit, confidence=confidence, family=family,
             positives=() if present is None else present.with_concepts(opened, watched),
@@ -135,15 +147,17 @@ class _Scored:
     sha256: str = ""
 
     @classmethod
-    def of(cls, manager: DynamicProbeManager, host: Any, tokenizer: Any, source: str, columns: Ints, label: str) -> _Scored:
+    def of(
+        cls, manager: DynamicProbeManager, host: Any, tokenizer: Any, source: str, columns: Ints, label: str, *, reading: Reading, read: Callable[[str], Iterator[Document]]
+    ) -> _Scored:  # fmt: skip
         from tqdm import tqdm
 
         from probemon.corpus import score_documents
-        from probemon.documents import count_documents, read_documents
+        from probemon.documents import count_documents
 
         made, digest = cls(source), hashlib.sha256()
         with tqdm(total=count_documents(source), unit="doc", desc=label, disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
-            every = score_documents(manager, host, tokenizer, read_documents(source), exhaustive=True, progress=lambda documents, tokens: bar.update(documents))
+            every = score_documents(manager, host, tokenizer, read(source), reading=reading, exhaustive=True, progress=lambda documents, tokens: bar.update(documents))
             for scored in every:
                 if scored.scores is None or scored.everything is None:
                     made.bad.append(scored.document)
@@ -166,13 +180,27 @@ class _Scored:
     def with_concepts(self, pack: ProbePack, watched: list[int]) -> Iterator[tuple[Floats, Mask | None]]:
         """Scores and which of the watched concepts the document is of, by its field `concepts`."""
         for scores, document in zip(self.scores, self.documents, strict=True):
-            stated = document.fields.get("concepts")
-            if stated is None:
-                yield scores, None
-                continue
-            if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
-                raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
-            yield scores, np.isin(watched, [pack.find(one) for one in stated])
+            of = _concepts_of(document, pack)
+            yield scores, None if of is None else np.isin(watched, of)
+
+
+def _concepts_of(document: Document, pack: ProbePack) -> list[int] | None:
+    """Probes that a document's field `concepts` names, None where it has none. Raises `ConfigError`, `UnknownConcept`."""
+    stated = document.fields.get("concepts")
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
+    return [pack.find(one) for one in stated]
+
+
+def _check_target(target: Path) -> None:
+    """Raise `PackError` where a folder cannot be made."""
+    if target.exists():
+        raise PackError(f"{target} exists: choose another folder with --out")
+    above = next(parent for parent in target.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise PackError(f"{target} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; choose another folder with --out")
 
 
 def _beside(pack: str, opened: ProbePack) -> Path:

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from probemon.documents import MAX_CHARS
 from probemon.errors import ConfigError
-from probemon.loading import load_aloud, use_threads
-from probemon.windows import Reading, Window
+from probemon.loading import load_aloud, use_threads, window_of
+from probemon.windows import Reading
 
 if TYPE_CHECKING:
     from probemon.analysis import Analysis
@@ -64,7 +64,7 @@ def analyze(
 
     rank, world_size = _ranks()
     least: float | str = floor if floor == "fired" else _number("floor", floor)
-    reading = Reading(_window(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special)
+    reading = Reading(window_of(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special)
     check_device(device)
     use_threads(threads)
     if ray:
@@ -151,14 +151,6 @@ def _show(analysis: Analysis) -> None:
     for row in rows:
         table.add_row(" > ".join(row["path"]).replace("[", r"\["), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
     console.print(table)
-
-
-def _window(n_tokens: int, overlap: int) -> Window | None:
-    if n_tokens == 0:
-        if overlap >= 0:
-            raise ConfigError(f"--overlap is {overlap}: give --window too")
-        return None
-    return Window(n_tokens, n_tokens // 8 if overlap == -1 else overlap)
 
 
 def _ranks() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What the commands that run a host have in common: its threads, and the host by name.
+"""What the commands that run a host have in common: its threads, its windows, and the host by name.
 
     use_threads(2)
     model, tokenizer = load_aloud("demo", "cpu")
@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from probemon.errors import ConfigError
+from probemon.windows import Window
 
 
 def use_threads(threads: int) -> None:
@@ -55,3 +56,12 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
         raise ConfigError(f"{name!r} is {where} and cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
+
+
+def window_of(n_tokens: int, overlap: int) -> Window | None:
+    """The window that --window and --overlap ask for; None for the default one. Raises `ConfigError`."""
+    if n_tokens == 0:
+        if overlap >= 0:
+            raise ConfigError(f"--overlap is {overlap}: give --window too")
+        return None
+    return Window(n_tokens, n_tokens // 8 if overlap == -1 else overlap)

@@ -110,7 +110,7 @@ class MonitorRun:
 
         `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
         with `*`): a rule for each. `aggregate` compares a running score instead of each token's own: "mean", "max",
-        "attention" or one of `probemon.aggregate`. `action`: "stop" ends that row of the generation (the token
+        "attention", "ema:0.3", ... or one of `probemon.aggregate`. `action`: "stop" ends that row of the generation (the token
         sampled meanwhile is still in the output), "raise" ends `generate` with `ConceptRaised`, a callable gets the
         `Event`. `above` defaults to the pack's alert threshold, with an aggregate to the one calibrated for it.
         The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.

@@ -18,9 +18,12 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed, write_calibrated
 from probemon.cli_calibrate import calibrate
+from probemon.corpus import score_documents
+from probemon.documents import read_documents
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
 from probemon.expansion import Expansion
 from probemon.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
+from probemon.windows import Reading, Window
 
 AGGREGATORS = [Each(), Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -438,9 +441,31 @@ def test_bad_input_is_told_before_anything_is_written(workplace, pack, tmp_path,
 
 @pytest.mark.parametrize(("stated", "words"), [("c5", "document odd: 'concepts' is 'c5': give a list of concept ids"), (["c77"], "no concept 'c77'")])
 def test_concepts_of_a_positive_document_are_a_list_of_known_ones(workplace, pack, tmp_path, stated, words):
+    """And before the model is loaded: there is none here."""
     (tmp_path / "odd.jsonl").write_text(json.dumps({"id": "odd", "text": "abc", "concepts": stated}))
-    done = run_command(pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl", "--fpr", 0.1, "--positive", tmp_path / "odd.jsonl", "--out", tmp_path / "out")
+    done = run_command(pack.directory, "--model", tmp_path / "no-model", "--benign", workplace / "benign.jsonl", "--fpr", 0.1, "--positive", tmp_path / "odd.jsonl", "--out", tmp_path / "out")
     assert words in str(done.exception) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("out", "words"), [("taken", "taken exists: choose another"), ("taken/below", "taken is a file; choose another")])
+def test_where_no_pack_can_be_written_is_told_before_the_model_is_loaded(workplace, pack, tmp_path, out, words):
+    (tmp_path / "taken").write_text("mine")
+    done = run_command(pack.directory, "--model", tmp_path / "no-model", "--benign", workplace / "benign.jsonl", "--fpr", 0.1, "--out", tmp_path / out)
+    assert words in str(done.exception) and (tmp_path / "taken").read_text() == "mine"
+
+
+def test_documents_have_their_own_field_names_lengths_and_windows(workplace, model, pack, tmp_path):
+    rows = [{"name": f"b{i}", "body": text} for i, text in enumerate([*random_texts(60, longest=40), "a" * 500])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = ["--text-field", "body", "--id-field", "name", "--max-chars", 400, "--window", 16, "--overlap", 4]
+    done = run_command(pack.directory, "--model", workplace / "host", "--benign", tmp_path / "rows.jsonl", "--fpr", 0.1, "--watch", "c5", "--out", tmp_path / "out", "--json", *fields)
+    assert done.exit_code == 0, done.output
+    told, manager = json.loads(done.stdout), DynamicProbeManager(pack, strategy="descent", impl="cpu", max_loaded_probes=pack.n_probes)
+    assert told["inputs"]["benign"]["n_documents"] == 60 and told["inputs"]["benign"]["n_bad"] == 1
+    scored = score_documents(manager, model, make_tokenizer(), read_documents(random_texts(60, longest=40)), reading=Reading(Window(16, 4)), exhaustive=True)
+    expected = calibrate_alerts([one.everything.numpy()[:, [pack.find("c5")]] for one in scored], fpr=0.1)
+    whole = calibrate_alerts([s[:, [pack.find("c5")]] for s in exhaustive(pack, model, random_texts(60, longest=40))], fpr=0.1)
+    assert told["concepts"]["c5"]["threshold"] == pytest.approx(expected.threshold[0], abs=2e-5) and abs(whole.threshold[0] - expected.threshold[0]) > 1e-4
 
 
 def test_the_pack_is_written_beside_the_old_one(workplace, model, tmp_path):

@@ -1,0 +1,54 @@
+"""From the shell: two processes at once, and two workers of Ray, write the rows that one process writes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import make_model
+from corpora import make_tokenizer, random_texts
+
+from probemon.analysis import TABLES, Analysis
+
+
+def tables(folder):
+    opened = Analysis.open(folder)
+    return {name: getattr(opened, name)().to_pydict() for name in TABLES}, opened.manifest["totals"]
+
+
+@pytest.fixture(scope="module")
+def workplace(pack, tmp_path_factory):
+    """A host in a folder, 700 texts (so three shards of 256), and their analysis by one process, from the shell."""
+    folder = tmp_path_factory.mktemp("shell")
+    make_model().save_pretrained(folder / "host")
+    make_tokenizer().save_pretrained(folder / "host")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(random_texts(700, longest=20))))
+    done = command(folder, pack, "one").communicate(timeout=900)
+    assert Analysis.open(folder / "one").complete, done
+    return folder
+
+
+def command(folder, pack, out, *more, **environment):
+    arguments = ["analyze", folder / "host", pack.directory, folder / "texts.jsonl", "--out", folder / out, "--dtype", "float32", "--window", "24", "--json", *more]
+    words = [sys.executable, "-m", "probemon.cli", *map(str, arguments)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def test_two_processes_at_once_write_the_rows_of_one(pack, workplace):
+    running = [command(workplace, pack, "ranks", RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
+    told = [process.communicate(timeout=900) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert len(list((workplace / "ranks/shards").glob("*.json"))) == 3
+    assert tables(workplace / "ranks") == tables(workplace / "one")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
+def test_ray_from_the_shell_writes_the_rows_of_one_process(pack, workplace):
+    """In a cluster of its own, which the command makes and ends."""
+    running = command(workplace, pack, "ray", "--ray", "2", RAY_ADDRESS="local")
+    out, error = running.communicate(timeout=900)
+    assert running.returncode == 0, error
+    assert json.loads(out)["documents"] == 700
+    assert tables(workplace / "ray") == tables(workplace / "one")

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -66,8 +66,9 @@ def schemas() -> dict[str, pa.Schema]:
 class Analysis:
     """An analysis of a corpus in a folder. Read with `open`; `begin`, `write_shard` and `finish` are for what makes one."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, manifest: dict[str, Any], elsewhere: Sequence[str] = ()) -> None:
         self.directory, self.manifest = directory, manifest
+        self._elsewhere = elsewhere  # what of its environment is another one now
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -130,12 +131,12 @@ class Analysis:
             # What a run that was killed at its very start leaves is nobody's.
             if path.exists() and (not path.is_dir() or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())):
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
+            manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": stated, "environment": dict(environment), "complete": False}
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                _write_json(path / MANIFEST, manifest)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
-            manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": stated, "environment": dict(environment), "complete": False}
-            _write_json(path / MANIFEST, manifest, f".{MANIFEST}-{os.getpid()}")  # several processes may begin at once
             return cls(path, manifest)
         if not resume:
             raise ConfigError(f"{path} holds an analysis: pass resume=True to go on with it, or give another folder")
@@ -144,10 +145,7 @@ class Analysis:
         if known["identity"] != stated:
             differs = "; ".join(_differences(known["identity"], stated))
             raise ConfigError(f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give another folder")
-        other = _differences(known.get("environment"), dict(environment))
-        if other and not known.get("complete"):
-            warnings.warn(f"{path} was begun elsewhere ({'; '.join(other)}): the last bits of the rows still to come may be others", UserWarning, stacklevel=3)
-        return cls(path, known)
+        return cls(path, known, _differences(known.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
@@ -158,7 +156,11 @@ class Analysis:
     @contextmanager
     def _lock(self, name: str, how: int) -> Iterator[None]:
         """The lock goes with the process, however it ends."""
-        with (self.directory / f".lock-{name}").open("w") as stream:
+        try:
+            stream = (self.directory / f".lock-{name}").open("w")
+        except OSError as error:
+            raise ConfigError(f"{self.directory} cannot be written ({error.strerror}): check its permissions, or give another folder") from error
+        with stream:
             try:
                 fcntl.flock(stream, how)
             except OSError as error:
@@ -173,25 +175,30 @@ class Analysis:
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
         """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
-        sizes = {}
-        try:
+        if self._elsewhere:
+            warnings.warn(f"{self.directory} was begun elsewhere ({'; '.join(self._elsewhere)}): the last bits of the rows still to come may be others", UserWarning, stacklevel=3)
+            self._elsewhere = ()
+        with self._writing():
+            if self.complete:  # its input has grown: until that is in it, it is not
+                self.manifest = {name: value for name, value in self.manifest.items() if name not in ("totals", "shards")} | {"complete": False}
+                _write_json(self.directory / MANIFEST, self.manifest)
             (self.directory / SHARDS).mkdir(exist_ok=True)
-            for name in TABLES:
-                target = self._path(index, f"{name}.parquet")
-                partial = target.with_name(f".{target.name}")
-                _write_table(partial, tables[name])
-                sizes[name] = partial.stat().st_size
-                os.replace(partial, target)
+            sizes = {name: _write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
             _write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
-        except OSError as error:
-            raise SinkFailed(f"{self.directory} cannot be written ({error.strerror}): what is whole is kept, run the same again when there is room") from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # pyarrow's are such, too
+            raise SinkFailed(f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same again when there is room") from error
 
     def finish(self, n_shards: int) -> bool:
         """Merge the tables of all shards and mark the analysis as complete; False where other processes have shards to write still.
 
         Where several end at once each does it, one after another, with the same result.
         """
-        with self._lock("finish", fcntl.LOCK_EX):
+        with self._lock("finish", fcntl.LOCK_EX), self._writing():
             return self._finish(n_shards)
 
     def _finish(self, n_shards: int) -> bool:
@@ -202,11 +209,11 @@ class Analysis:
             raise ConfigError(f"{self.directory} has more shards than this input ({n_shards}): documents were taken away since. Give another folder")
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
-        _replace_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
+        _write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
         totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
-        for left in self.directory.glob(f".{MANIFEST}-*"):
-            left.unlink()
+        for left in (*self.directory.glob(".*.partial-*"), *self.directory.glob(f"{SHARDS}/.*.partial-*")):  # of processes that were killed
+            left.unlink(missing_ok=True)
         _write_json(self.directory / MANIFEST, self.manifest)
         return True
 
@@ -216,12 +223,9 @@ class Analysis:
     def _merge(self, name: str, n_shards: int) -> None:
         import pyarrow.parquet as pq
 
-        target = self.directory / f"{name}.parquet"
-        partial = target.with_name(f".{target.name}")
-        with pq.ParquetWriter(partial, schemas()[name], compression="zstd") as writer:
+        with _replacing(self.directory / f"{name}.parquet") as stream, pq.ParquetWriter(stream, schemas()[name], compression="zstd") as writer:
             for index in range(n_shards):
                 writer.write_table(_read(self._path(index, f"{name}.parquet"), None), row_group_size=_ROWS_PER_GROUP)
-        _into_place(partial, target)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
         """Counts of the shards added in their order, so that sums are the same however often the run was interrupted."""
@@ -269,25 +273,29 @@ def _read(path: Path, columns: Sequence[str] | None, filters: Any = None) -> pa.
         raise ConfigError(f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again") from error
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may write the same."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _write_table(path: Path, table: pa.Table) -> int:
+    """Its size in bytes."""
     import pyarrow.parquet as pq
 
-    with path.open("wb") as stream:
+    with _replacing(path) as stream:
         pq.write_table(table, stream, compression="zstd", row_group_size=_ROWS_PER_GROUP)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _replace_table(path: Path, table: pa.Table) -> None:
-    partial = path.with_name(f".{path.name}")
-    _write_table(partial, table)
-    os.replace(partial, path)
-
-
-def _into_place(partial: Path, target: Path) -> None:
-    with partial.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(partial, target)
+        return stream.tell()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -302,15 +310,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _write_json(path: Path, value: Mapping[str, Any], partial_name: str | None = None) -> None:
-    partial = path.with_name(partial_name or f".{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with _replacing(path) as stream:
+        stream.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

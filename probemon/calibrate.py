@@ -201,7 +201,10 @@ def _running(aggregator: Aggregator, scores: Floats) -> Floats:
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
     unseen = np.isnan(scores).all(axis=1)
-    values = over(aggregator, scores[~unseen] if unseen.any() else scores)
+    kept = scores[~unseen] if unseen.any() else scores
+    if ((kept < 0) | (kept > 1)).any():
+        raise ConfigError("scores are not between 0 and 1: give what probes score, no logits")
+    values = over(aggregator, kept)
     rounded = values.astype(np.float32)
     return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
@@ -221,6 +224,8 @@ def _positive(aggregator: Aggregator, positives: Iterable[tuple[Floats, Mask | N
     for scores, of in positives:
         given = True
         values = _running(aggregator, scores)
+        if values.shape[1] != len(threshold) or (of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)):
+            raise ConfigError(f"positive scores {values.shape}, of {of!r}: give scores [T, {len(threshold)}] and which of the {len(threshold)} concepts, as booleans, or None")
         exceeding = (values > threshold).sum(axis=0)
         here = slice(None) if of is None else np.flatnonzero(of)
         tokens_over[here] += exceeding[here]

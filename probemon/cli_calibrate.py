@@ -146,6 +146,11 @@ class _Scored:
     bad: list[Document] = field(default_factory=list)
     sha256: str = ""
 
+    @property
+    def n_copies(self) -> int:
+        """Documents whose text another one has, too: a bound counts them as independent, which they are not."""
+        return len(self.documents) - len({document.text for document in self.documents})
+
     @classmethod
     def of(
         cls, manager: DynamicProbeManager, host: Any, tokenizer: Any, source: str, columns: Ints, label: str, *, reading: Reading, read: Callable[[str], Iterator[Document]]
@@ -175,7 +180,7 @@ class _Scored:
     def stated(self) -> dict[str, Any]:
         """For the record. The hash is of the texts that were scored, each with a zero byte after it."""
         name = "standard input" if self.source == "-" else Path(self.source).name
-        return {"source": name, "sha256_of_texts": self.sha256, "n_documents": len(self.scores), "n_bad": len(self.bad), "n_tokens": sum(map(len, self.scores))}
+        return {"source": name, "sha256_of_texts": self.sha256, "n_documents": len(self.scores), "n_bad": len(self.bad), "n_copies": self.n_copies, "n_tokens": sum(map(len, self.scores))}
 
     def with_concepts(self, pack: ProbePack, watched: list[int]) -> Iterator[tuple[Floats, Mask | None]]:
         """Scores and which of the watched concepts the document is of, by its field `concepts`."""
@@ -222,6 +227,8 @@ def _show(pack: ProbePack, target: Path, watched: list[int], alerts: Alerts | No
     console = Console(soft_wrap=True, highlight=False, width=max(_WIDTH, Console().width))
     bad = f", {len(ordinary.bad)} bad ones left out (first: {ordinary.bad[0].id}: {ordinary.bad[0].reason})" if ordinary.bad else ""
     console.print(f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))} tokens{bad}", markup=False)
+    if ordinary.n_copies:
+        console.print(f"{ordinary.n_copies} of {len(ordinary.scores)} benign documents are copies of others: the bounds take them as independent, so they are too narrow", markup=False)
     if found is not None:
         slack = "the last resort, no slack at all" if found.slack is None else f"slack {found.slack:.4g}"
         console.print(f"{found.sentence()} At {slack}; {found.n_unknown} probes always expanded for want of scores.".replace("`", ""), markup=False)

@@ -59,7 +59,7 @@ def analyze(
     from probemon.documents import read_documents
     from probemon.kernels import check_device
     from probemon.manager import DynamicProbeManager
-    from probemon.offline import kernel_of
+    from probemon.offline import Tables, kernel_of
     from probemon.pack import ProbePack
 
     rank, world_size = _ranks()
@@ -75,6 +75,7 @@ def analyze(
         return
     opened = ProbePack.from_pretrained(pack)
     read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
+    Tables(opened, least, not no_text)  # and so is a wrong floor
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype)
     with _progress(source) as progress:
@@ -144,6 +145,9 @@ def _show(analysis: Analysis) -> None:
     console.print(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped", markup=False)
     if totals.get("audit", {}).get("n_tokens"):
         console.print(f"audit: {Audit.of_totals(totals['audit'])}", markup=False)
+    if not totals["rows"]:
+        console.print(f"no score was over the floor ({analysis.manifest['identity']['floor']})", markup=False)
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,20 @@ def analyze_dataset(
     settings = {**job.settings, **kernel_of(out)}
     manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
+    Tables(manager.pack, job.floor, job.keep_text)  # a wrong floor is to be told before anything is started
     read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
-    analysis = Analysis(out, {})
-    todo, n_shards = [], 0
-    for shard in shards(read):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made ({error.strerror}): give another folder") from error
+    with Analysis(out, {}).locked(), _spool_of(out):
+        return _spread(ray, job, out, settings, read, concurrency, progress)
+
+
+def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], documents: Iterator[Document], concurrency: int, progress: Progress | None) -> Analysis:
+    """The shards that are missing, to workers; then what `analyze` does in the end."""
+    analysis, todo, n_shards = Analysis(out, {}), [], 0
+    for shard in shards(documents):
         n_shards = shard.index + 1
         if check_known(analysis, shard) is None:
             _spool(out, shard)
@@ -98,7 +109,6 @@ def analyze_dataset(
                 raise getattr(errors, row["error"])(row["message"])
             if progress is not None:
                 progress(row["documents"], row["tokens"])
-    shutil.rmtree(out / _SPOOL, ignore_errors=True)
     found = Analysis.open(out, unfinished=True)
     found.finish(n_shards)
     return found
@@ -152,8 +162,17 @@ def _ray() -> Any:
     return ray
 
 
+@contextmanager
+def _spool_of(out: Path) -> Iterator[None]:
+    """A folder of texts that is gone afterwards, also where the block raises."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(out / _SPOOL, ignore_errors=True)
+
+
 def _spool(out: Path, shard: Shard) -> None:
-    (out / _SPOOL).mkdir(parents=True, exist_ok=True)
+    (out / _SPOOL).mkdir(exist_ok=True)
     rows = [{"index": d.index, "id": d.id, "text": d.text, "reason": d.reason} for d in shard.documents]
     target = out / _SPOOL / f"{shard.index:05d}.json"
     partial = target.with_name(f".{target.name}")

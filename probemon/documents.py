@@ -5,7 +5,8 @@
 
 - a text file: one document a line, blank lines left out; `id` is `name:line`
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
-- a folder: every file below it in the order of their paths; text files are one document each, `id` is the path
+- a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one document each, `id` is the path.
+  What cannot be read, and links to folders, which are not followed, are bad documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz` are decompressed
 Rows of an iterable that are dicts (a Hugging Face dataset gives such) have their fields by name; strings are texts.
@@ -70,11 +71,11 @@ def count_documents(source: Source) -> int | None:
     if not isinstance(source, (str, os.PathLike)):
         return len(source) if isinstance(source, Sized) else None
     path = Path(source)
-    if os.fspath(source) == "-" or path.name.endswith(".gz"):
+    if os.fspath(source) == "-" or _zipped(path):
         return None
     if path.is_dir():
-        counts = [_count_file(file, alone=False) for file in _files(path)]
-        return sum(counts)
+        files, left_out = _files(path)
+        return sum(_count_file(file, alone=False) for file in files) + len(left_out)
     return _count_file(path, alone=True)
 
 
@@ -120,10 +121,11 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _standard_input(fields, max_chars)
     path = Path(source)
     if path.is_dir():
-        files = _files(path)
+        files, left_out = _files(path)
         if not files:
-            raise ConfigError(f"{path} holds no files: give a folder of documents")
-        return _folder(path, files, fields, max_chars)
+            why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
+            raise ConfigError(f"{path} holds no files{why}: give a folder of documents")
+        return _folder(path, files, left_out, fields, max_chars)
     if not path.is_file():
         raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
     if _kind(path) == "parquet":
@@ -135,26 +137,43 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
     return _file(path, path.name, fields, max_chars)
 
 
-def _files(folder: Path) -> list[Path]:
-    found = []
-    for root, folders, names in os.walk(folder):
+def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """Files below a folder, and what else stands there, with the reason why it is not read."""
+    found, left_out = [], dict[Path, str]()
+
+    def unreadable(error: OSError) -> None:
+        left_out[Path(error.filename)] = f"cannot be read: {error.strerror}"
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
-
-
-def _folder(folder: Path, files: list[Path], fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
-    for path in files:
-        where = path.relative_to(folder).as_posix()
-        try:
-            if _kind(path) != "text":
-                yield from _file(path, where, fields, max_chars)
+        left_out |= {Path(root, name): "a link to a folder, which is not followed: give that folder too" for name in folders if Path(root, name).is_symlink()}
+        for path in (Path(root, name) for name in names if not name.startswith(".")):
+            if path.is_file():
+                found.append(path)
             else:
-                with _opened(path) as stream:
-                    data = stream.read(4 * max_chars + 1)
-                yield _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data, where)
-        except OSError as error:
-            yield _Row(where, reason=f"cannot be read: {error}")
+                left_out[path] = "a link to nothing" if path.is_symlink() else "not a file"
+    return found, left_out
+
+
+def _folder(folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
+        where = path.relative_to(folder).as_posix()
+        if path in left_out:
+            yield _Row(where, reason=left_out[path])
+        elif _kind(path) != "text":
+            yield from _file(path, where, fields, max_chars)
+        else:
+            yield _whole(path, where, max_chars)
+
+
+def _whole(path: Path, where: str, max_chars: int) -> _Row:
+    """A text file as one document."""
+    try:
+        with _opened(path) as stream:
+            data = stream.read(4 * max_chars + 1)
+    except Exception as error:  # a damaged archive fails in several ways
+        return _Row(where, reason=f"cannot be read: {error}")
+    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data, where)
 
 
 def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
@@ -169,12 +188,16 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
 
 
 def _kind(path: Path) -> str:
-    suffix = (Path(path.stem).suffix if path.suffix == ".gz" else path.suffix).lower()
+    suffix = (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
     return "json" if suffix in _JSON else "parquet" if suffix == ".parquet" else "text"
 
 
+def _zipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
 def _opened(path: Path) -> Any:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return gzip.open(path) if _zipped(path) else path.open("rb")
 
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
@@ -214,9 +237,12 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
 
 def _decoded(data: bytes, where: str) -> _Row:
     try:
-        return _Row(where, data.decode("utf-8").removeprefix("\ufeff"))
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+    if "\0" in text:  # UTF-16 without its mark is valid UTF-8, letter by letter
+        return _Row(where, reason=f"not a text (a NUL at character {text.index(chr(0))}): UTF-16, perhaps")
+    return _Row(where, text)
 
 
 def _too_long(where: str, max_chars: int) -> _Row:
@@ -239,6 +265,8 @@ def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
     names = _parquet_file(path).schema_arrow.names
     if fields[0] not in names:
         raise ConfigError(f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts")
+    if fields[1] != "id" and fields[1] not in names:
+        raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
     return [name for name in names if name in (*fields, "concepts")]
 
 
@@ -258,7 +286,7 @@ def _count_file(path: Path, alone: bool) -> int:
             return int(_parquet_file(path).metadata.num_rows)
         except ConfigError:
             return 1
-    if (kind == "text" and not alone) or path.suffix == ".gz":
+    if (kind == "text" and not alone) or _zipped(path):
         return 1
     lines, last = 0, b"\n"
     with path.open("rb") as stream:

@@ -47,8 +47,8 @@ def analyze(
     ends last completes the analysis. `progress(n_documents, n_tokens)` is told of more of both. Raises `ConfigError`; a bad document does not raise.
     """
     arrow()
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size} processes: give 0 to {world_size - 1}")
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in (rank, world_size)) or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank!r} of {world_size!r} processes: give 1 or more processes, and a rank from 0 to one less")
     check_apart(documents, out)
     read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     table = Tables(manager.pack, floor, keep_text)
@@ -135,8 +135,8 @@ class Tables:
     """The tables of a scored shard, for a pack and a floor. Raises `ConfigError` for a floor that is none."""
 
     def __init__(self, pack: ProbePack, floor: float | str, keep_text: bool) -> None:
-        if (isinstance(floor, str) and floor != "fired") or isinstance(floor, bool) or not isinstance(floor, (str, int, float)) or floor != floor:
-            raise ConfigError(f"floor is {floor!r}: give a score, or 'fired' for the alert thresholds of the pack")
+        if floor != "fired" and (isinstance(floor, (str, bool)) or not isinstance(floor, (int, float)) or not 0 <= floor < 1):
+            raise ConfigError(f"floor is {floor!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack")
         if floor == "fired" and np.isnan(pack.alert_threshold.numpy()).all():
             raise ConfigError(f"{pack.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
         self.pack, self.floor, self.keep_text = pack, floor, bool(keep_text)

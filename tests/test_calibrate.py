@@ -487,3 +487,30 @@ def test_inspect_says_what_a_pack_was_calibrated_for(model, tmp_path, capsys):
     inspect(str(made.directory), as_json=True)
     about = json.loads(capsys.readouterr().out)
     assert about["aggregated_thresholds"] == {"ema(0.3)": 2} and len(about["calibrations"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("positives", "words"),
+    [((np.full((5, 2), 0.5), np.array([True])), "which of the 2 concepts"), ((np.full((5, 3), 0.5), None), r"give scores \[T, 2\]"), ((np.full((5, 2), 0.5), np.array([0, 1])), "as booleans")],
+)
+def test_positives_of_other_concepts_are_refused(positives, words):
+    benign = [np.random.default_rng(0).random((200, 2))]
+    with pytest.raises(ConfigError, match=words):
+        calibrate_alerts(benign, fpr=0.1, positives=[positives])
+
+
+@pytest.mark.parametrize("bad", [7.0, -0.1, np.inf])
+def test_what_is_no_score_is_refused(bad):
+    scores = np.full((400, 1), 0.5)
+    scores[17] = bad
+    with pytest.raises(ConfigError, match="scores are not between 0 and 1"):
+        calibrate_alerts([scores], fpr=0.1)
+
+
+def test_copies_among_the_documents_are_told(workplace, pack, tmp_path):
+    lines = (workplace / "benign.jsonl").read_text().splitlines()[:60]
+    (tmp_path / "copies.jsonl").write_text("\n".join([*lines, *lines[:7]]) + "\n")
+    arguments = [pack.directory, "--model", workplace / "host", "--benign", tmp_path / "copies.jsonl", "--fpr", 0.1, "--watch", "c5"]
+    done = run_command(*arguments, "--out", tmp_path / "a")
+    assert done.exit_code == 0 and "7 of 67 benign documents are copies of others" in done.stdout
+    assert json.loads(run_command(*arguments, "--out", tmp_path / "b", "--json").stdout)["inputs"]["benign"]["n_copies"] == 7

@@ -1,5 +1,6 @@
 """An analysis says of every token of every document what watching would, whatever interrupted it and whoever shared the work."""
 
+import io
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,11 +18,12 @@ from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 
 from probemon import DynamicProbeManager
+from probemon import analysis as analysis_room
 from probemon.analysis import COUNTED, TABLES, Analysis
 from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, score_documents
 from probemon.documents import read_documents
-from probemon.errors import AlignmentError, ConfigError, HostMismatch
+from probemon.errors import AlignmentError, ConfigError, HostMismatch, SinkFailed
 from probemon.offline import analyze
 from probemon.windows import Reading, Tokens, Window, batches, cut, encode, shards
 
@@ -303,6 +306,8 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
     assert tables(out)[0] == before
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps({**manifest, "complete": False, "environment": {**manifest["environment"], "threads": 99}}))
+    analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)  # nothing is left to do, so nothing is warned of
+    (out / "shards/00001.json").unlink()
     with pytest.warns(UserWarning, match=r"begun elsewhere \(threads was 99"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
     (tmp_path / "full").mkdir()
@@ -356,7 +361,7 @@ def test_hosts_that_cannot_be_read_are_refused(model, manager, tokenizer, pack, 
     bare = make_pack(tmp_path / "bare", model, alert_threshold=None)
     with pytest.raises(ConfigError, match="nothing of it fires"):
         analyze(DynamicProbeManager(bare, load_threshold=0.3), model, tokenizer, ["a"], tmp_path / "out")
-    for floor in ("high", True, float("nan"), None):
+    for floor in ("high", True, float("nan"), None, 90, 1, -3):
         with pytest.raises(ConfigError, match="floor is"):
             analyze(manager, model, tokenizer, ["a"], tmp_path / "out", floor=floor)
 
@@ -430,3 +435,71 @@ def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager,
     with pytest.raises(ConfigError, match="documents 0 to 1 have changed"):
         analyze(manager, model, tokenizer, [], tmp_path / "out", resume=True)
     assert tables(tmp_path / "out")[0] == before
+
+
+def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 2)
+    texts, out = ["abc", "cab", "bac", "abcabc", "bb", "ccc"], tmp_path / "out"
+    analyze(manager, model, tokenizer, texts[:4], out)
+    replaced = []
+
+    def fail(path, table):
+        replaced.append(path.name)
+        raise OSError(28, "No space left on device")
+
+    whole = analysis_room._write_table
+    with monkeypatch.context() as broken, pytest.raises(SinkFailed, match="No space left on device"):
+        broken.setattr(analysis_room, "_write_table", lambda path, table: fail(path, table) if path.name == "concepts.parquet" else whole(path, table))
+        analyze(manager, model, tokenizer, texts, out, resume=True)
+    assert replaced == ["concepts.parquet"]
+    with pytest.raises(ConfigError, match="is not finished"):
+        Analysis.open(out)
+    analyze(manager, model, tokenizer, texts, out, resume=True)
+    analyze(manager, model, tokenizer, texts, tmp_path / "at-once")
+    assert tables(out) == tables(tmp_path / "at-once")
+    assert sorted(path.name for path in (out / "shards").iterdir()) == sorted(path.name for path in (tmp_path / "at-once/shards").iterdir())
+
+
+def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, tmp_path):
+    """Two that were given other numbers of processes: each writes under a name of its own."""
+    analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
+    target = tmp_path / "out/shards/00000.scores.parquet"
+    before = target.read_bytes()
+    with analysis_room._replacing(target) as mine:
+        mine.write(b"half")
+        with mock.patch("os.getpid", return_value=1):
+            analysis_room._write_table(target, pq.read_table(target))
+        assert pq.read_table(target).num_rows == pq.ParquetFile(io.BytesIO(before)).metadata.num_rows
+    assert target.read_bytes() == b"half"
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("0", 1), (0, 0), (True, 2), (1, 1), (-1, 2)])
+def test_ranks_that_are_none_are_refused(model, manager, tokenizer, tmp_path, rank, world_size):
+    with pytest.raises(ConfigError, match="give 1 or more processes, and a rank"):
+        analyze(manager, model, tokenizer, ["abc"], tmp_path / "out", rank=rank, world_size=world_size)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes itself another user")
+def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp_path):
+    for out in (tmp_path / "begun", tmp_path / "empty"):
+        out.mkdir()
+    analyze(manager, model, tokenizer, ["abc"], tmp_path / "begun", resume=True)
+    for folder in (tmp_path / "begun", tmp_path / "empty", tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o555)
+    for out, words in (("begun", "cannot be written"), ("empty", "cannot be made")):
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            told = "nothing"
+            try:
+                os.setuid(65534)
+                analyze(manager, model, tokenizer, ["abc"], tmp_path / out, resume=True)
+            except BaseException as error:
+                told = f"{type(error).__name__}: {error}"
+            os.write(write, told.encode())
+            os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        with os.fdopen(read) as stream:
+            told = stream.read()
+        assert told.startswith("ConfigError") and words in told, told

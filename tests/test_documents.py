@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import os
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -155,3 +157,75 @@ def test_documents_are_read_as_they_are_asked_for(tmp_path):
     with path.open("a", encoding="utf-8") as stream:  # read as it goes, so what is added meanwhile is seen
         stream.write('{"text": "last"}\n')
     assert list(reader)[-1].text == "last"
+
+
+def damaged(data):
+    """A compressed file cut short, and some with one byte changed."""
+    whole = gzip.compress(data, mtime=0)
+    yield whole[: len(whole) // 2]
+    for at in range(0, len(whole), 5):
+        yield whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
+
+
+def test_a_damaged_archive_in_a_folder_stops_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("before")
+    (tmp_path / "c.txt").write_text("after")
+    reasons = []
+    for data in damaged(b"one two three four five six seven eight nine ten" * 3):
+        (tmp_path / "b.txt.gz").write_bytes(data)
+        found = told(tmp_path)
+        assert [(d[1], d[2]) for d in found if d[1] != "b.txt.gz"] == [("a.txt", "before"), ("c.txt", "after")]
+        reasons += [d[3] for d in found if d[1] == "b.txt.gz"]
+    assert len(reasons) > 10 and sum("cannot be read" in reason for reason in reasons) > len(reasons) / 2  # some bytes of the header do not matter
+
+
+def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "texts"
+    elsewhere.mkdir()
+    (elsewhere / "x.txt").write_text("x")
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "file-link.txt").symlink_to(elsewhere / "x.txt")
+    (folder / "folder-link").symlink_to(elsewhere)
+    (folder / "nothing.txt").symlink_to(tmp_path / "gone")
+    os.mkfifo(folder / "pipe")
+    assert [(d[1], d[2], d[3]) for d in told(folder)] == [
+        ("a.txt", "a", ""), ("file-link.txt", "x", ""), ("folder-link", "", "a link to a folder, which is not followed: give that folder too"),
+        ("nothing.txt", "", "a link to nothing"), ("pipe", "", "not a file"),
+    ]  # fmt: skip
+    assert count_documents(folder) == 5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's eyes")
+def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "secret").mkdir(mode=0)
+    program = "import os, sys; from probemon.documents import read_documents; os.setuid(65534); print([(d.id, d.reason) for d in read_documents(sys.argv[1])])"
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    assert done.stdout.strip() == "[('a.txt', ''), ('secret', 'cannot be read: Permission denied')]", done.stderr
+
+
+def test_letters_with_a_nul_behind_each_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("A dog.\nA cat.\n".encode("utf-16-le"))
+    assert all(reason == "not a text (a NUL at character 1): UTF-16, perhaps" or text == "" for _, _, text, reason in told(tmp_path / "a.txt"))
+    assert told(tmp_path)[0][3].startswith("not a text")
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path):
+    with gzip.open(tmp_path / "A.JSONL.GZ", "wt", encoding="utf-8") as stream:
+        stream.write('{"text": "one"}\n')
+    assert told(tmp_path / "A.JSONL.GZ") == [(0, "A.JSONL.GZ:1", "one", "")]
+
+
+def test_a_column_of_ids_that_is_not_there_is_told(tmp_path):
+    pq.write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="has no column 'key', it has text: name the column of the ids"):
+        read_documents(tmp_path / "a.parquet", id_field="key")
+
+
+def test_a_dataset_of_hugging_face_iterates():
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list([{"text": "one", "id": "a"}, {"text": "two", "id": "b"}])
+    assert told(made) == [(0, "a", "one", ""), (1, "b", "two", "")] and count_documents(made) == 2

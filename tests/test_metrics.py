@@ -144,3 +144,10 @@ class prometheus:
     def api(self, path):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}", timeout=10) as answer:
             return json.load(answer)["data"]
+
+
+def test_a_concept_named_twice_is_one_series(model, pack):
+    registry = CollectorRegistry()
+    with DynamicProbeManager(pack).attach(model) as run, RunMetrics(run, concepts=["c1", "c1*", "concept 1"], registry=registry):
+        lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith('probemon_fired_total{concept="c1"}')]
+    assert len(lines) == 1

@@ -1,8 +1,11 @@
 """From the shell: two processes at once, and two workers of Ray, write the rows that one process writes."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 
@@ -34,6 +37,20 @@ def command(folder, pack, out, *more, **environment):
     arguments = ["analyze", folder / "host", pack.directory, folder / "texts.jsonl", "--out", folder / out, "--dtype", "float32", "--window", "24", "--json", *more]
     words = [sys.executable, "-m", "probemon.cli", *map(str, arguments)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def test_progress_has_a_rate_and_the_time_that_is_left(pack, workplace):
+    """In a terminal; what is no terminal gets none."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "probemon.cli", "analyze", workplace / "host", pack.directory, workplace / "texts.jsonl", "--out", workplace / "bar", "--dtype", "float32"]
+    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    assert process.wait(timeout=900) == 0
+    assert re.search(r"analyze: +\d+%\|.*\| \d+/700 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]", shown.decode()), shown[-500:]
 
 
 def test_two_processes_at_once_write_the_rows_of_one(pack, workplace):

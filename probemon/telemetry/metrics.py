@@ -11,6 +11,7 @@ Counts are added up as tokens are scored; arena, gaps and times are asked of wha
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,6 @@ from probemon.errors import ConfigError, MissingExtra
 from probemon.types import COUNTS, PROMPT, Scores
 
 if TYPE_CHECKING:
-    from probemon.naming import Wanted
     from probemon.run import MonitorRun
 
 _PERCENTILES = (50, 95, 99)
@@ -39,14 +39,14 @@ class RunMetrics:
     `MissingExtra`; `ConfigError` where a registry holds these series already.
     """
 
-    def __init__(self, run: MonitorRun, *, concepts: Sequence[Wanted] = (), registry: Any = None) -> None:
+    def __init__(self, run: MonitorRun, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
         try:
             import prometheus_client
         except ImportError as error:
             raise MissingExtra("RunMetrics needs prometheus-client: pip install 'probemon[metrics]'") from error
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._run, self._pack = run, run.manager.pack
-        self._probes = [probe for concept in concepts for probe in self._pack.find_all(concept)]
+        self._probes = self._pack.find_all(list(concepts)) if concepts else []  # each once
         self._lock = threading.Lock()
         self._tokens: Counter[tuple[str, str]] = Counter()  # by phase and why it was not seen
         self._pairs: Counter[str] = Counter(dict.fromkeys((*COUNTS, "fired"), 0))

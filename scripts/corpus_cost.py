@@ -4,7 +4,7 @@
 
 Host: the demo model in bf16; texts: BBC news articles, real ones. Three ways of reading the same documents alternate: the bare host, tokenised and
 run to its last layer; the analysis, which stops the host after the pack's layer; and the analysis of a host that is not stopped. Memory: the
-articles again and again until a million tokens, the process's resident bytes told on the way.
+articles again and again until a million tokens, the highest resident bytes of the process told for each tenth.
 """
 
 from __future__ import annotations
@@ -45,20 +45,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--documents", type=int, default=64, help="of a timed corpus")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the long corpus; 0: none")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the long corpus")
+    parser.add_argument("--part", choices=("times", "memory"), help="measure this part alone, and leave the other as it is in FILE")
     arguments = parser.parse_args()
     texts = [{"text": found.text, "id": found.id} for found in bbc()]
     texts = [texts[i] for i in torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()]
     model, tokenizer = load_bundled(torch.bfloat16)
-    found: dict[str, Any] = {"packs": {}}
-    for name in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
-        manager = DynamicProbeManager(ProbePack.open(ROOT / "probes" / name))
-        found["packs"][name] = times(manager, model, tokenizer, texts[: arguments.documents], arguments.pairs)
-    worst = max(pack[way] for pack in found["packs"].values() for way in ("overhead_pct", "overhead_whole_host_pct"))
-    found["claim"] = {"what": "the larger overhead of both packs, the host stopped early or not", "value_pct": worst, "bar_pct": BAR_PCT, "holds": worst <= BAR_PCT}
-    if arguments.tokens:
-        found["memory"] = memory(DynamicProbeManager(ProbePack.open(ROOT / "probes/wordnet-smollm2-135m")), model, tokenizer, texts, arguments.tokens)
-    found |= {"host": "SmolLM2-135M-Instruct, bf16", "texts": "BBC news articles", "machine": machine(), "commit": commit()}
+    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.part and arguments.out and arguments.out.is_file() else {}
+    found |= {"host": "SmolLM2-135M-Instruct, bf16", "texts": "BBC news articles", "machine": machine()}
+    if arguments.part != "memory":
+        found["packs"] = {}
+        for name in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
+            manager = DynamicProbeManager(ProbePack.open(ROOT / "probes" / name))
+            found["packs"][name] = times(manager, model, tokenizer, texts[: arguments.documents], arguments.pairs)
+        worst = max(pack[way] for pack in found["packs"].values() for way in ("overhead_pct", "overhead_whole_host_pct"))
+        what = "the larger overhead of both packs, the host stopped early or not"
+        found["claim"] = {"what": what, "value_pct": worst, "bar_pct": BAR_PCT, "holds": worst <= BAR_PCT, "commit": commit()}
+    if arguments.part != "times":
+        found["memory"] = memory(DynamicProbeManager(ProbePack.open(ROOT / "probes/wordnet-smollm2-135m")), model, tokenizer, texts, arguments.tokens) | {"commit": commit()}
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
@@ -106,9 +110,9 @@ def bare(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[d
 
 
 def memory(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_tokens: int) -> dict[str, Any]:
-    """Resident bytes on the way through so many tokens, told after each twentieth."""
+    """Resident bytes on the way through so many tokens: the highest in each tenth, which is about a shard."""
     told: list[tuple[int, int]] = []
-    done = 0
+    done = highest = 0
 
     def endless() -> Iterator[dict[str, str]]:
         while done < n_tokens:
@@ -123,18 +127,20 @@ def memory(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list
     bar = tqdm(total=n_tokens, unit="token", disable=None)
 
     def progress(documents: float, tokens: int) -> None:
-        nonlocal done
+        nonlocal done, highest
         done += tokens
+        highest = max(highest, resident())
         bar.update(tokens)
-        if done * 20 // n_tokens > len(told):
-            told.append((done, resident()))
+        if done * 10 // n_tokens > len(told):
+            told.append((done, highest))
+            highest = 0
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         analysis = analyze(manager, model, tokenizer, stopped(), Path(folder) / "out", progress=progress)
         totals = analysis.manifest["totals"]
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    early, late = statistics.median(b for _, b in told[2:7]), statistics.median(b for _, b in told[-5:])
+    early, late = statistics.median(b for _, b in told[1:4]), statistics.median(b for _, b in told[-3:])
     return {
         "n_documents": totals["documents"], "n_tokens": totals["tokens"], "n_rows": totals["rows"], "seconds": round(time.perf_counter() - begin, 1),
         "resident_bytes": told, "early_bytes": int(early), "late_bytes": int(late), "growth_pct": round(100 * (late / early - 1), 2),

@@ -43,6 +43,17 @@ def test_tables_of_the_benchmark_are_those_of_its_result_file():
             assert row["max_error"] < (1e-6 if row["method"].startswith("ours") else 5e-3)  # what the page says of errors
 
 
+def test_agreement_is_what_was_measured():
+    rows = result("agreement.json")["rows"]
+    assert len(rows) == 12 and all(row["largest"] == 0 and row["n_scores"] > 5000 for row in rows if row["mode"].endswith("same forwards"))
+    others = [row for row in rows if not row["mode"].endswith("same forwards")]
+    largest = {dtype: max(row["largest"] for row in others if row["dtype"] == dtype) for dtype in ("float32", "bfloat16")}
+    bf16 = [row for row in others if row["dtype"] == "bfloat16"]
+    once, fired = (sum(row[name] for row in bf16) for name in ("n_fired_in_one_only", "n_fired"))
+    assert f"at most {largest['float32']} in fp32 and {largest['bfloat16']} in bf16, where {once} of {fired:,} pairs" in README
+    assert not any(row["n_fired_in_one_only"] for row in others if row["dtype"] == "float32")
+
+
 def test_quality_is_what_was_measured():
     page, found = (ROOT / "docs/quality.md").read_text(), result("quality.json")
     assert "\n".join(figures.rules(found)) in page and "\n".join(figures.retained(found)) in page

@@ -102,6 +102,18 @@ class SinkFailed(ProbemonError, RuntimeError):
     """A sink is stuck, used out of turn, or cannot put its file in place; says where what it has is."""
 
 
+class BemError(ProbemonError, RuntimeError):
+    """A routed adapter cannot do here what it promises; nothing is steered rather than something wrongly."""
+
+
+class BemStateError(BemError):
+    """The controller has not read what a cache holds, so the codes that go on from there are unknown."""
+
+
+class BemFileError(BemError, ValueError):
+    """A folder is not a saved adapter, or a file of it is missing, truncated or edited."""
+
+
 class MissingExtra(ProbemonError, ImportError):
     """An optional dependency is needed; names the extra to install."""
 

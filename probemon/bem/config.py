@@ -1,0 +1,125 @@
+"""BemConfig: the settings of a routed adapter, checked when made.
+
+    config = BemConfig(rank=8, sites=("q", "v", "o", "down"), level="auto")
+    BemConfig.from_dict({"rank": 8, "sights": ["o"]})          # UnknownSetting: did you mean 'sites'?
+
+What is here is saved with the adapter. How it is computed (`impl`) is chosen when it is attached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from probemon.errors import ConfigError, UnknownSetting, closest
+
+LEVELS = ("prefix", "chunk", "token")
+POLICIES = ("position", "auto", *LEVELS)
+KINDS = ("q", "k", "v", "o", "down")
+# Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes alone.
+CHUNK_KINDS = ("q", "k", "v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BemConfig:
+    """Settings of one adapter; every default is that of the source where it states one. Raises `ConfigError`.
+
+    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`. `sites`: kinds of linear layers; `layers`: of which host
+    layers (None: all from `read_layer` on, whose input the controller reads).
+
+    `width`: of the controller. `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N. `ema`: what a chunk's code keeps of
+    the one before. `max_norm`: of a code, before its confidence multiplies it.
+
+    `level`: which codes attention outputs and MLPs take. "position": token codes for the first `token_limit` tokens of a row,
+    chunk codes beyond. "auto": by the row's prompt, prefix codes under `auto_limits[0]` tokens, chunk codes under
+    `auto_limits[1]`, else token codes. Or one of `LEVELS`. Queries, keys and values always take chunk codes.
+
+    `spectral_cap`: on the largest singular value of every update; `trust_region`: on the Frobenius norm over all sites
+    together; None for none. `dropout`: of an update's input, in training. `sparse_eps`: tokens of which no `|c|` that a
+    site is given is over it are left out of its update; None computes all.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    sites: tuple[str, ...] = ("o", "down")
+    layers: tuple[int, ...] | None = None
+    read_layer: int = 0
+    width: int = 64
+    prefix_tokens: int = 128
+    chunk_tokens: int = 32
+    ema: float = 0.5
+    max_norm: float = 3.0
+    level: str = "position"
+    token_limit: int = 512
+    auto_limits: tuple[int, int] = (64, 256)
+    spectral_cap: float | None = 1.0
+    trust_region: float | None = None
+    dropout: float = 0.0
+    sparse_eps: float | None = None
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        """s of `s * ((x V) * c) U^T`."""
+        return self.alpha / self.rank
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels of which some site may take a code, in the order of `LEVELS`."""
+        chunk_sites = any(kind in CHUNK_KINDS for kind in self.sites)
+        others = any(kind not in CHUNK_KINDS for kind in self.sites)
+        used = {"position": ("chunk", "token"), "auto": LEVELS}.get(self.level, (self.level,)) if others else ()
+        return tuple(level for level in LEVELS if level in used or (level == "chunk" and chunk_sites))
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
+        """From what `dataclasses.asdict` gave, lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in settings:
+            if key not in known:
+                raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "width", "prefix_tokens", "chunk_tokens"):
+            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "give 1 or more")
+        for name in ("read_layer", "token_limit", "seed"):
+            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "give 0 or more")
+        for name in ("alpha", "max_norm"):
+            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "give a number over 0")
+        for name in ("ema", "dropout"):
+            self._check(name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1")
+        for name in ("spectral_cap", "trust_region"):
+            value = getattr(self, name)
+            self._check(name, value is None or (_is_number(value) and value > 0), "give a number over 0, or None for no limit")
+        self._check("sparse_eps", self.sparse_eps is None or (_is_number(self.sparse_eps) and self.sparse_eps >= 0), "give 0 or more, or None to compute all")
+        kinds = isinstance(self.sites, tuple) and len(self.sites) > 0 and all(kind in KINDS for kind in self.sites)
+        self._check("sites", kinds and len(set(self.sites)) == len(self.sites), f"give a tuple of some of {', '.join(KINDS)}, each once")
+        self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
+        limits = isinstance(self.auto_limits, tuple) and len(self.auto_limits) == 2 and all(_is_int(limit) for limit in self.auto_limits)
+        self._check("auto_limits", limits and 0 <= self.auto_limits[0] <= self.auto_limits[1], "give two numbers of tokens, the smaller first")
+        if self.layers is not None:
+            fine = isinstance(self.layers, tuple) and len(self.layers) > 0 and all(_is_int(layer) and layer >= self.read_layer for layer in self.layers)
+            self._check("layers", fine and len(set(self.layers)) == len(self.layers), f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once")
+        if self.prefix_tokens % self.chunk_tokens:
+            raise ConfigError(
+                f"prefix_tokens is {self.prefix_tokens}, chunk_tokens {self.chunk_tokens}: the prefix is read in whole chunks, so give a multiple"
+            )
+        if self.level in ("prefix", "token") and all(kind in CHUNK_KINDS for kind in self.sites):
+            raise ConfigError(f"level {self.level!r} with sites {', '.join(self.sites)} alone: these take chunk codes. Add 'o' or 'down', or use level='chunk'")
+
+    def _check(self, name: str, fine: bool, remedy: str) -> None:
+        if not fine:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,169 @@
+"""Governance: how large an update may be, from matrices of r x r alone, and penalties on codes for training.
+
+    governor = Governor(config, sites, updates)
+    applied = governor.apply({True: chunk_codes, False: codes})     # site key -> codes [B, T, r] within the limits
+    sigma1(codes, *factors(U, V, scale))                            # [M]: largest singular value of each update
+
+The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one quadratic form:
+`|dW|^2 = s^2 c^T ((U^T U) o (V^T V)) c`. Its singular values are those of `R_u diag(c) R_v^T`, with `U = Q_u R_u` and
+`V = Q_v R_v`, since the columns of Q are orthonormal. The largest one is at most the Frobenius norm, so it is computed only where
+that exceeds the cap.
+
+First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.config import BemConfig
+from probemon.bem.sites import Site
+
+
+def gram(U: Tensor, V: Tensor, scale: float) -> Tensor:
+    """`s^2 (U^T U) o (V^T V)` `[r, r]`, the quadratic form of the squared Frobenius norm."""
+    return scale**2 * (U.T @ U) * (V.T @ V)
+
+
+def frobenius_squared(codes: Tensor, grams: Tensor) -> Tensor:
+    """Of the updates of codes `[M, r]` at S sites, grams `[S, r, r]`: `[M, S]`."""
+    outer = codes[:, :, None] * codes[:, None, :]
+    return (outer.flatten(1) @ grams.flatten(1).T).clamp(min=0)  # rounding may give a little less than nothing
+
+
+def factors(U: Tensor, V: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`s R_u` and `R_v`, of `U = Q_u R_u` and `V = Q_v R_v`."""
+    _, r_u = torch.linalg.qr(U, mode="r")
+    _, r_v = torch.linalg.qr(V, mode="r")
+    return scale * r_u, r_v
+
+
+def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
+    """Largest singular value of the update of each of codes `[M, r]`: `[M]`."""
+    return torch.linalg.svdvals((r_u * codes[:, None, :]) @ r_v.T)[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Of parameters at these places and versions: grams `[S, r, r]` by group, and the factors that were asked for."""
+
+    seen: list[tuple[int, int]]
+    grams: dict[bool, Tensor]
+    factors: dict[Site, tuple[Tensor, Tensor]]
+
+
+class Governor:
+    """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else writes to them.
+
+    A write through `.data` is invisible to torch, and so to this: use `torch.no_grad()`.
+    """
+
+    def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
+        self._config = config
+        # Their dicts of parameters: walking modules takes longer than the forward of a small host's layer.
+        self._parameters = {site: updates[site.key]._parameters for site in sites}
+        self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
+        self._kept = _Kept([], {}, {})
+
+    @torch.no_grad()
+    def _matrices_now(self, device: torch.device) -> _Kept:
+        """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
+        seen = [(p.data_ptr(), p._version) for both in self._parameters.values() for p in both.values() if p is not None]
+        kept = self._kept
+        if seen != kept.seen:
+            grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
+            kept = self._kept = _Kept(seen, {chunked: torch.stack(found) for chunked, found in grams.items() if found}, {})
+        return kept
+
+    def _matrices(self, site: Site) -> tuple[Tensor, Tensor]:
+        u, v = (cast(Tensor, self._parameters[site][name]).detach() for name in "UV")
+        wide = torch.promote_types(u.dtype, torch.float32)  # there is no QR in bf16
+        return u.to(wide), v.to(wide)
+
+    def sigma1(self, site: Site, codes: Tensor) -> Tensor:
+        """Largest singular value of a site's update for each of codes `[M, r]`: `[M]`."""
+        kept = self._matrices_now(codes.device)
+        if site not in kept.factors:
+            kept.factors[site] = factors(*self._matrices(site), self._config.scale)
+        r_u, r_v = kept.factors[site]
+        return sigma1(codes.to(r_u), r_u, r_v).to(codes)
+
+    def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
+        """Codes `[.., r]` for sites that take chunk codes (True) and for the others (False) -> by site key, within the limits.
+
+        A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the cap.
+        """
+        cap, trust = self._config.spectral_cap or math.inf, self._config.trust_region
+        if cap == math.inf and trust is None:
+            return {site.key: codes[site.chunked] for site in self._parameters}
+        any_codes = next(iter(codes.values()))
+        shrink = over = None
+        with torch.no_grad():
+            all_grams = self._matrices_now(any_codes.device).grams
+            squares = {chunked: frobenius_squared(codes[chunked].flatten(0, -2).to(grams.dtype), grams) for chunked, grams in all_grams.items()}
+            if trust is not None:
+                total = torch.stack([square.sum(dim=1) for square in squares.values()]).sum(dim=0).sqrt()
+                shrink = (trust / total.clamp(min=trust)).to(any_codes.dtype)[:, None]  # exactly 1 within the region
+            if cap < math.inf:
+                over = {chunked: (square.sqrt() if shrink is None else square.sqrt() * shrink) > cap for chunked, square in squares.items()}
+        scaled = codes if shrink is None else {chunked: code * shrink.view(*code.shape[:-1], 1) for chunked, code in codes.items()}
+        applied = {site.key: scaled[site.chunked] for site in self._parameters}
+        for chunked, exceeds in (over or {}).items():
+            if not bool(exceeds.any()):
+                continue
+            for at in exceeds.any(dim=0).nonzero()[:, 0].tolist():
+                site = self._groups[chunked][at]
+                code = applied[site.key]
+                scale = self._cap(site, code.detach().flatten(0, -2), exceeds[:, at].nonzero()[:, 0], cap)
+                applied[site.key] = code * scale.view(*code.shape[:-1], 1)
+        return applied
+
+    @torch.no_grad()
+    def _cap(self, site: Site, codes: Tensor, rows: Tensor, cap: float) -> Tensor:
+        """Scales `[M]`: 1, but for `rows`, whose Frobenius norms exceed the cap, what brings their largest singular value under it."""
+        unique, of = codes[rows].unique(dim=0, return_inverse=True)  # chunk codes repeat from token to token
+        scale = codes.new_ones(len(codes))
+        scale[rows] = (cap / self.sigma1(site, unique).clamp(min=cap))[of]
+        return scale
+
+
+def decorrelation(codes: Tensor, real: Tensor) -> Tensor:
+    """Mean squared correlation between different dimensions of codes `[B, T, r]` over real tokens `[B, T]`; 0 for none.
+
+    A penalty: 1 where all dimensions say the same. A dimension that does not vary correlates with none.
+    """
+    rank = codes.shape[-1]
+    kept = codes[real]
+    if rank < 2 or len(kept) < 2:
+        return codes.new_zeros(())
+    centred = kept - kept.mean(dim=0)
+    unit = centred / (centred.norm(dim=0) + 1e-8)
+    correlation = unit.T @ unit
+    return (correlation.square().sum() - correlation.diagonal().square().sum()) / (rank * (rank - 1))
+
+
+def flip_rate(codes: Tensor, real: Tensor) -> Tensor:
+    """Share of neighbouring real tokens whose largest `|c|` is another: codes `[B, T, r]`, real `[B, T]`."""
+    pairs = real[:, 1:] & real[:, :-1]
+    top = codes.abs().argmax(dim=-1)
+    return (top[:, 1:] != top[:, :-1])[pairs].to(codes.dtype).mean() if bool(pairs.any()) else codes.new_zeros(())
+
+
+def soft_flips(codes: Tensor, real: Tensor) -> Tensor:
+    """As `flip_rate`, with a gradient: the mean of 1 - cos(|c_t|, |c_t+1|). Equal to it where each code has one entry."""
+    pairs = real[:, 1:] & real[:, :-1]
+    if not bool(pairs.any()):
+        return codes.new_zeros(())
+    size = codes.abs()
+    return (1 - torch.cosine_similarity(size[:, 1:], size[:, :-1], dim=-1))[pairs].mean()
+
+
+def flip_penalty(codes: Tensor, real: Tensor, weight: float = 0.1, free: float = 0.1) -> Tensor:
+    """`weight * max(0, flips - free)^2` of `soft_flips`."""
+    return weight * (soft_flips(codes, real) - free).clamp(min=0).square()

@@ -1,0 +1,127 @@
+"""Saved adapters: `bem.json` and `bem.safetensors` in a folder, written whole and checked when read.
+
+    write_saved(folder, config, model, sites, tensors)
+    saved = read_saved(folder)                        # raises BemFileError
+    check_host(saved, model, strict=False)            # raises HostMismatch
+
+Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from probemon.bem.config import BemConfig
+from probemon.bem.sites import Site, find_sites
+from probemon.errors import BemFileError, ConfigError, HostMismatch
+from probemon.host import find_layers, fingerprint, hidden_size
+from probemon.packfile import save_tensors, sha256, write_text_atomically
+
+FORMAT, FORMAT_VERSION = "probemon-bem", 1
+SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A folder as read: its settings, the host it was made on, its tensors by name."""
+
+    folder: Path
+    config: BemConfig
+    host: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def load(self, module: nn.Module) -> None:
+        """Put the tensors into an adapter made from `config`. Raises `BemFileError` where names or shapes are not its own."""
+        own = module.state_dict()
+        wrong = [name for name in {*own, *self.tensors} if name not in own or name not in self.tensors or own[name].shape != self.tensors[name].shape]
+        if wrong:
+            raise BemFileError(f"{self.folder / WEIGHTS}: tensor {min(wrong)!r} is missing, unknown or of another shape than {SETTINGS} says: copy the folder again")
+        module.load_state_dict(dict(self.tensors))
+
+
+def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
+    """Write both files; an adapter that is there already is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{WEIGHTS}-", dir=folder)
+    os.close(handle)
+    made = Path(name)
+    try:
+        save_tensors(made, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
+        stated = {"sha256": sha256(made), "size": made.stat().st_size}
+        made.replace(folder / WEIGHTS)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    _, layers = find_layers(model)
+    host = {
+        "model": type(model).__name__, "hidden_size": hidden_size(model), "n_layers": len(layers), "fingerprint": fingerprint(model),
+        "sites": {site.name: [site.n_in, site.n_out] for site in sites},
+    }  # fmt: skip
+    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": dataclasses.asdict(config), "host": host, "files": {WEIGHTS: stated}}
+    write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def read_saved(folder: Path) -> Saved:
+    """An adapter's folder, checked. Raises `BemFileError`."""
+    path, again = folder / SETTINGS, "copy the folder again"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BemFileError(f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
+    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
+        raise BemFileError(f"{path}: format is {settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected {FORMAT!r}")
+    if settings.get("format_version") != FORMAT_VERSION:
+        raise BemFileError(f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: upgrade probemon")
+    config, host, files = (settings.get(key) for key in ("config", "host", "files"))
+    stated = files.get(WEIGHTS) if isinstance(files, dict) else None
+    if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict) or not isinstance(stated, dict):
+        raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
+    try:
+        made = BemConfig.from_dict(config)
+    except ConfigError as error:
+        raise BemFileError(f"{path}: {error}") from None
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        raise BemFileError(f"{weights} is missing: {again}")
+    if weights.stat().st_size != stated.get("size") or sha256(weights) != stated.get("sha256"):
+        raise BemFileError(f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}")
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as error:
+        raise BemFileError(f"{weights} cannot be read as safetensors ({error}): {again}") from None
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BemFileError(f"{weights}: tensor {name!r} is not finite: train it again")
+    return Saved(folder, made, host, tensors)
+
+
+def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
+    """Raise `HostMismatch` where the adapter does not fit; another checkpoint of the same shape warns, or raises if `strict`."""
+    _, layers = find_layers(model)
+    found = {"hidden_size": hidden_size(model), "n_layers": len(layers)}
+    for key, value in found.items():
+        if saved.host.get(key) != value:
+            raise HostMismatch(f"{saved.folder} was made for {saved.host.get('model')} with {key} {saved.host.get(key)}, this {type(model).__name__} has {value}")
+    for site in find_sites(model, saved.config):
+        if saved.host["sites"].get(site.name) != [site.n_in, site.n_out]:
+            raise HostMismatch(f"{saved.folder} has site {site.name} of {saved.host['sites'].get(site.name)} values in and out, this {type(model).__name__} of {[site.n_in, site.n_out]}")
+    if saved.host.get("fingerprint") != fingerprint(model):
+        problem = f"{saved.folder} was made for a {saved.host.get('model')} of other weights: what it steers towards may be something else"
+        if strict:
+            raise HostMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")
+        warnings.warn(problem, UserWarning, stacklevel=4)

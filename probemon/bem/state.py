@@ -1,0 +1,200 @@
+"""State: what the controller knows of the sequences in one cache, and how it follows that cache.
+
+    states = States()
+    states.put(cache, ControllerState(n_rows=2))      # the cache's reorder, repeat, select, reset and deepcopy move it too
+    states.get(cache)                                 # None for a cache that was never seen
+    states.clear()                                    # leaves no trace on any cache
+
+A state keeps the controller's features of every column and which columns are real tokens. All else follows from these, so that
+it is cut back (`truncate`) to any column by reading what is left again. A crop of the cache needs no message: the next forward
+begins at an earlier column, and what lay beyond is overwritten.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from probemon.errors import BemStateError
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """What goes from one forward to the next, a row each. Never written to.
+
+    `n [B]` int64: real tokens so far. `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros beyond
+    them. Of that chunk: `code [B, r]` after the moving average, `summary [B, w]` of the prefix, `confidence [B]`. `log_mass [B]`:
+    log of the summary's denominator, -inf before the first complete chunk.
+    """
+
+    n: Tensor
+    open: Tensor
+    code: Tensor
+    summary: Tensor
+    log_mass: Tensor
+    confidence: Tensor
+
+    def select(self, rows: Tensor) -> Carry:
+        return Carry(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def detach(self) -> Carry:
+        return Carry(*(getattr(self, field.name).detach() for field in fields(self)))
+
+
+class ControllerState:
+    """One batch of sequences. `n_rows`; `n_columns` read so far; `level [B]` int64 where it was decided once, else None.
+
+    `carry` is None until something was read.
+    """
+
+    def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
+        self.n_rows, self.level = n_rows, level
+        self.carry: Carry | None = None
+        self.room = 0  # tokens that any row can take before one completes a chunk, at least: then nothing of chunks is computed
+        self.n_columns = 0
+        self._pieces: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, z: Tensor, real: Tensor, carry: Carry) -> None:
+        """After the columns of one forward: features z `[B, T, w]`, real `[B, T]`. No gradient goes through a cache."""
+        self._pieces.append((z.detach(), real))
+        self.n_columns += z.shape[1]
+        self.carry = carry.detach()
+
+    def history(self) -> tuple[Tensor, Tensor]:
+        """Features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` for an empty state."""
+        if not self._pieces:
+            raise BemStateError("this state has read nothing yet: run a forward first")
+        if len(self._pieces) > 1:
+            self._pieces = [(torch.cat([z for z, _ in self._pieces], dim=1), torch.cat([real for _, real in self._pieces], dim=1))]
+        return self._pieces[0]
+
+    def keep(self, n_columns: int) -> tuple[Tensor, Tensor]:
+        """Forget the columns from `n_columns` on, and the carry: the caller reads what is left again."""
+        z, real = self.history()
+        self._pieces, self.n_columns, self.carry, self.room = [(z[:, :n_columns], real[:, :n_columns])], n_columns, None, 0
+        return self._pieces[0]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row `rows[i]` was: beams, repeated prompts, some of the rows."""
+        if not self._pieces:
+            self.n_rows = len(rows)
+            return
+        z, real = self.history()
+        rows = rows.to(z.device)
+        self.n_rows, self._pieces = len(rows), [(z[rows], real[rows])]
+        self.carry = None if self.carry is None else self.carry.select(rows)
+        self.level = None if self.level is None else self.level[rows]
+
+    def copy(self) -> ControllerState:
+        """Another state that goes its own way from here."""
+        made = ControllerState(self.n_rows, self.level)
+        made.carry, made.room, made.n_columns, made._pieces = self.carry, self.room, self.n_columns, list(self._pieces)
+        return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors by name, to be saved; `ControllerState.from_tensors` takes them."""
+        z, real = self.history()
+        level = {} if self.level is None else {"level": self.level}
+        return {"z": z.contiguous(), "real": real.contiguous(), **level}
+
+    @classmethod
+    def from_tensors(cls, saved: Mapping[str, Tensor]) -> ControllerState:
+        """A state without a carry yet. Raises `BemStateError`."""
+        z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
+        if z is None or real is None or z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
+            shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
+            raise BemStateError(f"tensors {shapes} are not a controller's state: expected z [B, L, w] and real [B, L] bool, as state.tensors() gives them")
+        if level is not None and level.shape != z.shape[:1]:
+            raise BemStateError(f"level has shape {tuple(level.shape)} for {len(z)} rows: expected one for each")
+        state = cls(len(z), level)
+        state._pieces, state.n_columns = [(z, real)], z.shape[1]
+        return state
+
+
+_FOLLOWED = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "reset")
+
+
+class States:
+    """States by their cache, each kept as long as the cache is."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[Cache, ControllerState] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def get(self, cache: Cache) -> ControllerState | None:
+        """The state of a cache, or None."""
+        return self._of.get(cache)
+
+    def put(self, cache: Cache, state: ControllerState) -> None:
+        """Give a cache its state, and follow it from now on."""
+        if cache not in self._of:
+            for name in _FOLLOWED:
+                vars(cache)[name] = _Follower(self, cache, name)
+        self._of[cache] = state
+
+    def clear(self) -> None:
+        """Forget every state and follow no cache any more."""
+        for cache in list(self._of):
+            for name in _FOLLOWED:
+                if isinstance(vars(cache).get(name), _Follower):
+                    del vars(cache)[name]
+        self._of.clear()
+
+    def moved(self, cache: Cache, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A cache's own method `name` has moved its rows."""
+        state = self._of.get(cache)
+        if state is None:
+            return
+        if name == "reset":
+            self._of[cache] = ControllerState(state.n_rows)
+            return
+        [given] = (*args, *kwargs.values())
+        if name == "batch_repeat_interleave":
+            given = torch.arange(state.n_rows).repeat_interleave(int(given))
+        elif isinstance(given, Tensor) and given.dtype == torch.bool:
+            given = given.nonzero()[:, 0]
+        state.select(torch.as_tensor(given))
+
+    def copied(self, cache: Cache, copy: Cache) -> None:
+        """A cache was deeply copied."""
+        state = self._of.get(cache)
+        if state is not None and copy not in self._of:
+            self._of[copy] = state.copy()
+
+
+class _Follower:
+    """Stands before one method of one cache, on the instance: the state moves with it.
+
+    The cache is held weakly: a cycle would keep its keys and values in memory until the garbage collector comes by.
+    """
+
+    def __init__(self, states: States, cache: Cache, name: str) -> None:
+        self._states, self._cache, self._name = states, weakref.ref(cache), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = self._cache()
+        if cache is None:
+            raise BemStateError(f"{self._name} of a cache that is gone: copy a cache by copy.deepcopy")
+        result = getattr(type(cache), self._name)(cache, *args, **kwargs)
+        self._states.moved(cache, self._name, args, kwargs)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BemStateError("a cache that an adapter follows cannot be pickled: detach first, and keep bem.state(cache).tensors() beside it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
+        """A copied cache has a copied state: prompts are computed once and their caches copied."""
+        cache = self._cache()
+        copy = memo.get(id(cache))  # copy.deepcopy makes the object before its attributes
+        if cache is None or copy is None:
+            return self
+        self._states.copied(cache, copy)
+        return _Follower(self._states, copy, self._name)

@@ -1,0 +1,152 @@
+"""Gradients reach U, V and the controller, and are those of finite differences; a host in bf16 agrees within bf16."""
+
+import pytest
+import torch
+from bem_oracle import VOCAB, make_host, randomise
+
+from probemon.bem import BemConfig, attach_bem
+from probemon.errors import BemError
+
+SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8, "sites": ("q", "k", "v", "o", "down"), "spectral_cap": None}
+IDS = torch.randint(3, VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model, ids=IDS, mask=None):
+    """Teacher forcing, without a cache. Not the host's own loss, which is in fp32 whatever the logits are."""
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    out = model(ids, attention_mask=mask, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("level", ["position", "auto"])
+@pytest.mark.parametrize("shape", ["llama", "mixtral"])
+def test_gradients_reach_every_parameter_and_none_of_the_host(shape, level):
+    model = make_host(shape)
+    config = BemConfig(**SMALL, level=level, token_limit=9, auto_limits=(10, 15))
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0  # 13 and 19 tokens: chunk and token codes under "auto"
+    with randomise(attach_bem(model, config)) as bem:
+        loss_of(model, mask=mask).backward()
+    silent = {name for name, parameter in bem.named_parameters() if parameter.grad is None or not parameter.grad.abs().max() > 0}
+    assert silent == ({name for name, _ in bem.named_parameters() if name.startswith("controller.prefix")} if level == "auto" else set())
+    assert all(torch.isfinite(parameter.grad).all() for parameter in bem.parameters() if parameter.grad is not None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["position", "prefix"])
+def test_gradients_are_those_of_finite_differences(level):
+    model = make_host().double()
+    for layer in model.model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = (torch.nn.RMSNorm(16, dtype=torch.float64) for _ in range(2))
+    model.model.norm = torch.nn.RMSNorm(16, dtype=torch.float64)  # the host's own are computed in fp32
+    config = BemConfig(**{**SMALL, "level": level, "token_limit": 9})
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    generator = torch.Generator().manual_seed(1)
+    with randomise(attach_bem(model, config).double()) as bem:
+        loss_of(model, mask=mask).backward()
+        for name, parameter in bem.named_parameters():
+            direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            expected, step = float((parameter.grad * direction).sum()), 1e-5
+            losses = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    parameter.add_(sign * step * direction)
+                    losses.append(float(loss_of(model, mask=mask)))
+                    parameter.sub_(sign * step * direction)
+            measured = (losses[0] - losses[1]) / (2 * step)
+            assert abs(measured - expected) < 1e-7 + 1e-5 * abs(expected), name
+
+
+def test_a_fresh_adapter_learns():
+    """U = 0 at the start is no dead end: the loss on one batch falls, and the host stays as it was."""
+    model = make_host()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with attach_bem(model, BemConfig(**{**SMALL, "spectral_cap": 1.0})) as bem:
+        optimiser = torch.optim.Adam(bem.parameters(), lr=0.02)
+        losses = []
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimiser.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_forward_that_fills_a_cache_may_be_trained_too():
+    """By default hosts make a cache even where they are trained; no gradient goes through it, and none is lost."""
+    model = make_host()
+    with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+        expected = [parameter.grad.clone() for parameter in bem.parameters()]
+        bem.zero_grad()
+        out = model(IDS, labels=IDS)
+        out.loss.backward()
+        for parameter, grad in zip(bem.parameters(), expected, strict=True):
+            assert (parameter.grad - grad).abs().max() < 1e-6
+        assert not any(x.requires_grad for x in bem.state(out.past_key_values).tensors().values())
+
+
+def test_dropout_is_on_the_update_alone_and_in_training_alone():
+    model = make_host()
+    with attach_bem(model, BemConfig(**SMALL, dropout=0.5)) as bem:
+        model.train()
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, model(IDS).logits)  # U = 0: the host's own path is whole
+            randomise(bem)
+            assert not torch.equal(model(IDS).logits, model(IDS).logits)
+            model.eval()
+            assert torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+def test_autocast_does_not_reach_the_adapter():
+    """The usual way of training in bf16: codes and updates stay in fp32, and a fresh adapter still changes no bit."""
+    model, seen = make_host(), []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        bare = model(IDS).logits
+    with attach_bem(model, BemConfig(**{**SMALL, "spectral_cap": 1.0})) as bem, bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes)):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model(IDS).logits, bare)
+        with torch.no_grad():
+            model(IDS)
+        randomise(bem)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            steered = model(IDS).logits
+        with torch.no_grad():
+            expected = model(IDS).logits
+    for level in ("chunk", "token"):
+        assert seen[0].of(level).dtype == torch.float32 and torch.equal(seen[0].of(level), seen[1].of(level))
+        assert torch.equal(seen[2].of(level), seen[3].of(level)) and not torch.equal(seen[0].of(level), seen[2].of(level))
+    assert bare.dtype == steered.dtype and (steered - expected).norm() / expected.norm() < 0.05
+
+
+def test_gradient_checkpointing_of_the_host_is_refused_and_not_wrong():
+    model = make_host()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    with attach_bem(model, BemConfig(**SMALL)):
+        model.train()
+        with pytest.raises(BemError, match="gradient checkpointing runs the host's layers again"):
+            model(IDS)
+        model.eval()
+        model(IDS)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "mixtral"])
+def test_a_host_in_bf16_agrees_within_bf16(shape):
+    """The update is computed in fp32 and rounded once: the steered host is no further from fp32 than three times the bare one."""
+    model, config = make_host(shape), BemConfig(**SMALL)
+    low = make_host(shape).bfloat16()
+    with torch.no_grad():
+        base = model(IDS).logits
+        own = (low(IDS).logits.float() - base).norm() / base.norm()
+        with randomise(attach_bem(model, config)):
+            expected = model(IDS).logits
+        with randomise(attach_bem(low, config)) as bem:
+            assert {parameter.dtype for parameter in bem.parameters()} == {torch.float32}
+            found = low(IDS).logits
+            out = low.generate(IDS, max_new_tokens=5, do_sample=False)
+    assert found.dtype == torch.bfloat16 and out.shape == (2, 24)
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error < 3 * own and (expected - base).norm() / base.norm() > 10 * error

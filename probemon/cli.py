@@ -25,6 +25,7 @@ from probemon.cli_calibrate import calibrate
 from probemon.cli_corpus import analyze
 from probemon.cli_diff import diff
 from probemon.cli_report import report
+from probemon.cli_routing import routing
 from probemon.errors import ConfigError, ProbemonError
 from probemon.loading import load_aloud, use_threads
 
@@ -38,7 +39,7 @@ _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examp
 _OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (analyze, report, diff, calibrate):
+for command in (analyze, report, diff, calibrate, routing):
     app.command()(command)
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -28,11 +28,11 @@ from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
 from probemon.errors import AlignmentError, NotSupportedHost
 from probemon.graphs import Bracket
-from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state
+from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state, rehearsal
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
 from probemon.running import INSIDE, Generation, States, Thread, Waiting
-from probemon.tap import Tap
+from probemon.tap import Site, Tap
 from probemon.types import Gap
 
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what is left to be called
@@ -44,7 +44,7 @@ class Forwards:
     """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`."""
 
     def __init__(
-        self, model: Any, sites: list[str], n_probes: int, score: ScoreTokens, *,
+        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *,
         scores: bool = True, on_gap: Callable[[Gap], None] | None = None, take_stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.model, self.scores, self.open = model, scores, False  # scores: of several ranks only one does
@@ -52,8 +52,9 @@ class Forwards:
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
-        self._sites, self._n_probes, self._score, self._on_gap = sites, n_probes, score, on_gap
+        self._sites, self._n_probes, self._score, self._on_gap = [str(site) for site in sites], n_probes, score, on_gap
         self._tap = Tap(model, sites, self._tapped)
+        self._rehearses = rehearsal(model)
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
@@ -127,6 +128,9 @@ class Forwards:
         if mine.generation is not None:
             self.lost()  # of the forward before this one
         mine.recording, mine.waiting, mine.shape = None, [], ()
+        early, mine.early = mine.early, {}
+        if self._rehearses():
+            return
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
         # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
         if kwargs is None or foreign or (generation is None and INSIDE.models[id(self.model)]) or (generation is not None and generation.drafting):
@@ -160,6 +164,8 @@ class Forwards:
         if cache is not None:
             self.by_cache[cache] = recording
         mine.seconds = time.perf_counter() - begin
+        for site, states in early.items():
+            self._tapped(site, states)
         if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
             self.lost()
 
@@ -197,11 +203,16 @@ class Forwards:
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
         mine = self.thread
+        own = self._tap.own.get(site)
         # No forward is open when a layer runs by itself (gradient checkpointing runs it again): not a new token.
         if not mine.shape:
+            if own is not None and own.early:
+                mine.early[site] = hidden
             return
         begin = time.perf_counter()
         with self.batches.reporting() if mine.recording is None else nullcontext():
+            if own is not None and own.flat and hidden.shape[:2] == (1, mine.shape[0] * mine.shape[1]):
+                hidden = hidden.reshape(*mine.shape, -1)
             if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
                 raise NotSupportedHost(
                     f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "

@@ -35,10 +35,13 @@ class _Forward(threading.local):
 
 
 class Buffers:
-    """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is watched."""
+    """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is watched.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+    `own`: of sites that are no hidden states, how wide they are (None: there is no room for them) and whether their tokens come without rows.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], own: Mapping[str, tuple[int | None, bool]] | None = None) -> None:
+        self._modules, self._own = modules, own or {}
         self._room: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
         self._mine = _Forward()
@@ -51,16 +54,20 @@ class Buffers:
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
         """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a graph anew."""
-        n_rows, n_tokens = shape
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
             open_now = {thread for thread in self._open if thread in alive} | {threading.get_ident()}
             self._open = dict.fromkeys(open_now, len(open_now) > 1)
         for site, module in self._modules.items():
+            (n_rows, n_tokens), (wide, flat) = shape, self._own.get(site, (width, False))
+            if wide is None:
+                continue
+            if flat:
+                n_rows, n_tokens = 1, n_rows * n_tokens
             room = self._room.get(site)
             if room is None or len(room) < n_rows or room.shape[1] < n_tokens:
                 device = next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
-                size = (n_rows, 1 << (n_tokens - 1).bit_length(), width)
+                size = (n_rows, 1 << (n_tokens - 1).bit_length(), wide)
                 with torch.inference_mode(False):  # else it could not be written outside of that mode
                     self._room[site] = torch.zeros(size, dtype=torch.float32, device=device)
                     self._written.setdefault(site, torch.zeros(3, dtype=torch.int64, device=device))

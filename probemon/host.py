@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,6 +107,24 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
         if name in children:
             return children[name]
     raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}")
+
+
+def xlora_of(model: Any) -> tuple[Any, Any] | None:
+    """PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
+    for module in model.modules():
+        mixer: Any = getattr(vars(module).get("forward"), "__self__", None)  # X-LoRA takes the place of a layer's forward
+        if hasattr(getattr(mixer, "model", None), "internal_xlora_classifier"):
+            return mixer.model, module
+    return None
+
+
+def rehearsal(model: Any) -> Callable[[], bool]:
+    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those tokens are run again."""
+    found = xlora_of(model)
+    if found is None:
+        return lambda: False
+    xlora, layer = found
+    return lambda: bool(layer.disable_adapters) and not xlora.disabled
 
 
 def fingerprint(model: Any) -> str:

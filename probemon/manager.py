@@ -36,6 +36,7 @@ from probemon.types import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scor
 if TYPE_CHECKING:
     from probemon.analysis import Analysis
     from probemon.documents import Source
+    from probemon.telemetry.recorder import RoutingSettings
 
 Hidden = Tensor | Mapping[str, Tensor]
 
@@ -142,14 +143,14 @@ class DynamicProbeManager:
 
     def attach(
         self, model: Any, tokenizer: Any = None, *, strict: bool = False, on_gap: str | Callable[[Gap], object] = "raise",
-        callback_errors: str = "raise", keep_tokens: int | None = None,
+        callback_errors: str = "raise", keep_tokens: int | None = None, routing: bool | RoutingSettings = False,
     ) -> MonitorRun:  # fmt: skip
         """A context manager that watches an unchanged Hugging Face model: see `MonitorRun`.
 
         A pack for another hidden size or layer count is a `HostMismatch`; other weights than those the pack was
         made for warn, or are refused with `strict=True`.
         """
-        return MonitorRun(self, model, tokenizer, strict=strict, on_gap=on_gap, callback_errors=callback_errors, keep_tokens=keep_tokens)
+        return MonitorRun(self, model, tokenizer, strict=strict, on_gap=on_gap, callback_errors=callback_errors, keep_tokens=keep_tokens, routing=routing)
 
     def stream(
         self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,

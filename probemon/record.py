@@ -256,6 +256,26 @@ class Recording:
         return None
 
 
+def find_recording(recordings: Sequence[Recording], ids: Ints, out: Any, request: str = "", *, keep_tokens: int | None = None) -> Recording:
+    """The one that belongs to an output: the same object if it is known, else the newest that agrees with its ids `[B, L]`. Raises `AlignmentError`."""
+    newest_first = [recording for recording in recordings[::-1] if recording.request == request]
+    if not newest_first:
+        raise AlignmentError(
+            f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block"
+        )
+    same = next((r for r in newest_first if r.output is out), None)
+    if same is not None:
+        return same
+    agreeing = [r for r in newest_first if r.n_entries and r.matches(ids)]  # not one whose only forward failed
+    if any(r.host != agreeing[0].host for r in agreeing):
+        raise AlignmentError("several generations of this run have these ids, and the host was not the same in them: give the very object that generate() returned")
+    if not agreeing and keep_tokens is not None:
+        raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={keep_tokens}), or it is not an output of this run")
+    if not agreeing and not any(r.n_entries for r in newest_first):
+        raise AlignmentError("no token was watched: every forward failed, or none was run")
+    return agreeing[0] if agreeing else next(r for r in newest_first if r.n_entries)
+
+
 def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
     """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is left."""
     surplus = sum(recording.n_kept for recording in recordings) - n_tokens

@@ -40,20 +40,23 @@ from probemon.errors import (
 )  # fmt: skip
 from probemon.events import ACTIONS, Event, Rule
 from probemon.fit import check_host
+from probemon.forwards import ScoreTokens
 from probemon.generation import Prompt
-from probemon.hierarchy import Ints, Mask
+from probemon.hierarchy import Mask
 from probemon.hold import HeldStreamer
 from probemon.host import unwrap
 from probemon.naming import Wanted
-from probemon.record import Recording, Tokens, keep_newest
+from probemon.record import Recording, Tokens, find_recording, keep_newest
 from probemon.result import Result
 from probemon.running import Generation, States
 from probemon.sinks import Sink
+from probemon.tap import Site
 from probemon.types import GENERATED, PROMPT, Gap, Scores, TokenBatch
 from probemon.watcher import Watcher
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
+    from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
 
 Listener = Callable[[Placed, Scores], None]
 LOG = logging.getLogger("probemon")
@@ -66,13 +69,15 @@ class MonitorRun:
     `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
     with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
     `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many tokens
-    keep their scores at least, the oldest are forgotten first (None: all). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
+    keep their scores at least, the oldest are forgotten first (None: all). `routing`: True, or how: the routers of the model are watched beside it
+    (`run.routing`, see `probemon.telemetry.monitor`). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
     model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
     """
 
     def __init__(
         self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False,
         on_gap: str | Callable[[Gap], object] = "raise", callback_errors: str = "raise", keep_tokens: int | None = None,
+        routing: bool | RoutingSettings = False,
     ) -> None:  # fmt: skip
         if on_gap != "raise" and not callable(on_gap):
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
@@ -88,8 +93,17 @@ class MonitorRun:
         self.n_failures = 0
         self.audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
+        self.routing: RoutingRecorder | None = None
+        sites: list[str | Site] = list(manager.pack.sites)
+        score: ScoreTokens = self._score
+        on_end: Callable[[Recording], None] | None = None
+        if routing:
+            from probemon.telemetry.recorder import RoutingRecorder
+
+            self.routing = RoutingRecorder(model, None if routing is True else routing, self._call)
+            sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
         self._watcher = Watcher(
-            model, manager.pack.sites, manager.pack.n_probes, self._score, check=self._check, on_gap=None if on_gap == "raise" else self._gap
+            model, sites, manager.pack.n_probes, score, check=self._check, on_gap=None if on_gap == "raise" else self._gap, on_end=on_end
         )
         self._plan = manager.plan
         self._rules: list[Rule] = []
@@ -217,27 +231,8 @@ class MonitorRun:
         if not isinstance(sequences, Tensor) or sequences.dim() != 2:
             raise ConfigError(f"out is {type(out).__name__}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        recording = self._recording(ids, sequences)
+        recording = find_recording(self._watcher.recordings, ids, sequences, keep_tokens=self._keep_tokens)
         return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_after=recording.host_after)
-
-    def _recording(self, ids: Ints, out: Any, request: str = "") -> Recording:
-        """The recording that belongs to an output: the same object if it is known, else the newest that agrees with its ids."""
-        newest_first = [recording for recording in self._watcher.recordings[::-1] if recording.request == request]
-        if not newest_first:
-            raise AlignmentError(
-                f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block"
-            )
-        same = next((r for r in newest_first if r.output is out), None)
-        if same is not None:
-            return same
-        agreeing = [r for r in newest_first if r.n_entries and r.matches(ids)]  # not one whose only forward failed
-        if any(r.host != agreeing[0].host for r in agreeing):
-            raise AlignmentError("several generations of this run have these ids, and the host was not the same in them: give the very object that generate() returned")
-        if not agreeing and self._keep_tokens is not None:
-            raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={self._keep_tokens}), or it is not an output of this run")
-        if not agreeing and not any(r.n_entries for r in newest_first):
-            raise AlignmentError("no token was watched: every forward failed, or none was run")
-        return agreeing[0] if agreeing else next(r for r in newest_first if r.n_entries)
 
     def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
         """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
@@ -246,7 +241,7 @@ class MonitorRun:
             if getattr(output, "error", None) is not None:
                 raise AlignmentError(f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}")
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
-            recordings.append(self._recording(ids, output, request))
+            recordings.append(find_recording(self._watcher.recordings, ids, output, request, keep_tokens=self._keep_tokens))
             parts.append(recordings[-1].tokens(ids))
         if not parts:
             raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
@@ -278,6 +273,8 @@ class MonitorRun:
                 self._failed("a sink", stats.error if isinstance(stats.error, Exception) else RuntimeError(repr(stats.error)))
             elif stats.n_dropped:
                 LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
+        for not_recorded in self.routing.close() if self.routing is not None else ():
+            self._failed("a sink of routing", not_recorded)
         for failed in self.manager.engine.background_errors():
             self._failed("loading in the background", failed)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell

@@ -188,6 +188,7 @@ class Thread(threading.local):
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.recording: Recording | None = None  # of the open forward, where it is of one
         self.waiting: list[Waiting] = []
+        self.early: States = {}  # of sites that run before the forward their output is of
         self.unfinished: Callable[[], None] | None = None  # a step that is still under way on a device
         self.seconds = 0.0
 

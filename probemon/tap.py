@@ -2,6 +2,7 @@
 
     with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
         model.generate(**inputs)
+    Tap(model, ["resid_post.15", Site("router.3", gate, read)], callback)      # a place of one's own, and what is read there
 
 Everything is resolved before anything is attached, so a bad site leaves no hook behind. In compiled code states go to
 `tap.buffers` where there was made room for them (`probemon.graphs`), else the graph is left for the callback.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -23,19 +25,39 @@ from probemon.host import find_layers, site_module
 Callback = Callable[[str, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Site:
+    """A place that is none of the host's layers: `read` makes a tensor of the output of `module`, `[B, T, K]`.
+
+    `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows. `early`: it runs just before the forward that its output is of.
+    `width`: K, without which a compiled host leaves its graph here.
+    """
+
+    name: str
+    module: nn.Module
+    read: Callable[[Any], Tensor]
+    width: int | None = None
+    flat: bool = False
+    early: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Tap:
     """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
 
     `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
     """
 
-    def __init__(self, model: Any, sites: Sequence[str], callback: Callback) -> None:
+    def __init__(self, model: Any, sites: Sequence[str | Site], callback: Callback) -> None:
         _, layers = find_layers(model)
         self._targets: list[tuple[str, nn.Module]] = []
+        self.own = {site.name: site for site in sites if isinstance(site, Site)}
         for site in sites:
-            self._targets.append((site, site_module(layers, site)))
+            self._targets.append((str(site), site.module if isinstance(site, Site) else site_module(layers, site)))
         self._callback = callback
-        self.buffers = Buffers(dict(self._targets))
+        self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
 
     def __enter__(self) -> Tap:
@@ -53,9 +75,10 @@ class Tap:
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
         # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not compiled.
         leave, buffers = torch.compiler.disable(self._callback), self.buffers
+        read = self.own[site].read if site in self.own else _first
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, (tuple, list)) else output
+            hidden = read(output)
             if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
                 self._callback(site, hidden.detach())
             elif buffers.holds(site):
@@ -64,3 +87,8 @@ class Tap:
                 leave(site, hidden.detach())
 
         return hook
+
+
+def _first(output: Any) -> Tensor:
+    hidden: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return hidden

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from probemon.ranks import Ranks
 from probemon.record import Recording
 from probemon.running import INSIDE, Generation, Watched
 from probemon.shadow import shadow
+from probemon.tap import Site
 from probemon.types import Gap
 
 LOG = logging.getLogger("probemon")
@@ -47,10 +48,10 @@ class Watcher:
     """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
 
     def __init__(
-        self, model: Any, sites: list[str], n_probes: int, score: ScoreTokens, *,
-        check: Callable[[Prompt], None] = lambda prompt: None, on_gap: Callable[[Gap], None] | None = None,
+        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[Prompt], None] = lambda prompt: None,
+        on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.ranks, self._check = model, Ranks.of(model), check
+        self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
         self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop)
         self._running: list[Generation] = []
@@ -166,6 +167,8 @@ class Watcher:
                 recording.done = True
         recording.output = sequences
         recording.host_after = host_state(self.model)
+        if self._on_end is not None:
+            self._on_end(recording)
         return out
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Alerts on routing: raised where a metric is past one threshold, cleared where it is back over another, neither for a moment's sake.
+
+    alerts = Alerts(DEFAULT_RULES, streams, n_experts=8, n_chosen=2, window=256)
+    for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...       # Alert(raised=True, kind="collapse", ...)
+    alerts.raised                                                               # what holds now
+
+A rule looks at windows of the stream, each after the last; what it sees must hold for several in a row. Between its two
+thresholds it leaves things as they are, so that a metric near one does not flap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass
+
+import numpy as np
+
+from probemon.errors import ConfigError
+from probemon.hierarchy import Ints
+from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
+from probemon.telemetry.statistics import METRICS, RoutingStatistics
+
+MEMORY = "memory_share"  # not of the routers: told beside them
+_BASELINE = 4  # windows whose mean a drift is measured from
+_PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
+_DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
+
+    Over windows of at least `window` tokens, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
+    its mean over the first four windows. `each_expert`: windows hold a hundred choices for each expert at least. For streams of `sources`, and of
+    `levels` where any are named. Raises `ConfigError`.
+    """
+
+    kind: str
+    metric: str
+    raise_at: float
+    clear_at: float
+    window: int = 512
+    in_a_row: int = 2
+    drift: bool = False
+    each_expert: bool = False
+    sources: tuple[str, ...] = _DISTRIBUTIONS
+    levels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.metric not in (*METRICS, MEMORY):
+            raise ConfigError(f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are {', '.join((*METRICS, MEMORY))}")
+        if not (math.isfinite(self.raise_at) and math.isfinite(self.clear_at)) or self.raise_at == self.clear_at:
+            raise ConfigError(f"rule {self.kind!r}: raise_at is {self.raise_at!r}, clear_at {self.clear_at!r}: give two numbers that differ, else it flaps")
+        if self.window < 1 or self.in_a_row < 1:
+            raise ConfigError(f"rule {self.kind!r}: window is {self.window!r}, in_a_row {self.in_a_row!r}: give 1 or more")
+
+    @property
+    def of_all(self) -> bool:
+        """Whether the metric is of all streams together."""
+        return self.metric in (MEMORY, "latency_p95_us")
+
+
+DEFAULT_RULES = (
+    Rule("collapse", "spread", 0.2, 0.35),
+    Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
+    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
+    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=("chunk", "token")),
+    Rule("indifference", "decision_entropy", 0.98, 0.96),
+    Rule("indifference", "code_norm", 0.02, 0.04, sources=(BEM,)),
+    Rule("dead expert", "least_load", 0.01, 0.05, each_expert=True, sources=(MOE,)),
+    Rule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
+    Rule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
+    Rule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
+    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=("chunk", "token")),
+    Rule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
+    Rule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
+    Rule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alert:
+    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`. `stream`: None where it is of all; `drift`: value is a distance."""
+
+    raised: bool
+    kind: str
+    metric: str
+    stream: Stream | None
+    value: float
+    threshold: float
+    at: int
+    drift: bool = False
+
+    def __str__(self) -> str:
+        what = f"{self.metric}{' moved by' if self.drift else ''} {self.value:.3g}"
+        return f"{self.kind}{'' if self.raised else ' is over'}: {f'{self.stream}, ' if self.stream else ''}{what} (threshold {self.threshold:g}) at token {self.at}"
+
+
+@dataclass
+class _Watch:
+    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, and what it was at first."""
+
+    number: int
+    rule: Rule
+    which: Ints
+    n: InitVar[int]
+
+    def __post_init__(self, n: int) -> None:
+        self.first, self.n_first = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self.streak, self.raised = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+
+    def moved(self, values: Numbers) -> Numbers:
+        """How far values are from the mean of their first ones; NaN while these are few."""
+        begins = self.n_first < _BASELINE
+        told = begins & ~np.isnan(values)
+        self.first[told] += values[told] / _BASELINE
+        self.n_first += told
+        return np.where(begins, np.nan, np.abs(values - self.first))
+
+
+class Alerts:
+    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`."""
+
+    def __init__(self, rules: Sequence[Rule], streams: Sequence[Stream], n_experts: int, n_chosen: int, window: int) -> None:
+        self._streams = list(streams)
+        self._n_tokens = 0
+        self._now: dict[tuple[int, int], Alert] = {}
+        self._watches: dict[int, list[_Watch]] = {}  # by how many tokens their windows have
+        self._windows: dict[int, RoutingStatistics] = {}
+        self._memory: dict[int, float] = {}
+        for number, rule in enumerate(rules):
+            which = [i for i, stream in enumerate(streams) if stream.source in rule.sources and (not rule.levels or stream.level in rule.levels)]
+            if which:
+                least = max(rule.window, -(-_PER_EXPERT * n_experts // n_chosen) if rule.each_expert else 0)
+                watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which))
+                self._watches.setdefault(-(-least // window) * window, []).append(watch)
+
+    @property
+    def raised(self) -> list[Alert]:
+        """What holds now, as it was raised, oldest first."""
+        return sorted(self._now.values(), key=lambda alert: alert.at)
+
+    def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
+        """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
+        self._n_tokens += statistics.n_tokens
+        found: list[Alert] = []
+        for size, watches in self._watches.items():
+            held = self._windows.setdefault(size, statistics.empty())
+            held.merge(statistics)
+            self._memory[size] = float(np.fmax(self._memory.get(size, math.nan), memory_share))
+            if held.n_tokens >= size:
+                found += [alert for watch in watches for alert in self._look(watch, held, self._memory[size])]
+                del self._windows[size], self._memory[size]
+        return found
+
+    def _look(self, watch: _Watch, window: RoutingStatistics, memory_share: float) -> Iterator[Alert]:
+        rule = watch.rule
+        if rule.metric == MEMORY:
+            values = np.array([memory_share])
+        else:
+            values = window.metric(rule.metric)[watch.which[:1] if rule.of_all else watch.which]
+        if rule.drift:
+            values = watch.moved(values)
+        threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)
+        above = (rule.raise_at > rule.clear_at) != watch.raised  # to be cleared, it must go the other way
+        past = np.where(above, values > threshold, values < threshold)  # NaN passes nothing
+        watch.streak = np.where(past, watch.streak + 1, 0)
+        for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
+            watch.raised[i], watch.streak[i] = not watch.raised[i], 0
+            stream = None if rule.of_all else self._streams[int(watch.which[i])]
+            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, float(values[i]), float(threshold[i]), self._n_tokens, rule.drift)
+            if alert.raised:
+                self._now[watch.number, i] = alert
+            else:
+                del self._now[watch.number, i]
+            yield alert

@@ -1,0 +1,90 @@
+"""RoutingMonitor: watches the routers of one host model while its `with` block is open.
+
+    with RoutingMonitor(model) as monitor:
+        monitor.add_sink(RoutingParquet("routing.parquet"))
+        out = model.generate(**inputs, max_new_tokens=50)
+    monitor.report()                        # per router: entropies, load, flips, ...; latency, memory, alerts
+
+    with manager.attach(model, tokenizer, routing=True) as run:         # beside probes, of the same tokens
+        model.generate(**inputs)
+    run.routing.report()
+
+Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which those are is found out
+by what watches for probes (`probemon.watcher`): a router is one more site of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from probemon.align import Placed
+from probemon.errors import CallbackFailed, ConfigError
+from probemon.host import unwrap
+from probemon.record import Recording, keep_newest
+from probemon.running import Generation, States
+from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
+from probemon.types import Gap
+from probemon.watcher import Watcher
+
+LOG = logging.getLogger("probemon")
+
+
+class RoutingMonitor(RoutingRecorder):
+    """Alone, without probes. What a sink, listener or action on an alert raises is raised as `CallbackFailed` when the block ends.
+
+    `settings`: rules of alerts, a BEM adapter, ...; also by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: as of `manager.attach`.
+    Raises `NotSupportedHost` where no router is known, `ConfigError`.
+    """
+
+    def __init__(self, model: Any, settings: RoutingSettings | None = None, *, on_gap: str | Callable[[Gap], object] = "raise", **by_name: Any) -> None:
+        if settings is not None and by_name:
+            raise ConfigError(f"settings and {', '.join(by_name)} beside them: give either")
+        if not callable(on_gap) and on_gap != "raise":
+            raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
+        model = unwrap(model)
+        super().__init__(model, settings or RoutingSettings(**by_name), self._guarded)
+        self.failures: list[Exception] = []
+        told = partial(self._guarded, "on_gap", on_gap) if callable(on_gap) else None
+        self._watcher = Watcher(model, self.sites, 0, self.beside(self._forget), on_gap=told, on_end=self.ended)
+        self._entered = False
+
+    def __enter__(self) -> RoutingMonitor:
+        if self._entered:
+            raise ConfigError("a monitor is entered once: make another")
+        self._watcher.__enter__()
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._watcher.__exit__(kind, error, trace)
+        self.failures += self.close()
+        self.failures += [failed if isinstance(failed, Exception) else RuntimeError(repr(failed)) for failed in self._watcher.batch_errors]
+        if self.failures and error is None:
+            first = self.failures[0]
+            raise CallbackFailed(
+                f"{len(self.failures)} callbacks or sinks failed while routing was watched, the first with {type(first).__name__}: {first}", self.failures
+            ) from first
+
+    @property
+    def forward_seconds(self) -> list[float]:
+        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
+        return list(self._watcher.forward_seconds)
+
+    def _forget(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
+        """Of tokens nothing is kept, so that nothing grows; they are numbered all the same."""
+        with self._lock:
+            recording.n_entries += len(placed)
+            recording.n_forgotten += len(placed)
+            keep_newest(self._watcher.recordings, 0)
+
+    def _guarded(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            if len(self.failures) < 1000:
+                self.failures.append(error)
+            LOG.error("%s failed, the generation went on: %s: %s", what, type(error).__name__, error)

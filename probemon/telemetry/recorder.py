@@ -1,0 +1,303 @@
+"""RoutingRecorder: what routers decided about accepted tokens, as they are handed over, into records, statistics and alerts.
+
+    recorder = RoutingRecorder(model, RoutingSettings(), guard)
+    watcher = Watcher(model, [*sites, *recorder.sites], n_probes, recorder.beside(score), on_end=recorder.ended)
+    recorder.report()                               # per router: entropies, load, flips, ...; latency, memory, alerts
+
+It is hosted by a `RoutingMonitor`, or by the run that watches with probes: either hands over tokens whose place is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.align import Placed
+from probemon.delivery import Delivery
+from probemon.errors import ConfigError
+from probemon.forwards import ScoreTokens
+from probemon.hierarchy import Ints
+from probemon.record import Recording
+from probemon.running import Generation, States
+from probemon.tap import Site
+from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
+from probemon.telemetry.decisions import MOE, Decisions, History, Singles, Told
+from probemon.telemetry.records import RoutingRecord
+from probemon.telemetry.sketch import LogSketch
+from probemon.telemetry.sources import Source, find_sources
+from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
+from probemon.telemetry.tally import WINDOW, Memory, Tally, memory_of
+from probemon.types import GENERATED, PHASES, PROMPT
+
+Listener = Callable[[Placed, Decisions, RoutingRecord], object]
+LOG = logging.getLogger("probemon")
+_CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of many experts is taken in parts
+
+
+@dataclass(frozen=True)
+class RoutingSettings:
+    """How routing is watched. `rules`: for alerts; `window`: tokens of their smallest windows. `bem`: what `attach_bem` gave, or its controller.
+
+    `run_id`: in every record, else one is made; `memory`: gives (bytes in use, bytes there are), else the GPU's or the process's.
+    """
+
+    rules: tuple[Rule, ...] = DEFAULT_RULES
+    window: int = WINDOW
+    bem: Any = None
+    run_id: str = ""
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
+            raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Decisions about tokens of beams, which may not be in the output; `entries [n]`: which of their recording each token is."""
+
+    placed: Placed
+    entries: Ints
+    decisions: Decisions
+    latency_us: float
+
+
+@dataclass
+class _Followed:
+    """One source's part of a generation: what its rows had last, and what waits for the generation's end."""
+
+    history: History
+    waiting: list[_Waiting] = field(default_factory=list)
+
+
+class RoutingRecorder:
+    """`guard(what, function, *arguments)` calls what the user gave, and keeps what it raises from the host. Raises `NotSupportedHost`, `ConfigError`."""
+
+    def __init__(self, model: Any, settings: RoutingSettings | None, guard: Callable[..., None]) -> None:
+        settings = settings or RoutingSettings()
+        self.sources: list[Source] = find_sources(model, bem=settings.bem)
+        self.run_id = settings.run_id or uuid.uuid4().hex
+        self.n_unseen = self.n_tokens = 0
+        self.n_alerts = 0  # raised so far
+        self._settings, self._guard = settings, guard
+        self._memory = settings.memory or memory_of(model.device)
+        self._tallies: dict[int, Tally] = {}
+        self._followed: weakref.WeakKeyDictionary[Recording, dict[int, _Followed]] = weakref.WeakKeyDictionary()
+        self._deliveries: list[Delivery] = []
+        self._listeners: list[Listener] = []
+        self._on_alert: list[Callable[[Alert], object]] = []
+        self._lock = threading.RLock()
+        self._reading = threading.local()
+        self.sites = [_timed(site, self._reading) for source in self.sources for site in source.sites]  # for a Watcher
+
+    # -- the face --------------------------------------------------------------------------------
+
+    def add_sink(self, sink: Any, *, max_batches: int = 1024) -> Delivery:
+        """Send every record to a sink (`RoutingJsonLines`, `RoutingParquet`, `CallbackSink`), in a thread of its own, until the block ends."""
+        if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
+            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.telemetry.records")
+        self._deliveries.append(Delivery(sink, [], max_batches=max_batches))
+        return self._deliveries[-1]
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(placed, decisions, record)` with every batch of tokens, in the thread that generates: with beams, at the end."""
+        self._listeners.append(listener)
+
+    def on_alert(self, action: Callable[[Alert], object]) -> None:
+        """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""
+        self._on_alert.append(action)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Those that hold now."""
+        with self._lock:
+            return [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
+
+    def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
+        """Of each source that decided anything, of everything so far."""
+        with self._lock:
+            return [(self.sources[number], tally.total()) for number, tally in self._tallies.items()]
+
+    def report(self) -> dict[str, Any]:
+        """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`."""
+        with self._lock:
+            streams, latency = [], LogSketch()
+            for source, statistics in self.statistics():
+                latency.merge(statistics.latency)
+                for stream, metrics in zip(source.streams, statistics.as_dicts(), strict=True):
+                    streams.append({"source": stream.source, "site": stream.site, "layer": stream.layer, "level": stream.level, **metrics})
+            watermark = max([self._memory()[0], *(tally.memory_watermark_bytes for tally in self._tallies.values())])
+            return {
+                "run_id": self.run_id, "n_tokens": self.n_tokens, "n_unseen": self.n_unseen, "streams": streams,
+                "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
+                "latency_relative_error": latency.relative_error, "memory_watermark_bytes": watermark,
+                "alerts": [str(alert) for alert in self.alerts], "n_alerts": self.n_alerts,
+            }  # fmt: skip
+
+    def close(self) -> list[Exception]:
+        """Finish the sinks; what they failed with."""
+        for delivery in self._deliveries:
+            delivery.close()
+            stats = delivery.stats()
+            if stats.error is None and stats.n_dropped:
+                LOG.warning("a sink of routing was too slow: %d of %d decisions were dropped", stats.n_dropped, stats.n_written + stats.n_dropped)
+        errors = [delivery.stats().error for delivery in self._deliveries]
+        return [error if isinstance(error, Exception) else RuntimeError(repr(error)) for error in errors if error is not None]
+
+    # -- tokens with what routers gave -----------------------------------------------------------
+
+    def take(self, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
+        """Accepted tokens, in order, before they are added to `recording`; on a GPU what is left to be done once their states have arrived."""
+        if not len(placed):
+            return None
+        first_entry, begin = recording.n_entries, time.perf_counter()
+        if isinstance(states, str):
+            with self._lock:
+                self.n_unseen += len(placed)
+                for followed in self._followed.get(recording, {}).values():
+                    followed.history.forget(placed.rows)
+            return None
+        arrived = _to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
+        spent = time.perf_counter() - begin + getattr(self._reading, "seconds", 0.0)
+        self._reading.seconds = 0.0
+        if callable(arrived):
+            return lambda: self._arrived(recording, placed, arrived(), first_entry, spent)
+        self._arrived(recording, placed, arrived, first_entry, spent)
+        return None
+
+    def beside(self, score: ScoreTokens) -> ScoreTokens:
+        """What takes tokens for routing, then hands them to `score`."""
+
+        def both(generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
+            waits = [self.take(recording, placed, states), score(generation, recording, placed, states)]
+
+            def wait() -> None:
+                for one in waits:
+                    if one is not None:
+                        one()
+
+            return wait if any(one is not None for one in waits) else None
+
+        return both
+
+    def ended(self, recording: Recording) -> None:
+        """A generation returned: with beams it is known now which decisions are of its output."""
+        with self._lock:
+            for number, followed in self._followed.pop(recording, {}).items():
+                if followed.waiting:
+                    self._settle(number, recording, followed.waiting)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _arrived(self, recording: Recording, placed: Placed, states: Mapping[str, Singles], first_entry: int, spent: float) -> None:
+        with self._lock:
+            for number, source in enumerate(self.sources):
+                n_cells = sum(states[site.name].shape[1] for site in source.sites)
+                for part in np.array_split(np.arange(len(placed)), -(-len(placed) * n_cells // _CELLS)):
+                    begin = time.perf_counter()
+                    decisions = source.decisions({site.name: states[site.name][part] for site in source.sites})
+                    seconds = time.perf_counter() - begin + spent * len(part) / len(placed) / len(self.sources)
+                    latency_us = 1e6 * seconds / (len(part) * decisions.n_streams)
+                    followed = self._followed.setdefault(recording, {})
+                    if number not in followed:
+                        followed[number] = _Followed(History(recording.call.n_rows, decisions.n_streams))
+                    if recording.beams is not None:
+                        followed[number].waiting.append(_Waiting(placed.take(part), first_entry + part, decisions, latency_us))
+                    else:
+                        told = followed[number].history.tell(placed.rows[part], decisions)
+                        self._count(number, recording, placed.take(part), decisions, told, latency_us)
+            if recording.beams is None:
+                self.n_tokens += len(placed)
+
+    def _settle(self, number: int, recording: Recording, waiting: list[_Waiting]) -> None:
+        """Count the decisions of the beams that were returned: each once, in the first row of the output that has it."""
+        beams = recording.beams
+        assert beams is not None
+        sequences = recording.output.detach().cpu().numpy()
+        decisions, each = Decisions.join([one.decisions for one in waiting]), len(sequences) // (recording.call.n_rows // beams.n_beams)
+        rows, columns, ids = (np.concatenate([getattr(one.placed, name) for one in waiting]) for name in ("rows", "columns", "ids"))
+        phases = np.concatenate([np.full(len(one.placed), one.placed.phase) for one in waiting])
+        at = {entry: i for i, entry in enumerate(np.concatenate([one.entries for one in waiting]).tolist())}
+        latency_us = float(np.mean([one.latency_us for one in waiting]))
+        counted, history = np.zeros(len(rows), dtype=bool), History(len(sequences), decisions.n_streams)
+        for row, sequence in enumerate(sequences):
+            b = row // each
+            entries, _ = beams.follow(b, sequence[beams.begin :])
+            prompt = np.flatnonzero((phases == PROMPT) & (rows == b * beams.n_beams))
+            path = np.concatenate([prompt, [at[entry] for entry in entries if entry in at]]).astype(np.int64)  # one that is not was unseen
+            mine = decisions.take(path)
+            told = history.tell(np.full(len(path), row), mine)
+            for phase in (PROMPT, GENERATED):
+                new = np.flatnonzero(~counted[path] & (phases[path] == phase))
+                if len(new):
+                    where = path[new]
+                    placed = Placed(np.full(len(new), row), columns[where], columns[where], ids[where], phase)
+                    self._count(number, recording, placed, mine.take(new), told.take(new), latency_us)
+                    self.n_tokens += len(new) if number == 0 else 0
+            counted[path] = True
+
+    def _count(self, number: int, recording: Recording, placed: Placed, decisions: Decisions, told: Told, latency_us: float) -> None:
+        source = self.sources[number]
+        tally = self._tallies.get(number)
+        if tally is None:
+            tally = self._tallies[number] = Tally(
+                source.streams, decisions.raw.shape[2], source.n_chosen, codes=source.codes, rules=self._settings.rules, window=self._settings.window, memory=self._memory
+            )  # fmt: skip
+        alerts = tally.add(decisions, told, latency_us)
+        if self._listeners or self._deliveries:
+            prompt = recording.call.prompt_columns
+            steps = np.zeros(len(placed), np.int64) if placed.phase == PROMPT or prompt is None else placed.columns - prompt + 1
+            record = RoutingRecord.of(
+                decisions, told, source.streams, rows=placed.rows, positions=placed.columns - recording.offset, steps=steps, norms=source.kind != MOE,
+                run_id=self.run_id, request_id=recording.request or str(recording.number), source=source.kind, phase=PHASES[placed.phase], t_capture_us=latency_us,
+                dropped=self.n_unseen * decisions.n_streams,
+            )  # fmt: skip
+            for listener in self._listeners:
+                self._guard("a listener", listener, placed, decisions, record)
+            for delivery in self._deliveries:
+                delivery.put(record.with_dropped(delivery.stats().n_dropped))  # type: ignore[arg-type]
+        for alert in alerts:
+            self.n_alerts += alert.raised
+            for action in self._on_alert:
+                self._guard("an action on an alert", action, alert)
+
+
+def _timed(site: Site, reading: Any) -> Site:
+    """The same, with the time its reading takes added up."""
+
+    def read(output: Any) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return site.read(output)
+        begin = time.perf_counter()
+        found = site.read(output)
+        reading.seconds = getattr(reading, "seconds", 0.0) + time.perf_counter() - begin
+        return found
+
+    return Site(site.name, site.module, read, site.width, site.flat, site.early)
+
+
+def _to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:
+    """States as arrays; of a GPU, what waits for them and gives them."""
+    device = next((x.device for x in states.values() if x.is_cuda), None)
+    if device is None:
+        return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
+    together = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy, however many sites
+    copy = torch.empty(together.shape, dtype=torch.float32, pin_memory=True).copy_(together, non_blocking=True)
+    arrived = torch.cuda.current_stream(device).record_event()
+
+    def wait() -> dict[str, Singles]:
+        arrived.synchronize()
+        parts = copy.split([x.shape[1] for x in states.values()], dim=1)
+        return {site: part.numpy() for site, part in zip(states, parts, strict=True)}
+
+    return wait

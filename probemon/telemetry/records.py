@@ -1,0 +1,181 @@
+"""Routing records: one line for each decision of a router, to JSON lines or parquet.
+
+    monitor.add_sink(RoutingJsonLines("routing.jsonl"))
+    monitor.add_sink(RoutingParquet("routing.parquet"))
+    monitor.add_sink(CallbackSink(print))               # of RoutingRecord: one for each batch of decisions
+    for line in record.lines(): ...                     # a dict for each decision
+
+Files appear under their name whole, at the end of the block, or not at all, as those of scores do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.errors import MissingExtra
+from probemon.hierarchy import Ints, Mask
+from probemon.sinks import _FileSink, at_least
+from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """N decisions of the routers of one source, about tokens of one generation. Arrays `[N]`, `top_idx` and `top_w` `[N, k]`.
+
+    `run_id`; `request_id`: of continuous batching, else the generation's number; `row`, `pos_start`: where in the output of `generate` the decision's
+    first token stands, `n_tokens`: how many after one another it was used for in this batch. `step`: 0 for a prompt, n for the n-th generated token;
+    `phase` "prompt" or "generated". `layer`: of the host, -1 for none in particular; `site`, `source`, `level`: see `Stream`. `boundary`: it was
+    decided at this token, `reused`: it is one of an earlier batch. `h_decision`: entropy in units of log E, NaN of codes. `code_norm`: of a code or of scalings.
+    `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not tell them. `flip`: another expert (or dimension of a code) comes first than at the
+    token before. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch. `dropped`: decisions before
+    this batch that are in no record: their token was not seen, or this sink was too slow.
+    """
+
+    run_id: str
+    request_id: str
+    row: Ints
+    step: Ints
+    phase: str
+    layer: Ints
+    site: npt.NDArray[np.str_]
+    source: str
+    level: npt.NDArray[np.str_]
+    pos_start: Ints
+    n_tokens: Ints
+    boundary: Mask
+    top_idx: Ints
+    top_w: Singles
+    h_decision: Singles
+    code_norm: Singles
+    delta_rel_norm: Singles
+    sigma1: Singles
+    confidence: Singles
+    flip: Mask
+    reused: Mask
+    fallback: Mask
+    t_capture_us: float
+    dropped: int
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Each decision with its columns in their order; None for NaN."""
+        columns = [self.column(name) for name in COLUMNS]
+        for values in zip(*columns, strict=True):
+            yield {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in zip(COLUMNS, values, strict=True)}
+
+    def column(self, name: str) -> list[Any]:
+        """A column as plain values, one for each decision."""
+        value = getattr(self, name)
+        return value.tolist() if isinstance(value, np.ndarray) else [value] * len(self)
+
+    def with_dropped(self, more: int) -> RoutingRecord:
+        """The same, after so many that a sink did not take."""
+        return dataclasses.replace(self, dropped=self.dropped + more) if more else self
+
+    @classmethod
+    def of(
+        cls, decisions: Decisions, told: Told, streams: Sequence[Stream], *, rows: Ints, positions: Ints, steps: Ints, norms: bool, **scalars: Any
+    ) -> RoutingRecord:
+        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and share a decision are one.
+
+        `norms`: whether what the routers gave has a norm worth telling; `scalars`: the other columns.
+        """
+        follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
+        begins = np.ones(decisions.decided.shape, dtype=bool)
+        begins[:, 1:] = decisions.decided[:, 1:] | ~follows
+        stream, token = np.nonzero(begins)
+        end_of = np.append(stream[1:] * len(rows) + token[1:], len(streams) * len(rows))
+        raw = decisions.raw[stream, token]
+        if decisions.weights is None:
+            h = np.full(len(stream), np.nan, dtype=np.float32)
+        else:
+            h = (entropy(decisions.weights[stream, token]) / math.log(raw.shape[1])).astype(np.float32)
+        norm = np.sqrt((raw.astype(np.float64) ** 2).sum(axis=1)).astype(np.float32) if norms else np.full(len(stream), np.nan, dtype=np.float32)
+        decided = decisions.decided[stream, token]
+        return cls(
+            row=rows[token], step=steps[token], layer=np.array([s.layer for s in streams])[stream], site=np.array([s.site for s in streams])[stream],
+            level=np.array([s.level for s in streams])[stream], pos_start=positions[token], n_tokens=end_of - (stream * len(rows) + token), boundary=decided,
+            top_idx=decisions.top_idx[stream, token], top_w=decisions.top_w[stream, token], h_decision=h, code_norm=norm,
+            delta_rel_norm=decisions.delta_rel_norm[token], sigma1=decisions.sigma1[token], confidence=decisions.confidence[token],
+            flip=told.flips[stream, token] == 1, reused=~decided, fallback=decisions.fallback[token], **scalars,
+        )  # fmt: skip
+
+
+COLUMNS = tuple(field.name for field in fields(RoutingRecord))
+
+
+class RoutingJsonLines(_FileSink):
+    """One JSON object a decision and line, its keys the columns of `RoutingRecord`; null for what is not told."""
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
+        super().__init__(path, overwrite)
+
+    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+        return partial.open("w", encoding="utf-8", newline="\n")
+
+    def _append(self, batch: Any) -> None:
+        self._writer.write("".join(json.dumps(line) + "\n" for line in batch.lines()))
+
+    def _finish(self) -> None:
+        self._writer.close()
+
+
+class RoutingParquet(_FileSink):
+    """A line for each decision, in row groups of `rows_per_group`; null for what is not told. Needs the extra `corpus`."""
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("RoutingParquet needs pyarrow: pip install 'probemon[corpus]'") from error
+        super().__init__(path, overwrite)
+        self._rows_per_group = at_least(1, "rows_per_group", rows_per_group)
+        self._held: list[RoutingRecord] = []
+        self._n_held = 0
+
+    def _begin(self, partial: Path, concepts: list[str]) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        text, whole, number, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
+        kinds = {
+            **dict.fromkeys(("run_id", "request_id", "phase", "site", "source", "level"), text),
+            **dict.fromkeys(("row", "step", "layer", "pos_start", "n_tokens"), whole), "dropped": pa.int64(), "t_capture_us": pa.float64(),
+            **dict.fromkeys(("boundary", "flip", "reused", "fallback"), truth), "top_idx": pa.list_(whole), "top_w": pa.list_(number),
+            **dict.fromkeys(("h_decision", "code_norm", "delta_rel_norm", "sigma1", "confidence"), number),
+        }  # fmt: skip
+        self._schema = pa.schema([(name, kinds[name]) for name in COLUMNS])
+        return pq.ParquetWriter(partial, self._schema)
+
+    def _append(self, batch: Any) -> None:
+        self._held.append(batch)
+        self._n_held += len(batch)
+        if self._n_held >= self._rows_per_group:
+            self._write()
+
+    def _write(self) -> None:
+        import pyarrow as pa
+
+        arrays = []
+        for name, kind in zip(COLUMNS, self._schema.types, strict=True):
+            values = [value for record in self._held for value in record.column(name)]
+            arrays.append(pa.array(values, kind, from_pandas=True))  # as there, NaN is nothing
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
+        self._held, self._n_held = [], 0
+
+    def _finish(self) -> None:
+        if self._held:
+            self._write()
+        self._writer.close()

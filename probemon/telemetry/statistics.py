@@ -1,0 +1,287 @@
+"""RoutingStatistics: how a set of routers behaved over a stream of tokens, in sums that are exact.
+
+    statistics = RoutingStatistics(n_streams=32, n_experts=8, n_chosen=2)
+    statistics.add(decisions, told)                     # any number of tokens at a time
+    statistics.merge(others)                            # as if both had been one stream
+    statistics.metric("mutual_information")             # [S]
+
+Every number is rounded to a fixed binary place and summed as a whole one, so that sums do not depend on how a stream was cut or
+merged, to the last bit. Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their
+difference is the mutual information of token and expert. Codes are no distribution (a softmax over clamped ones is never
+peaked), so of them the covariance over tokens is kept: its effective rank (Roy and Vetterli, 2007) and each dimension's variance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from probemon.errors import ConfigError
+from probemon.hierarchy import Ints
+from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy
+from probemon.telemetry.sketch import LogSketch
+
+_SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
+_CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8
+_LARGEST = 256.0  # norm of a code beyond which it is no code: its products would leave no room in 64 bits
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
+
+
+class RoutingStatistics:
+    """Of S routers over E experts, or over codes of E dimensions (`codes`). `n_chosen`: how many of a token's `top_idx` count as load.
+
+    A decision that is not finite is left out and counted in `n_bad [S]`.
+    """
+
+    def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
+        if n_streams < 1 or n_experts < 2 or not 1 <= n_chosen <= n_experts:
+            raise ConfigError(f"{n_streams} streams of {n_experts} experts, {n_chosen} chosen: give 1 or more, 2 or more, and 1 to as many as there are experts")
+        self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
+        one, each = (n_streams,), (n_streams, n_experts)
+        pairs = (n_streams, n_experts, n_experts) if codes else (0,)
+        shapes = {
+            "n": one, "n_bad": one, "n_reused": one, "n_pairs": one, "n_flips": one, "n_invalidated": one, "n_fallback": one, "n_confident": one,
+            "load": each, "_entropy": one, "_weights": each, "_confidence": one, "_codes": each, "_products": pairs, "_norm": one,
+        }  # fmt: skip
+        self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
+        self.norm_max: Numbers = np.zeros(n_streams)
+        self.latency = LogSketch()
+
+    def __getattr__(self, name: str) -> Ints:
+        sums = self.__dict__.get("_sums", {})
+        if name not in sums:
+            raise AttributeError(name)
+        found: Ints = sums[name]
+        return found
+
+    # -- adding ----------------------------------------------------------------------------------
+
+    def add(self, decisions: Decisions, told: Told) -> None:
+        """Tokens, in any number."""
+        good = decisions.finite
+        raw = decisions.raw.astype(np.float64)
+        if self.codes:
+            with np.errstate(invalid="ignore", over="ignore"):
+                norm = np.sqrt((raw * raw).sum(axis=-1))
+                good = good & (norm <= _LARGEST)
+        n_good, sums = good.sum(axis=1), self._sums
+        sums["n"] += n_good
+        sums["n_bad"] += good.shape[1] - n_good
+        sums["n_reused"] += (good & ~decisions.decided).sum(axis=1)
+        sums["n_pairs"] += (good & (told.flips >= 0)).sum(axis=1)
+        sums["n_flips"] += (good & (told.flips == 1)).sum(axis=1)
+        sums["n_invalidated"] += (good & told.changed).sum(axis=1)
+        sums["n_fallback"] += (good & decisions.fallback).sum(axis=1)
+        confident = good & np.isfinite(decisions.confidence)
+        sums["n_confident"] += confident.sum(axis=1)
+        sums["_confidence"] += _whole(np.where(confident, decisions.confidence, 0.0), _SHARE).sum(axis=1)
+        stream = np.arange(self.n_streams)[:, None, None] * self.n_experts
+        chosen = (stream + decisions.top_idx[:, :, : self.n_chosen])[good]
+        sums["load"] += np.bincount(chosen.ravel(), minlength=self.n_streams * self.n_experts).reshape(self.n_streams, self.n_experts)
+        if decisions.weights is not None:
+            weights = decisions.weights if good.all() else np.where(good[:, :, None], decisions.weights, 0.0)
+            sums["_entropy"] += _whole(entropy(weights) / math.log(self.n_experts), _SHARE).sum(axis=1)
+            sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
+        if self.codes:
+            codes, norm = np.where(good[:, :, None], raw, 0.0), np.where(good, norm, 0.0)
+            sums["_codes"] += _whole(codes, _CODE).sum(axis=1)
+            for begin in range(0, codes.shape[1], 512):  # a prompt's products are many
+                some = codes[:, begin : begin + 512]
+                sums["_products"] += _whole(some[:, :, :, None] * some[:, :, None, :], _CODE).sum(axis=1)
+            sums["_norm"] += _whole(norm, _CODE).sum(axis=1)
+            self.norm_max = np.maximum(self.norm_max, norm.max(axis=1, initial=0.0))
+
+    def add_latency(self, microseconds: float, count: int) -> None:
+        """`count` decisions took so long each."""
+        self.latency.add(microseconds, count)
+
+    def empty(self) -> RoutingStatistics:
+        """Of the same routers, of no tokens yet."""
+        return RoutingStatistics(self.n_streams, self.n_experts, self.n_chosen, codes=self.codes)
+
+    @property
+    def n_tokens(self) -> int:
+        """Added so far; all routers decide about all of them."""
+        return int(self.n[0] + self.n_bad[0])
+
+    def merge(self, other: RoutingStatistics) -> None:
+        """Take in another stream of the same routers. Raises `ConfigError`."""
+        mine, theirs = (self.n_streams, self.n_experts, self.n_chosen, self.codes), (other.n_streams, other.n_experts, other.n_chosen, other.codes)
+        if mine != theirs:
+            raise ConfigError(f"statistics of {theirs} (streams, experts, chosen, codes) into those of {mine}: they are of other routers")
+        for name, values in other._sums.items():
+            self._sums[name] += values
+        self.norm_max = np.maximum(self.norm_max, other.norm_max)
+        self.latency.merge(other.latency)
+
+    # -- what follows from the sums --------------------------------------------------------------
+
+    def metric(self, name: str) -> Numbers:
+        """One of the metrics below by name, `[S]`; NaN where nothing is known."""
+        if name not in METRICS:
+            raise ConfigError(f"{name!r} is no metric of routing: there are {', '.join(METRICS)}")
+        found: Numbers = np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
+        return found
+
+    def decision_entropy(self) -> Numbers:
+        """Mean over tokens of the entropy of each decision, in units of log E."""
+        return self._distribution(_ratio(self._entropy, self.n * _SHARE))
+
+    def marginal(self) -> Numbers:
+        """Mean distribution over tokens, `[S, E]`."""
+        return _ratio(self._weights, self._weights.sum(axis=1)[:, None])
+
+    def marginal_entropy(self) -> Numbers:
+        """Entropy of the mean distribution, in units of log E."""
+        return self._distribution(np.where(self.n > 0, entropy(self.marginal()) / math.log(self.n_experts), np.nan))
+
+    def mutual_information(self) -> Numbers:
+        """Of token and expert: how much of the marginal's entropy is not the decisions' own, in units of log E."""
+        found: Numbers = np.maximum(self.marginal_entropy() - self.decision_entropy(), 0.0)
+        return found
+
+    def effective_experts(self) -> Numbers:
+        """exp of the entropy of the load: as many experts, all alike, would bear it; 1 to E."""
+        return np.where(self.n > 0, np.exp(entropy(self.load_shares())), np.nan)
+
+    def spread(self) -> Numbers:
+        """The marginal's entropy, from 0, that of the same `n_chosen` experts always, to 1, that of all."""
+        return self._over_chosen(self.marginal_entropy())
+
+    def load_spread(self) -> Numbers:
+        """The same of the load: a soft router may give all a share, and choose the same ones always."""
+        return self._over_chosen(np.where(self.n > 0, entropy(self.load_shares()) / math.log(self.n_experts), np.nan))
+
+    def load_shares(self) -> Numbers:
+        """Of all that was chosen, each expert's part, `[S, E]`."""
+        return _ratio(self.load, self.load.sum(axis=1)[:, None])
+
+    def max_vio(self) -> Numbers:
+        """Largest load over the mean one, less 1."""
+        return self.load_shares().max(axis=1) * self.n_experts - 1
+
+    def least_load(self) -> Numbers:
+        """Smallest load over the mean one."""
+        return self.load_shares().min(axis=1) * self.n_experts
+
+    def least_weight(self) -> Numbers:
+        """Smallest share of the mean distribution, times E."""
+        return self._distribution(self.marginal().min(axis=1) * self.n_experts)
+
+    def gini(self) -> Numbers:
+        """Of the load: 0 where all are alike, near 1 where one has all."""
+        load, e = np.sort(self.load_shares(), axis=1), self.n_experts
+        found: Numbers = (load * (2 * np.arange(1, e + 1) - e - 1)).sum(axis=1) / e
+        return found
+
+    def flip_rate(self) -> Numbers:
+        """Of tokens after another one, the share whose first expert is another than that one's."""
+        return _ratio(self.n_flips, self.n_pairs)
+
+    def code_reuse_rate(self) -> Numbers:
+        """Share of the tokens for which nothing was decided anew."""
+        return self._code(_ratio(self.n_reused, self.n))
+
+    def kv_invalidations(self) -> Numbers:
+        """Tokens whose code was another though nothing was decided: keys and values before them were computed with an older one."""
+        return self._code(self.n_invalidated.astype(np.float64))
+
+    def fallback_rate(self) -> Numbers:
+        """Share of the tokens at which a fallback was in force."""
+        return self._code(_ratio(self.n_fallback, self.n))
+
+    def confidence(self) -> Numbers:
+        """Mean, over the tokens that have one."""
+        return _ratio(self._confidence, self.n_confident * _SHARE)
+
+    def code_norm(self) -> Numbers:
+        """Mean norm of the codes."""
+        return self._code(_ratio(self._norm, self.n * _CODE))
+
+    def code_norm_max(self) -> Numbers:
+        """Largest norm of a code."""
+        return self._code(np.where(self.n > 0, self.norm_max, np.nan))
+
+    def covariance(self) -> Numbers:
+        """Of the codes over tokens, `[S, E, E]`."""
+        n = np.maximum(self.n, 1)[:, None]
+        mean = self._codes / (n * _CODE)
+        return self._products / (n[:, :, None] * _CODE) - mean[:, :, None] * mean[:, None, :]
+
+    def variances(self) -> Numbers:
+        """Of each dimension of the codes over tokens, `[S, E]`."""
+        found: Numbers = np.maximum(np.diagonal(self.covariance(), axis1=1, axis2=2), 0.0)
+        return found
+
+    def variation(self) -> Numbers:
+        """Variance of the codes over their mean square: 0 where all are one, 1 where they vary about nothing."""
+        if not self.codes:
+            return self._code(np.full(self.n_streams, np.nan))
+        square = np.trace(self._products, axis1=1, axis2=2) / (np.maximum(self.n, 1) * _CODE)
+        return np.where(self.n > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
+
+    def effective_rank(self) -> Numbers:
+        """exp of the entropy of the covariance's eigenvalues: in how many dimensions the codes vary; 0 where they do not."""
+        if not self.codes:
+            return np.full(self.n_streams, np.nan)
+        eigenvalues = np.maximum(np.linalg.eigvalsh(self.covariance()), 0.0)
+        shares = _or_zero(eigenvalues, eigenvalues.sum(axis=1)[:, None])
+        varies = np.where(np.isnan(self.variation()), np.nan, self.variation() > _FLAT)
+        return np.where(np.isnan(varies), np.nan, np.exp(entropy(shares)) * varies)
+
+    def rank_entropy(self) -> Numbers:
+        """log of the effective rank, in units of log E; 0 for a rank under 1."""
+        return np.log(np.maximum(self.effective_rank(), 1.0)) / math.log(self.n_experts)
+
+    def latency_p95_us(self) -> float:
+        """Microseconds that 95 % of the decisions' captures took at most."""
+        return self.latency.quantile(0.95)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """What is known of each stream, for JSON; what is not known is left out."""
+        values = {name: self.metric(name).tolist() for name in METRICS if name != "latency_p95_us"}
+        variances = self.variances().tolist() if self.codes else []
+        found = []
+        for i in range(self.n_streams):
+            known = {name: numbers[i] for name, numbers in values.items() if not math.isnan(numbers[i])}
+            more = {"variances": variances[i]} if self.codes else {}
+            found.append({"n_tokens": int(self.n[i]), "n_not_finite": int(self.n_bad[i]), **known, **more, "load": self.load[i].tolist()})
+        return found
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _distribution(self, values: Numbers) -> Numbers:
+        return np.full(self.n_streams, np.nan) if self.codes else values
+
+    def _code(self, values: Numbers) -> Numbers:
+        return values if self.codes else np.full(self.n_streams, np.nan)
+
+    def _over_chosen(self, values: Numbers) -> Numbers:
+        none = math.log(self.n_chosen) / math.log(self.n_experts)
+        return (values - none) / (1 - none) if none < 1 else np.full(self.n_streams, np.nan)
+
+
+METRICS = (
+    "decision_entropy", "marginal_entropy", "mutual_information", "effective_experts", "spread", "load_spread", "max_vio", "least_load", "least_weight", "gini", "flip_rate",
+    "code_reuse_rate", "kv_invalidations", "fallback_rate", "confidence", "code_norm", "code_norm_max", "variation", "effective_rank", "rank_entropy",
+    "latency_p95_us",
+)  # fmt: skip
+
+
+def _whole(values: Numbers, scale: int) -> Ints:
+    found: Ints = np.rint(values * scale).astype(np.int64)
+    return found
+
+
+def _ratio(part: Any, whole: Any) -> Numbers:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Numbers = np.where(np.asarray(whole) > 0, part / np.asarray(whole, dtype=np.float64), np.nan)
+    return found
+
+
+def _or_zero(part: Numbers, whole: Numbers) -> Numbers:
+    """part / whole, 0 where both are."""
+    return np.divide(part, whole, out=np.zeros(np.broadcast_shapes(part.shape, whole.shape)), where=whole > 0)

@@ -1,0 +1,89 @@
+"""Tally: one kind of router's decisions as they come, into statistics of all, of windows, and alerts.
+
+    tally = Tally(streams, n_experts=8, n_chosen=2)
+    alerts = tally.add(decisions, told, latency_us=3.1)           # what was raised or cleared
+    tally.total()                                                 # RoutingStatistics of everything so far
+    tally.alerts.raised
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Alerts, Rule
+from probemon.telemetry.decisions import Decisions, Stream, Told
+from probemon.telemetry.statistics import RoutingStatistics
+
+WINDOW = 256  # tokens: what windows of rules are made of
+Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
+
+
+class Tally:
+    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked once a window."""
+
+    def __init__(
+        self, streams: Sequence[Stream], n_experts: int, n_chosen: int = 1, *, codes: bool = False, rules: Sequence[Rule] = DEFAULT_RULES,
+        window: int = WINDOW, memory: Memory = lambda: (0, 0),
+    ) -> None:  # fmt: skip
+        self.streams = list(streams)
+        self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window)
+        self.memory_watermark_bytes = 0
+        self._memory, self._size = memory, window
+        self._past = RoutingStatistics(len(self.streams), n_experts, n_chosen, codes=codes)
+        self._window = self._past.empty()
+
+    def add(self, decisions: Decisions, told: Told, latency_us: float) -> list[Alert]:
+        """Decisions about n tokens, each made in so many microseconds; a window ends where it is full, wherever in a batch that is."""
+        found: list[Alert] = []
+        begin, n = 0, len(decisions)
+        while begin < n:
+            end = min(n, begin + self._size - self._window.n_tokens)
+            if begin == 0 and end == n:
+                self._window.add(decisions, told)
+            else:
+                self._window.add(decisions.take(np.arange(begin, end)), told.take(slice(begin, end)))
+            self._window.add_latency(latency_us, (end - begin) * len(self.streams))
+            begin = end
+            if self._window.n_tokens == self._size:
+                used, most = self._memory()
+                self.memory_watermark_bytes = max(self.memory_watermark_bytes, used)
+                found += self.alerts.add(self._window, used / most if most else float("nan"))
+                self._past.merge(self._window)
+                self._window = self._window.empty()
+        return found
+
+    def total(self) -> RoutingStatistics:
+        """Of everything so far."""
+        total = self._past.empty()
+        total.merge(self._past)
+        total.merge(self._window)
+        return total
+
+
+def memory_of(device: torch.device) -> Memory:
+    """How to ask for the memory in use, and how much there is: a GPU's, or this process's and the machine's (or its container's)."""
+    if device.type == "cuda":
+
+        def on_device() -> tuple[int, int]:
+            free, whole = torch.cuda.mem_get_info(device)
+            return whole - free, whole
+
+        return on_device
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = Path("/sys/fs/cgroup/memory.max")
+    if allowed.is_file() and (text := allowed.read_text().strip()).isdigit():
+        whole = min(whole, int(text))
+    pages, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+
+    def resident() -> tuple[int, int]:
+        if pages.is_file():
+            return int(pages.read_text().split()[1]) * page, whole
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, whole  # no Linux: the most there was
+
+    return resident

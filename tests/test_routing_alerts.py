@@ -1,0 +1,204 @@
+"""Alerts on routing: each comes with its fault and not without, holds until the fault is clearly over, and does not flap."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+from streams import CHUNK, codes_of, decisions_of, logits_of
+
+import routing_alarms
+from probemon.errors import ConfigError
+from probemon.telemetry.alerts import DEFAULT_RULES, Alerts, Rule
+from probemon.telemetry.decisions import BEM, MOE, XLORA, History, Stream
+from probemon.telemetry.statistics import RoutingStatistics
+from probemon.telemetry.tally import Tally
+
+
+class Fed:
+    """A tally of one router, fed with batches of odd sizes; `memory`: the share in use."""
+
+    def __init__(self, source=MOE, level="", e=8, k=1, **more):
+        self.memory = 0.3
+        self.tally = Tally([Stream(source, "site", 0, level)], e, k, codes=source == BEM, memory=lambda: (int(self.memory * 1000), 1000), **more)
+        self.history, self.alerts = History(1, 1), []
+
+    def add(self, decisions, latency_us=5.0):
+        at = 0
+        while at < len(decisions):
+            part = decisions.take(np.arange(at, min(len(decisions), at + 97)))
+            self.alerts += self.tally.add(part, self.history.tell(np.zeros(len(part), np.int64), part), latency_us)
+            at += 97
+        return self
+
+    @property
+    def kinds(self):
+        return [(alert.kind, alert.raised) for alert in self.alerts]
+
+
+def code_stream(n, seed=0, every=CHUNK, varies=1.0, rank=8, size=1.0):
+    rng = np.random.default_rng(seed)
+    codes = 0.4 + varies * rng.normal(size=(-(-n // every), rank)) @ np.eye(rank, 8)
+    boundary = np.arange(n) % every == 0
+    return codes_of(size * codes.repeat(every, axis=0)[:n], boundary)
+
+
+def without(expert, n, seed=0):
+    logits = logits_of("by token", seed, n)
+    logits[:, expert] = -5
+    return decisions_of(logits)
+
+
+def softer(n, by, seed=0):
+    """Peaked less: entropies rise, far from what is indifferent."""
+    return decisions_of(by * logits_of("by token", seed, n))
+
+
+def biased(n, seed=0):
+    """One expert is first three times in four."""
+    logits = logits_of("by token", seed, n)
+    logits[np.random.default_rng(seed).random(n) < 0.75, 2] += 20
+    return decisions_of(logits)
+
+
+N = 8192
+HEALTHY = {
+    MOE: lambda: decisions_of(logits_of("by token", 1, N)), XLORA: lambda: decisions_of(logits_of("by chunk", 1, N)),
+    BEM: lambda: code_stream(N, seed=1),
+}  # fmt: skip
+FAULTS = {
+    "all to one expert": (MOE, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N))),
+    "always the same, softly": (MOE, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N) / 10 + np.array([0, 0, 0, 1, 0, 0, 0, 0], np.float32))),
+    "all to one adapter": (XLORA, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N))),
+    "a code that is always the same": (BEM, "collapse", lambda: code_stream(N, varies=1e-3)),
+    "codes along one line": (BEM, "collapse", lambda: code_stream(N, rank=1)),
+    "no choice": (MOE, "indifference", lambda: decisions_of(logits_of("indifferent", 1, N))),
+    "no adapter's choice": (XLORA, "indifference", lambda: decisions_of(logits_of("indifferent", 1, N))),
+    "codes of nothing": (BEM, "indifference", lambda: code_stream(N, size=1e-3)),
+    "an expert without work": (MOE, "dead expert", lambda: without(5, N)),
+    "an adapter without weight": (XLORA, "dead expert", lambda: without(5, N)),
+    "softer than before": (MOE, "entropy drift", lambda: softer(N, 0.5)),
+    "an expert that takes over": (MOE, "entropy drift", lambda: biased(N)),
+    "codes that lose dimensions": (BEM, "entropy drift", lambda: code_stream(2 * N, rank=2)),
+    "a code for every other token": (BEM, "code reuse", lambda: code_stream(N, every=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_told_and_health_is_not(name):
+    source, kind, fault = FAULTS[name]
+    fed = Fed(source, "chunk" if source == BEM else "").add(HEALTHY[source]())
+    assert fed.alerts == [] and fed.tally.alerts.raised == []
+    fed.add(fault())
+    assert (kind, True) in fed.kinds and kind in {alert.kind for alert in fed.tally.alerts.raised}
+    told = next(alert for alert in fed.alerts if alert.kind == kind)
+    assert N < told.at <= N + len(fault()) and told.stream == fed.tally.streams[0] and kind in str(told) and "threshold" in str(told)
+    for _ in range(2):
+        fed.add(HEALTHY[source]())
+    assert fed.tally.alerts.raised == [], "what is over is cleared"
+    assert all(fed.kinds.count((k, True)) == fed.kinds.count((k, False)) for k, _ in fed.kinds)
+
+
+def test_slow_capture_is_told_once_and_cleared():
+    fed = Fed().add(HEALTHY[MOE]())
+    fed.add(HEALTHY[MOE](), latency_us=5000)
+    assert fed.kinds == [("latency", True)] and fed.alerts[0].stream is None
+    assert fed.alerts[0].value == pytest.approx(5000, rel=0.01)
+    fed.add(HEALTHY[MOE](), latency_us=1500)  # between the thresholds
+    assert fed.kinds == [("latency", True)]
+    assert fed.add(HEALTHY[MOE]()).kinds == [("latency", True), ("latency", False)]
+
+
+def test_memory_is_told_once_and_cleared():
+    fed = Fed().add(HEALTHY[MOE]())
+    for share, kinds in ((0.95, [True]), (0.87, [True]), (0.95, [True]), (0.5, [True, False])):
+        fed.memory = share
+        assert fed.add(HEALTHY[MOE]()).kinds == [("memory", raised) for raised in kinds]
+    assert fed.tally.memory_watermark_bytes == 950
+
+
+def window_of(share, n=64):
+    """Statistics of a window in which a share of the tokens goes to expert 0 and the others to 1."""
+    first = (np.arange(n) >= share * n).astype(np.int64)
+    decisions = decisions_of(9 * np.eye(4)[first])
+    statistics = RoutingStatistics(1, 4)
+    statistics.add(decisions, History(1, 1).tell(np.zeros(n, np.int64), decisions))
+    return statistics
+
+
+def told(shares, in_a_row=1, raise_at=1.5, clear_at=1.0, window=64):
+    alerts = Alerts([Rule("uneven", "max_vio", raise_at, clear_at, window=window, in_a_row=in_a_row)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    return [(i, alert.raised) for i, share in enumerate(shares) for alert in alerts.add(window_of(share))]
+
+
+def test_a_metric_about_its_threshold_does_not_flap():
+    """MaxVio is 4 times the larger share, less 1: 1.75, 1.25, ... about 1.5, never under 1."""
+    shares = [0.6875, 0.5625] * 20
+    assert told(shares) == [(0, True)]
+    assert told([*shares, 0.5, 0.5]) == [(0, True)]  # exactly at the clear threshold is not past it
+    assert told([*shares, 0.5], clear_at=1.1) == [(0, True), (40, False)]
+    assert told([0.625] * 5) == []  # exactly at the raise threshold
+
+
+@pytest.mark.parametrize("in_a_row", [1, 2, 3])
+def test_it_must_hold_for_windows_in_a_row(in_a_row):
+    bad, good = 0.9, 0.5
+    assert told([good, *[bad] * (in_a_row - 1), good] * 4, in_a_row) == []
+    raised = told([good, *[bad] * in_a_row, *[good] * in_a_row], in_a_row, clear_at=1.2)
+    assert raised == [(in_a_row, True), (2 * in_a_row, False)]
+
+
+def test_a_rule_below_its_threshold_and_larger_windows():
+    alerts = Alerts([Rule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    found = [(i, alert.raised) for i in range(6) for alert in alerts.add(window_of(0.5))]
+    assert found == [(1, True)]  # 100 tokens are two windows of 64
+
+
+def test_what_is_not_known_raises_nothing_and_clears_nothing():
+    alerts = Alerts([Rule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    raised = [len(alerts.add(window_of(0.5), share)) for share in (math.nan, 0.95, math.nan, 0.5, math.nan)]
+    assert raised == [0, 1, 0, 1, 0]
+
+
+def test_dead_experts_are_looked_for_where_each_could_have_been_chosen():
+    """Of 128 experts one is chosen: 512 tokens are 4 for each, and some have none by chance."""
+    fed = Fed(e=128)
+    rng = np.random.default_rng(0)
+    fed.add(decisions_of(9 * np.eye(128)[rng.integers(0, 128, 40_000)]))
+    assert fed.alerts == []
+    fed.add(decisions_of(9 * np.eye(128)[rng.integers(1, 128, 40_000)]))
+    assert fed.kinds == [("dead expert", True)]
+
+
+def test_how_a_stream_is_cut_changes_no_alert():
+    decisions = decisions_of(np.concatenate([logits_of("by token", 2, 3000), logits_of("collapsed", 2, 3000)]))
+    found = []
+    for size in (1, 97, 6000):
+        tally, history, alerts = Tally([Stream(MOE, "site", 0)], 8), History(1, 1), []
+        for at in range(0, 6000, size):
+            part = decisions.take(np.arange(at, min(6000, at + size)))
+            alerts += tally.add(part, history.tell(np.zeros(len(part), np.int64), part), 1.0)
+        found.append([str(alert) for alert in alerts])
+    assert found[0] == found[1] == found[2] and any("collapse" in line for line in found[0])
+
+
+def test_rules_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="two numbers that differ"):
+        Rule("x", "spread", 0.2, 0.2)
+    with pytest.raises(ConfigError, match="no metric of routing"):
+        Rule("x", "sprawl", 0.2, 0.3)
+    with pytest.raises(ConfigError, match="1 or more"):
+        Rule("x", "spread", 0.2, 0.3, in_a_row=0)
+    assert {rule.kind for rule in DEFAULT_RULES} == {"collapse", "indifference", "dead expert", "entropy drift", "latency", "memory", "code reuse"}
+
+
+def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
+    """The script that counts false alarms, on few steps, and one of its streams with a fault."""
+    out = tmp_path / "alarms.json"
+    monkeypatch.setattr(sys, "argv", ["routing_alarms.py", "--out", str(out), "--steps", "3100", "--seed", "3"])
+    routing_alarms.main()
+    result = json.loads(out.read_text())
+    assert result["false_alarms"] == 0 and result["steps"] == 3100 * len(result["streams"]) and all(one["tokens"] == 12_400 for one in result["streams"])
+    monkeypatch.setitem(routing_alarms.KINDS, "broken", (MOE, "", lambda rng: routing_alarms.peaked(rng, 8, 1, np.eye(8)[0], 9, 1), 8, 1))
+    assert routing_alarms.run("broken", 3100, 3)["by_kind"] == {"collapse": 2, "dead expert": 1}

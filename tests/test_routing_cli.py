@@ -1,0 +1,136 @@
+"""`probemon routing`: on a mixture of experts and on a BEM adapter, in lines, as JSON, and as a live frame."""
+
+import io
+import json
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from arrangements import tokenizer
+from conftest import make_model
+from rich.console import Console
+from test_routing import GREEDY, PROMPT, make_moe
+from test_routing_adapters import make_bem
+
+from probemon import cli as command_line
+from probemon.telemetry import RoutingMonitor
+from probemon.telemetry.view import LiveRouting, PlainRouting, load_bars, summary
+
+SAY = "w1 w44 w3 w17 w8"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def routing(*arguments):
+        monkeypatch.setattr(sys, "argv", ["probemon", "routing", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            command_line.main()
+        told = capsys.readouterr()
+        return exit.value.code, told.out, told.err
+
+    return routing
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(make_moe(), tmp_path_factory.mktemp("models") / "mixtral")
+
+
+def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run):
+    out = tmp_path / "routing.parquet"
+    code, text, errors = run(folder, "--prompt", SAY, "--max-new-tokens", "6", "--json", "--window", "4", "--out", str(out))
+    assert code == 0, errors
+    lines = text.splitlines()
+    result = json.loads(lines[-1])
+    assert result["n_tokens"] == 10 and result["generated_tokens"] == 6 and [s["site"] for s in result["streams"]] == ["router.0", "router.1", "router.2"]
+    assert all(sum(stream["load"]) == 20 and stream["n_tokens"] == 10 for stream in result["streams"])
+    assert result["latency_us"]["p99"] >= result["latency_us"]["p50"] > 0 and result["memory_watermark_bytes"] > 1e6
+    tokens = [line for line in lines if line.lstrip()[:1].isdigit() and "; router.1 " in line]
+    assert [int(line.split()[0]) for line in tokens] == list(range(10)) and [line.split()[1] for line in tokens[:5]] == SAY.split()
+    assert any("MaxVio" in line for line in lines) and any("capture of a decision" in line for line in lines)
+    assert "\x1b" not in text
+    table = pq.read_table(out).to_pylist()
+    assert len(table) == 30
+    model = make_moe()
+    with torch.no_grad():
+        oracle = model(torch.tensor([[1, 44, 3, 17, 8]]), output_router_logits=True).router_logits[2]
+    assert [line["top_idx"][0] for line in table if line["layer"] == 2][:5] == oracle.argmax(dim=1).tolist()
+
+
+def test_codes_of_a_bem_adapter(tmp_path, run):
+    model = make_model()
+    with make_bem(model) as bem:
+        bem.save_pretrained(tmp_path / "adapter")
+    host = saved(model, tmp_path / "host")
+    code, text, errors = run(host, "--bem", str(tmp_path / "adapter"), "--prompt", SAY, "--max-new-tokens", "4", "--json", "--plain")
+    assert code == 0, errors
+    lines = text.splitlines()
+    result = json.loads(lines[-1])
+    assert [stream["level"] for stream in result["streams"]] == ["chunk", "token"] and all(stream["n_tokens"] == 8 for stream in result["streams"])
+    assert any("bem chunk" in line and "reused" in line for line in lines) and any("rank" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", " "], "the prompt is empty"), (["--max-new-tokens", "0"], "give 1 or more"), (["--out", "x.csv"], "ends with .jsonl or .parquet"),
+        (["--device", "nowhere"], "nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(folder, arguments, message, run):
+    code, _, error = run(folder, *arguments)
+    assert code == 2 and message in error and len(error.splitlines()) == 1
+
+
+def test_a_host_that_routes_nothing_is_one_line(tmp_path, run):
+    code, _, error = run(saved(make_model(), tmp_path / "llama"))
+    assert code == 2 and "no router that is known" in error
+
+
+def test_the_live_frame_shows_text_routers_and_alerts():
+    console = Console(record=True, width=120, height=30, force_terminal=True, file=io.StringIO())
+    view = LiveRouting(console, title="a model routing")
+    model = make_moe()
+    with view, RoutingMonitor(model, window=4) as monitor:
+        monitor.listen(lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report))
+        model.generate(PROMPT, **GREEDY)
+    console.print(view.render({**monitor.report(), "alerts": ["collapse: router.1, spread 0.1 (threshold 0.2) at token 512"]}))
+    frame = console.export_text()
+    last = frame[frame.rindex("a model routing") :]
+    assert "".join(f"<{i}>" for i in range(12)) in last.replace("\n", "") and "router.0" in last and "router.2" in last
+    assert "decision" in last and "MaxVio" in last and "12 tokens" in last and "collapse: router.1" in last
+    streams = monitor.report()["streams"]
+    assert f"{streams[1]['decision_entropy']:.2f}" in last and load_bars(streams[1]["load"]).plain in last
+
+
+def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
+    console = Console(record=True, width=100, height=16, force_terminal=True, file=io.StringIO())
+    report = {
+        "n_tokens": 5, "n_unseen": 0, "latency_us": {"p50": 1.0}, "memory_watermark_bytes": 10**7, "alerts": [],
+        "streams": [{"source": "moe", "site": f"router.{i}", "layer": i, "level": "", "decision_entropy": 0.5, "load": [1, 0, 3]} for i in range(20)],
+    }  # fmt: skip
+    console.print(LiveRouting(console, title="many").render(report))
+    frame = console.export_text()
+    assert len(frame.splitlines()) <= 16 and "and 15 more routers" in frame and "no alert" in frame
+
+
+def test_load_bars_are_read_as_loads():
+    assert load_bars([0, 1, 2, 4]).plain == "·▃▅█" and load_bars([0, 0]).plain == "··" and load_bars([5] * 64).plain == "▅" * 32
+
+
+def test_summary_and_lines_have_no_control_characters():
+    console, model = Console(record=True, width=100, file=io.StringIO()), make_moe()
+    with RoutingMonitor(model) as monitor:
+        view = PlainRouting(console)
+        monitor.listen(lambda placed, decisions, record: view.show(lambda position: "[red]\n", record, monitor.report))
+        model.generate(PROMPT, **GREEDY)
+    summary(console, monitor.report())
+    text = console.export_text()
+    assert text.count("[red]\\n") == 12 and "router.2" in text and "no alert" in text

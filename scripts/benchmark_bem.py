@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402
+"""What a BEM adapter costs on SmolLM2-135M, beside the bare host and an unmerged LoRA (PEFT's) of the same rank, sites and weights.
+
+    python scripts/benchmark_bem.py --json docs/benchmarks/bem.json
+    python scripts/benchmark_bem.py --quick --json FILE               # shorter lengths, within five minutes
+
+The weights of both adapters are random and alike; the controller is as it was made. What must be right is checked first: with U = 0 the
+logits are the host's to the last bit, and with a cache they are those of a full forward. Then the methods take turns in one process, and figures
+are medians: compare them within a file, never between files. Memory is the highest resident size of a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from probemon.bem import Bem, BemConfig, attach_bem
+from probemon.bundled import load_bundled
+from probemon.packfile import write_text_atomically
+from probemon.telemetry.monitor import RoutingMonitor
+from provenance import commit, machine
+
+GRID, QUICK = ((1, 128), (4, 256), (8, 512), (2, 2048)), ((1, 128), (4, 128), (2, 512))
+SITES = ("o", "down")
+N_STEPS = 12  # of decoding, behind each prefill
+UPDATE = 0.02  # standard deviation of U: large enough to change what is said
+# The bar of each claim: the most, or the least, that will do.
+BARS = {
+    "latency_over_lora_pct": (15.0, "most"), "memory_over_lora_pct": (10.0, "most"), "telemetry_pct": (5.0, "most"),
+    "cached_vs_full_max": (1e-3, "most"), "code_reuse_rate": (0.9, "least"),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Check, measure, show, write. Status 1 where something was wrong, so that nothing was timed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory-of", nargs=3, metavar=("METHOD", "ROWS", "LENGTH"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        method, rows, length = arguments.memory_of
+        print(json.dumps(memory_here(method, int(rows), int(length), arguments.device)))
+        return 0
+    begin = time.perf_counter()
+    model, tokenizer = load_bundled(torch.bfloat16)
+    tokens = text_tokens(tokenizer)
+    checked = check(model, tokens)
+    if checked["u0_max_difference"] != 0:
+        print(f"benchmark_bem: with U = 0 logits differ by {checked['u0_max_difference']}: nothing was timed", file=sys.stderr)
+        return 1
+    host = model.to(arguments.device)
+    hosts = {"bare": host, **{name: adapted(name, copy.deepcopy(host)) for name in ("lora", *bem_kinds(arguments.device))}}
+    differs = difference(hosts, tokens)
+    rows: list[dict[str, Any]] = []
+    for batch, length in QUICK if arguments.quick else GRID:
+        rows += cell(hosts, tokens, batch, length, 4 if arguments.quick else 7)
+    for batch, length in QUICK[:1] if arguments.quick else GRID:
+        rows += memory(batch, length, arguments.device)
+    found = {
+        "suite": "quick" if arguments.quick else "grid", "claims": claims(rows, checked, differs), "rows": rows, "checked": checked, "difference": differs,
+        "config": {"rank": BemConfig().rank, "sites": list(SITES), "level": BemConfig().level, "update_std": UPDATE, "host": "SmolLM2-135M-Instruct, bf16"},
+        "seconds": round(time.perf_counter() - begin, 1), "machine": machine(), "commit": commit(),
+    }  # fmt: skip
+    for name, claim in found["claims"].items():
+        print(f"{name:24s} {claim['value']:12.6g}   bar: at {claim['kind']} {claim['bar']:g}   {'holds' if claim['holds'] else 'MISSED'}")
+    if arguments.json:
+        write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+# -- the methods -------------------------------------------------------------------------------------
+
+
+def bem_kinds(device: str) -> tuple[str, ...]:
+    """The adapter by the implementations that can run here: eager torch, and on a GPU the fused kernel."""
+    return ("bem, eager",) if device == "cpu" else ("bem", "bem, eager")
+
+
+def adapted(name: str, model: Any) -> Any:
+    """A host with an adapter on it, whose U and V are the same for every kind."""
+    if name == "bare":
+        return model
+    bem = weighted(attach_bem(model, BemConfig(sites=SITES), impl="triton" if name == "bem" else "reference"))
+    if name != "lora":
+        model.bem = (bem,)  # in a tuple: as an attribute it would be a part of the model
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    weights = {(site.kind, site.layer): bem.updates[site.key] for site in bem.sites}
+    bem.detach()
+    lora = get_peft_model(model, LoraConfig(r=bem.config.rank, lora_alpha=int(bem.config.alpha), lora_dropout=0.0, target_modules=["o_proj", "down_proj"])).eval()
+    with torch.no_grad():
+        for layer, block in enumerate(lora.base_model.model.model.layers):
+            for kind, module in (("o", block.self_attn.o_proj), ("down", block.mlp.down_proj)):
+                module.lora_A["default"].weight.copy_(weights[kind, layer].V.T)
+                module.lora_B["default"].weight.copy_(weights[kind, layer].U)
+    return lora
+
+
+def weighted(bem: Bem) -> Bem:
+    """With a random U, as training would leave none at zero."""
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for site in bem.sites:
+            parameter = bem.updates[site.key].U
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * UPDATE)
+    return bem
+
+
+def text_tokens(tokenizer: Any) -> Tensor:
+    """Tokens of the project's own documents, `[N]`: real text."""
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    found: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
+    return found
+
+
+def some(tokens: Tensor, batch: int, length: int, device: Any) -> Tensor:
+    """`[batch, length]` of them, each row from another place."""
+    begins = torch.linspace(0, len(tokens) - length, batch).long()
+    return torch.stack([tokens[begin : begin + length] for begin in begins.tolist()]).to(device)
+
+
+# -- what must be right ------------------------------------------------------------------------------
+
+
+def check(model: Any, tokens: Tensor) -> dict[str, float]:
+    """With U = 0 the host's own logits; in fp32, logits with a cache against those of one forward, of the host alone and with the adapter."""
+    ids = some(tokens, 2, 160, "cpu")
+    with torch.inference_mode():
+        before = model(ids).logits
+        with attach_bem(model, BemConfig(sites=SITES)):
+            after = model(ids).logits
+        found = {"u0_max_difference": float((before - after).abs().max())}
+        whole = copy.deepcopy(model).float()
+        found["host_cached_vs_full_max"], found["logits_std"] = cached(whole, ids), float(whole(ids).logits.std())
+        alone = whole(ids).logits
+        with weighted(attach_bem(whole, BemConfig(sites=SITES))):
+            found["cached_vs_full_max"] = cached(whole, ids)
+            found["adapter_changes_logits_by"] = float((whole(ids).logits - alone).abs().max())
+    return found
+
+
+def cached(model: Any, ids: Tensor) -> float:
+    """Largest difference of logits: a prompt of 100 tokens, the others one by one, against one forward over all."""
+    cache = DynamicCache()
+    parts = [model(ids[:, :100], past_key_values=cache, use_cache=True).logits]
+    parts += [model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(100, ids.shape[1])]
+    return float((torch.cat(parts, dim=1) - model(ids, use_cache=False).logits).abs().max())
+
+
+# -- what is measured --------------------------------------------------------------------------------
+
+
+def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of a prefill and of a step behind it, by method, in turns; the routed adapter also with its routing recorded."""
+    device = next(hosts["bare"].parameters()).device
+    ids = some(tokens, batch, length, device)
+    watched = {f"{name}, telemetry": name for name in hosts if name.startswith("bem")}
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*hosts, *watched)}
+    for turn in tqdm(range(n_rounds + 1), desc=f"{batch} x {length}", disable=None):
+        order = list(taken) if turn % 2 else list(taken)[::-1]
+        for name in order:
+            model = hosts[watched.get(name, name)]
+            if name in watched:
+                with RoutingMonitor(model, bem=model.bem[0]):
+                    prefill, steps = run(model, ids)
+            else:
+                prefill, steps = run(model, ids)
+            if turn:  # the first of each is not counted
+                taken[name][0].append(prefill)
+                taken[name][1].append(statistics.median(steps))
+    rows = []
+    for name, times in taken.items():
+        for part, seconds in zip(("prefill", "decode"), times, strict=True):
+            # Ratios round by round: what else the machine does falls on neighbours in time.
+            ratios = {f"over_{other}_pct": round(100 * (statistics.median(a / b for a, b in zip(seconds, taken[other][part == "decode"], strict=True)) - 1), 2)
+                      for other in ("bare", "lora", *([watched[name]] if name in watched else []))}  # fmt: skip
+            n = batch * (length if part == "prefill" else 1)
+            rows.append({"part": part, "batch": batch, "length": length, "method": name, "median_ms": round(1e3 * statistics.median(seconds), 3),
+                         "tokens_per_second": round(n / statistics.median(seconds)), "n_rounds": n_rounds, **ratios})  # fmt: skip
+    return rows
+
+
+def run(model: Any, ids: Tensor) -> tuple[float, list[float]]:
+    """Seconds of one prefill, and of each of the steps behind it."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    cache, steps = DynamicCache(), []
+    with torch.inference_mode():
+        wait()
+        begin = time.perf_counter()
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        wait()
+        prefill = time.perf_counter() - begin
+        for _ in range(N_STEPS):
+            token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+            wait()
+            begin = time.perf_counter()
+            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            wait()
+            steps.append(time.perf_counter() - begin)
+    return prefill, steps[1:]
+
+
+def memory(batch: int, length: int, device: str) -> list[dict[str, Any]]:
+    """Highest resident bytes (on a GPU: allocated ones) of a prefill and a few steps, a process for each method."""
+    rows: list[dict[str, Any]] = []
+    for method in ("bare", "lora", bem_kinds(device)[0]):
+        told = subprocess.run(
+            [sys.executable, __file__, "--device", device, "--memory-of", method, str(batch), str(length)], capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        rows.append({"part": "memory", "batch": batch, "length": length, "method": method, **json.loads(told.splitlines()[-1])})
+    for row in rows:
+        for other in rows[:2]:
+            row[f"over_{other['method']}_pct"] = round(100 * (row["peak_bytes"] / other["peak_bytes"] - 1), 2)
+    return rows
+
+
+def memory_here(method: str, batch: int, length: int, device: str) -> dict[str, int]:
+    """In a process of its own: what one prefill and a few steps take at most."""
+    model, tokenizer = load_bundled(torch.bfloat16)
+    model = adapted(method, model.to(device))
+    ids = some(text_tokens(tokenizer), batch, length, device)
+    if ids.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        run(model, ids)
+        return {"peak_bytes": torch.cuda.max_memory_allocated()}
+    run(model, ids[:1, :16])  # what is made once
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before = status("VmRSS")
+    run(model, ids)
+    return {"peak_bytes": status("VmHWM"), "loaded_bytes": before}
+
+
+def status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def difference(hosts: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """How far each adapter's predictions are from the bare host's: mean KL in nats, share of tokens whose likeliest one is the same; and how often chunk codes were reused."""
+    device = next(hosts["bare"].parameters()).device
+    ids, found = some(tokens, 2, 256, device), {}
+    with torch.inference_mode():
+        logits = {name: model(input_ids=ids).logits.float().log_softmax(dim=-1) for name, model in hosts.items()}
+        for name, given in logits.items():
+            if name != "bare":
+                kl = (logits["bare"].exp() * (logits["bare"] - given)).sum(dim=-1).mean()
+                same = (given.argmax(dim=-1) == logits["bare"].argmax(dim=-1)).float().mean()
+                found[name] = {"kl_to_bare": round(float(kl), 5), "same_top": round(float(same), 4)}
+    name = bem_kinds(str(device.type))[-1]
+    with RoutingMonitor(hosts[name], bem=hosts[name].bem[0]) as monitor:
+        run(hosts[name], some(tokens, 2, 1000, device))
+    [chunk] = [stream for stream in monitor.report()["streams"] if stream["level"] == "chunk"]
+    return {**found, "n_tokens": ids.numel(), "routing": {key: chunk[key] for key in ("n_tokens", "code_reuse_rate", "kv_invalidations", "effective_rank")}}
+
+
+def claims(rows: list[dict[str, Any]], checked: dict[str, float], differs: dict[str, Any]) -> dict[str, Any]:
+    """The worst of each kind over the grid, with its bar."""
+    best = next(row["method"] for row in rows if row["method"].startswith("bem"))
+    timed = [row for row in rows if row["part"] != "memory"]
+    values = {
+        "latency_over_lora_pct": max(row["over_lora_pct"] for row in timed if row["method"] == best),
+        "memory_over_lora_pct": max(row["over_lora_pct"] for row in rows if row["part"] == "memory" and row["method"] == best),
+        "telemetry_pct": max(row[f"over_{best}_pct"] for row in timed if row["method"] == f"{best}, telemetry"),
+        "cached_vs_full_max": checked["cached_vs_full_max"], "code_reuse_rate": differs["routing"]["code_reuse_rate"],
+    }  # fmt: skip
+    made = {}
+    for name, value in values.items():
+        bar, kind = BARS[name]
+        made[name] = {"value": value, "bar": bar, "kind": kind, "holds": value <= bar if kind == "most" else value >= bar}
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -206,6 +206,18 @@ def test_an_adapter_stands_beside_peft_and_probes_see_what_it_gives():
         assert torch.equal(model.lm_head(model.model.norm(seen[0])), steered)
 
 
+def test_an_offloaded_host_is_steered_too():
+    from accelerate import cpu_offload
+
+    model = make_host()
+    with randomise(attach_bem(model, BemConfig(sites=ALL, **SMALL))):
+        expected = logits(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    with randomise(attach_bem(model, BemConfig(sites=ALL, **SMALL))):
+        assert torch.equal(logits(model), expected)
+
+
 @pytest.mark.parametrize("first_out", ["adapter", "probes"])
 def test_probes_score_what_the_adapter_gives_in_whatever_order_they_leave(first_out, tmp_path):
     model = make_model()

@@ -15,7 +15,7 @@ from probemon.errors import AlignmentError, BemError, BemStateError, NotSupporte
 
 N, P = 3, 6
 CONFIG = BemConfig(
-    sites=("q", "k", "v", "o", "down"), rank=3, width=6, chunk_tokens=N, prefix_tokens=P, token_limit=8, spectral_cap=1.5, trust_region=4.0,
+    sites=("q", "k", "v", "o", "down"), rank=3, width=6, chunk_tokens=N, prefix_tokens=P, token_limit=8, ema=0.7, spectral_cap=1.5, trust_region=4.0,
 )  # fmt: skip
 AUTO = BemConfig(rank=3, width=6, chunk_tokens=N, prefix_tokens=P, level="auto", auto_limits=(4, 7), sites=("v", "o", "down"))
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}

@@ -11,7 +11,7 @@ from probemon.bem import Bem, BemConfig, Controller, ControllerState, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.errors import BemStateError, ConfigError, UnknownSetting
 
-SMALL = {"chunk_tokens": 4, "prefix_tokens": 8, "width": 6, "rank": 3, "sites": ("q", "k", "v", "o", "down")}
+SMALL = {"chunk_tokens": 4, "prefix_tokens": 8, "width": 6, "rank": 3, "ema": 0.7, "sites": ("q", "k", "v", "o", "down")}
 D = 10
 
 
@@ -111,6 +111,19 @@ def test_a_code_depends_on_its_own_token_and_complete_chunks_before_it(t):
         unsure = [codes.of("prefix") / codes.confidence[..., None] for codes in (before, after)]
         changed = (unsure[0] - unsure[1])[:, chunk_end:].abs().max()
         assert changed > 1e-4 if t < 8 else changed < 1e-6  # beyond P the prefix is what it was, but for its confidence
+
+
+@pytest.mark.parametrize("cut", range(14))
+def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
+    alone, hidden, real = Alone(), torch.randn(1, 22, D), torch.ones(1, 22, dtype=torch.bool)
+    state = ControllerState(1, torch.tensor([2]))
+    for t in range(14):
+        alone.controller(hidden[:, t : t + 1], real[:, :1], state)
+    state.carry = alone.controller.replay(*state.keep(cut))
+    parts = [alone.controller(hidden[:, t : t + 1], real[:, :1], state) for t in range(cut, 22)]
+    whole = alone.controller(hidden, real, ControllerState(1, state.level))
+    for name in (*LEVELS, "confidence"):
+        assert (torch.cat([getattr(part, name) for part in parts], dim=1) - getattr(whole, name)[:, cut:]).abs().max() < 1e-6
 
 
 def test_state_is_cut_selected_and_kept():

@@ -20,9 +20,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from probemon.bem.config import LEVELS, BemConfig
 from probemon.bem.state import Carry, ControllerState
@@ -37,7 +39,8 @@ class Codes:
     """Codes of one forward, before governance; zeros at padding. `[B, T, r]` each, None for a level that no site uses.
 
     `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`. `confidence [B, T]`, already in the
-    codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk.
+    codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk. `fallback [B, T]` bool: tokens
+    whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their confidence is NaN where none was computed.
     """
 
     prefix: Tensor | None
@@ -47,6 +50,7 @@ class Codes:
     confidence: Tensor
     chunk_index: Tensor
     boundary: Tensor
+    fallback: Tensor
 
     def of(self, level: str) -> Tensor:
         """Codes of "prefix", "chunk" or "token" `[B, T, r]`. Raises `ConfigError` for one that no site uses."""
@@ -79,6 +83,12 @@ class _Chunks:
     confidence: Tensor  # [B, K + 1]
 
 
+class Guard(Protocol):
+    """Stands in the place of a controller's `route`, and may give other codes, as long as the state goes on by the same columns."""
+
+    def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
+
+
 class Router(nn.Sequential):
     """`MLP(LayerNorm(.))` from n_in features to r; its code is ones at first, around which it varies."""
 
@@ -90,7 +100,14 @@ class Router(nn.Sequential):
 
 
 class Controller(nn.Module):
-    """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace them."""
+    """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace them.
+
+    `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden states and the
+    codes is computed again in the backward pass and not kept (Chen et al. 2016).
+    """
+
+    guard: Guard | None = None
+    checkpointed = False
 
     def __init__(self, hidden_size: int, config: BemConfig) -> None:
         super().__init__()
@@ -118,16 +135,28 @@ class Controller(nn.Module):
         """
         if self.config.level == "auto" and state.level is None:
             state.level = self.decide(real.sum(dim=1))
-        z = self.features(hidden, real)
-        before = self.start(len(z)) if state.carry is None else state.carry
-        if state.room == 0 and state.carry is not None:
+        return self.route(hidden, real, state) if self.guard is None else self.guard(self, hidden, real, state)
+
+    def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
+        """As `forward`, without a guard. An error leaves the state as if these columns had not been read."""
+        before = self.resume(state)
+        if state.room == 0 and state.n_columns:
             # On a GPU this waits, once in N steps of decoding; the others then have a fraction of the work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
-        inside = z.shape[1] <= state.room
-        carry, chunks = self.advance(before, z, real, closes=not inside)
-        state.append(z, real, carry)
-        state.room = state.room - z.shape[1] if inside else 0
-        n = before.n[:, None] + real.cumsum(dim=1) - 1
+        inside = real.shape[1] <= state.room
+        if self.checkpointed and torch.is_grad_enabled():
+            made = checkpoint(self._route, before, hidden, real, state.level, not inside, use_reentrant=False, preserve_rng_state=False)
+        else:
+            made = self._route(before, hidden, real, state.level, not inside)
+        z, carry, codes = made
+        state.append(z, real, carry)  # here and once: the backward pass of a checkpoint runs the other again
+        state.room, state.inside = state.room - z.shape[1] if inside else 0, inside
+        return codes
+
+    def _route(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None, closes: bool) -> tuple[Tensor, Carry, Codes]:
+        """Features `[B, T, w]`, the carry after them, and codes. A plain function of its arguments: no state is written."""
+        z = self.features(hidden, real)
+        carry, chunks = self.advance(before, z, real, closes)
         rows = torch.arange(len(z), device=z.device)[:, None]
         confidence = torch.where(real, chunks.confidence[rows, chunks.at], 0.0)
         summary = chunks.summary[rows, chunks.at]
@@ -138,11 +167,33 @@ class Controller(nn.Module):
             chunk = torch.where(real[..., None], chunks.code[rows, chunks.at], 0.0)
         if self.token is not None:
             token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
-        size = self.config.chunk_tokens
-        return Codes(
-            prefix, chunk, token, self._level(n, state), confidence,
-            chunk_index=torch.where(real, n // size, -1), boundary=real & (n % size == 0),
-        )  # fmt: skip
+        return z, carry, self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
+
+    def static(self, real: Tensor, state: ControllerState) -> Codes:
+        """Codes of 1 for the columns that a state has not read yet, real `[B, T]` bool, with what is known without the routers."""
+        if state.carry is not None:
+            n = state.carry.n
+        else:
+            n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
+        ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.rank)
+        given = [None if router is None else ones for router in (self.prefix, self.chunk, self.token)]
+        return self._codes(*given, torch.where(real, self.query.new_tensor(math.nan), 0.0), n, real, state.level, real.clone())
+
+    def _codes(
+        self, prefix: Tensor | None, chunk: Tensor | None, token: Tensor | None, confidence: Tensor, n_before: Tensor, real: Tensor,
+        level: Tensor | None, fallback: Tensor,
+    ) -> Codes:  # fmt: skip
+        n, size = n_before[:, None] + real.cumsum(dim=1) - 1, self.config.chunk_tokens
+        chunk_index, boundary = torch.where(real, n // size, -1), real & (n % size == 0)
+        return Codes(prefix, chunk, token, self._level(n, level), confidence, chunk_index, boundary, fallback)
+
+    def resume(self, state: ControllerState) -> Carry:
+        """The carry of a state, which has it afterwards if it has read anything: where it was cut back or only fed, all of it is read again."""
+        if state.n_columns == 0:
+            return self.start(state.n_rows)
+        if state.carry is None:
+            state.carry = self.replay(*state.history())
+        return state.carry
 
     def decide(self, lengths: Tensor) -> Tensor:
         """Levels `[B]` int64 for rows whose prompts have `lengths [B]` real tokens, under level="auto"."""
@@ -235,9 +286,9 @@ class Controller(nn.Module):
     def _sure(self, logit: Tensor) -> Tensor:
         return torch.sigmoid(logit / self.log_temperature.exp())
 
-    def _level(self, n: Tensor, state: ControllerState) -> Tensor:
-        if state.level is not None:
-            return state.level[:, None].expand_as(n)
+    def _level(self, n: Tensor, level: Tensor | None) -> Tensor:
+        if level is not None:
+            return level[:, None].expand_as(n)
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))

@@ -50,12 +50,13 @@ class Carry:
 class ControllerState:
     """One batch of sequences. `n_rows`; `n_columns` read so far; `level [B]` int64 where it was decided once, else None.
 
-    `carry` is None until something was read.
+    `carry` is None until something was read, and where columns were cut off or only fed: it then follows from the history.
     """
 
     def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
         self.n_rows, self.level = n_rows, level
         self.carry: Carry | None = None
+        self.inside = False  # whether the last forward was known to complete no chunk
         self.room = 0  # tokens that any row can take before one completes a chunk, at least: then nothing of chunks is computed
         self.n_columns = 0
         self._pieces: list[tuple[Tensor, Tensor]] = []
@@ -65,6 +66,12 @@ class ControllerState:
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry = carry.detach()
+
+    def feed(self, z: Tensor, real: Tensor) -> None:
+        """As `append`, where nothing but the features was computed. A column whose features are unknown is NaN: so is then what follows from it."""
+        self._pieces.append((z.detach(), real))
+        self.n_columns += z.shape[1]
+        self.carry, self.room = None, 0
 
     def history(self) -> tuple[Tensor, Tensor]:
         """Features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` for an empty state."""
@@ -94,7 +101,7 @@ class ControllerState:
     def copy(self) -> ControllerState:
         """Another state that goes its own way from here."""
         made = ControllerState(self.n_rows, self.level)
-        made.carry, made.room, made.n_columns, made._pieces = self.carry, self.room, self.n_columns, list(self._pieces)
+        made.carry, made.room, made.inside, made.n_columns, made._pieces = self.carry, self.room, self.inside, self.n_columns, list(self._pieces)
         return made
 
     def tensors(self) -> dict[str, Tensor]:

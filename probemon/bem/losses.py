@@ -1,0 +1,230 @@
+"""Losses an adapter is trained on: what it should say, how far it may go from its host, and how its codes should behave.
+
+    found = adapter_losses(bem, {"input_ids": ids, "attention_mask": mask, "labels": labels}, LossWeights(kl=0.1))
+    found.total.backward()                     # gradients for the adapter's parameters alone
+    found.terms["kl"]                          # every term by itself, before its weight
+
+    lm             cross-entropy of each label, given the tokens before it
+    kl             KL(steered || bare host), mean over tokens; the bare host is the same model with the adapter silenced
+    entropy        entropy of a token's shares less that of their mean over tokens, over log r: from -1 (sure, and all in use) to 0
+    update         mean over tokens of the Frobenius norm of the update over all sites, before governance
+    decorrelation  mean squared correlation between dimensions of the codes
+    flips          max(0, soft flips - 0.1)^2
+
+A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: the smallest is that of a router that gives every
+token to one dimension, the largest that of one that does not decide. Their difference, minus the mutual information of token and
+dimension, is 0 for both. The last four terms are of the codes that sites take, the mean over what chunk-coded sites and the others take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.attached import Bem
+from probemon.bem.controller import Codes
+from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
+from probemon.bem.sites import SiteUpdate
+from probemon.errors import BemError, ConfigError
+
+Batch = Mapping[str, Tensor]
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    """What each term is multiplied by. A term of weight 0 is not computed. Raises `ConfigError`.
+
+    The first four and `flips` are those of the source; it names decorrelation and gives no number.
+    """
+
+    lm: float = 1.0
+    kl: float = 0.05
+    entropy: float = 0.01
+    update: float = 0.001
+    decorrelation: float = 0.01
+    flips: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"the weight of {name} is {value!r}: give 0 or more")
+        if not any(dataclasses.asdict(self).values()):
+            raise ConfigError("every weight is 0: there is nothing to learn from")
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """`total`, the weighted sum, with a gradient; `terms` by name, unweighted scalars; `logits [B, T, V]` of the steered host."""
+
+    total: Tensor
+    terms: Mapping[str, Tensor]
+    logits: Tensor
+
+
+def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -> Losses:
+    """All terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100: not counted; None: the tokens).
+
+    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on its host.
+    """
+    weights = weights or LossWeights()
+    inputs, labels = host_inputs(batch), batch.get("labels")
+    with frozen(host_of(bem)), watched(bem) as seen:
+        logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
+    real, taken = real_tokens(batch), codes_taken(bem, seen[-1])
+    terms: dict[str, Tensor] = {}
+    if weights.lm:
+        labels = batch["input_ids"].masked_fill(~real, -100) if labels is None else labels
+        terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), labels[:, 1:].flatten(), ignore_index=-100)
+    if weights.kl:
+        terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
+    if weights.entropy:
+        terms["entropy"] = _mean(share_entropy(codes, real) for codes in taken.values())
+    if weights.update:
+        terms["update"] = update_norm(bem, taken, real)
+    if weights.decorrelation:
+        terms["decorrelation"] = _mean(decorrelation(codes, real) for codes in taken.values())
+    if weights.flips:
+        terms["flips"] = _mean(flip_penalty(codes, real, weight=1.0) for codes in taken.values())
+    total = torch.zeros((), device=logits.device)
+    for name, term in terms.items():
+        total = total + getattr(weights, name) * term.to(logits.device)
+    return Losses(total, {name: term.detach() for name, term in terms.items()}, logits)
+
+
+# -- the terms ---------------------------------------------------------------------------------------
+
+
+def kl_to_base(steered: Tensor, base: Tensor, real: Tensor) -> Tensor:
+    """KL(steered || base) in nats, the mean over real tokens: logits `[B, T, V]` both, real `[B, T]` bool. No gradient goes into `base`."""
+    log_p = _wide(steered[real]).log_softmax(dim=-1)
+    log_q = _wide(base[real].detach()).log_softmax(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
+
+
+def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
+    """Mean entropy of a token's shares less the entropy of their mean, over log r, of codes `[B, T, r]` at real `[B, T]`: in [-1, 0].
+
+    0 for one dimension, and where no token is real.
+    """
+    rank, squares = codes.shape[-1], codes[real].square()
+    if rank < 2 or len(squares) == 0:
+        return codes.new_zeros(())
+    shares = (squares + _TINY) / (squares + _TINY).sum(dim=-1, keepdim=True)
+    marginal = shares.mean(dim=0)
+    return (_entropy(shares).mean() - _entropy(marginal)) / math.log(rank)
+
+
+def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
+    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, with gradients to codes, U and V; `taken` as `codes_taken` gives it."""
+    total = torch.zeros(int(real.sum()), device=real.device)
+    for chunked, codes in taken.items():
+        updates = [cast(SiteUpdate, bem.updates[site.key]) for site in bem.sites if site.chunked == chunked]
+        grams = torch.stack([gram(update.U, update.V, bem.config.scale).to(codes.device) for update in updates])
+        total = total + frobenius_squared(codes[real].to(grams.dtype), grams).sum(dim=-1)
+    return (total + _TINY).sqrt().mean()  # at U = 0 the root alone has no gradient
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _entropy(shares: Tensor) -> Tensor:
+    return -(shares * shares.log()).sum(dim=-1)
+
+
+def _mean(terms: Iterator[Tensor]) -> Tensor:
+    return torch.stack(list(terms)).mean()
+
+
+# -- what they are of --------------------------------------------------------------------------------
+
+
+def host_of(bem: Bem) -> Any:
+    """The transformers model that an adapter was made for."""
+    return bem._host[0]
+
+
+def host_inputs(batch: Batch) -> dict[str, Tensor]:
+    """What of a batch the host is given; the rest is for losses and rewards."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+
+
+def real_tokens(batch: Batch) -> Tensor:
+    """Which columns are tokens `[B, T]` bool."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask != 0
+
+
+def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
+    """The codes that sites take, before governance: `[B, T, r]` for those of chunk codes alone (True) and for the others (False)."""
+    return {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in sorted({site.chunked for site in bem.sites})}
+
+
+@contextmanager
+def watched(bem: Bem) -> Iterator[list[Codes]]:
+    """For the time of the block, the codes of every forward. Raises `BemError` where the adapter is off, or no forward was run."""
+    if not bem.open:
+        raise BemError("the adapter is not on its host: attach it before it is trained")
+    seen: list[Codes] = []
+    handle = bem.controller.register_forward_hook(lambda controller, args, codes: seen.append(codes))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+    if not seen:
+        raise BemError("a forward of the host did not pass the controller: detach the adapter and attach it again")
+
+
+@contextmanager
+def silenced(bem: Bem) -> Iterator[None]:
+    """For the time of the block, every code is 0: the host alone, bit for bit, while caches keep what the controller knows of them."""
+
+    def silence(controller: nn.Module, args: Any, codes: Codes) -> Codes:
+        levels = {name: getattr(codes, name) for name in ("prefix", "chunk", "token")}
+        return codes.replace(**{name: torch.zeros_like(code) for name, code in levels.items() if code is not None})
+
+    handle = bem.controller.register_forward_hook(silence)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def base_logits(bem: Bem, inputs: Batch) -> Tensor:
+    """Logits `[B, T, V]` of the bare host in evaluation mode (its dropout is no part of what it says), without a gradient."""
+    with torch.no_grad(), silenced(bem), mode(host_of(bem), training=False):
+        logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
+    """For the time of the block, the host is in training or evaluation mode; afterwards every module is in the one it was in."""
+    before = [(module, module.training) for module in host.modules()]
+    host.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before:
+            module.training = was
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """For the time of the block, a forward makes no gradient for these parameters."""
+    changed = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)

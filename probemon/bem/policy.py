@@ -1,0 +1,190 @@
+"""Policy gradient over routing: codes are tried at random, and those that were rewarded become likelier.
+
+    policy = Gaussian(std=0.3)                            # or Categorical(experts [K, r], temperature=0.5)
+    history = improve(bem, batches, reward, policy, TrainSettings(n_steps=300, lr=3e-3))
+    regret(history.rewards, best)                         # cumulative, against the best that was possible
+
+`reward(batch, output) -> [B]`: of each row, given the host's output under the codes that were tried. It needs no gradient, and may be
+anything: what a user said, a checker's verdict, a score. The gradient is that of Williams 1992 (REINFORCE), `(R - b) grad log pi(a | c)`
+with b the running mean of earlier rewards, which does not depend on the action and so leaves the expectation as it is.
+
+A decision is made where a code may change: at each token of token codes, at the first token of each chunk otherwise, and holds until
+the next. `acts [B, T]` bool in a batch, optional, says which tokens are steered by the policy; the others keep the controller's code.
+U and V do not learn. Codes of sites that take chunk codes whatever the level are the policy's only where no others are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.attached import Bem
+from probemon.bem.config import LEVELS
+from probemon.bem.controller import TOKEN, Codes
+from probemon.bem.losses import Batch, frozen, host_inputs, host_of, real_tokens
+from probemon.bem.training import History, TrainSettings, fit
+from probemon.errors import BemError, ConfigError
+
+Reward = Callable[[Batch, Any], Tensor]
+
+
+class Policy(Protocol):
+    """A distribution of actions around codes."""
+
+    def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
+        """One action for each of codes `[M, r]`: `[M, r]`, without a gradient."""
+
+    def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
+        """Log of the density, or probability, of actions `[M, r]` given codes `[M, r]`: `[M]`, with a gradient to codes."""
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Actions are codes with independent noise of standard deviation `std`. Raises `ConfigError`."""
+
+    std: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.std < math.inf:
+            raise ConfigError(f"std is {self.std!r}: give a number over 0")
+
+    def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
+        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator).to(codes)
+
+    def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
+        distance = ((actions - codes) / self.std).square().sum(dim=-1)
+        return -0.5 * distance - codes.shape[-1] * (math.log(self.std) + 0.5 * math.log(2 * math.pi))
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical:
+    """Actions are one of K experts' codes `[K, r]`, with probability softmax(`codes . experts / temperature`). Raises `ConfigError`."""
+
+    experts: Tensor
+    temperature: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.experts.dim() != 2 or len(self.experts) < 2:
+            raise ConfigError(f"experts have shape {tuple(self.experts.shape)}: give the codes of two or more, [K, r]")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature!r}: give a number over 0")
+
+    def log_probs(self, codes: Tensor) -> Tensor:
+        """Of every expert, given codes `[M, r]`: `[M, K]`."""
+        return (codes @ self.experts.to(codes).T / self.temperature).log_softmax(dim=-1)
+
+    def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
+        if not len(codes):
+            return codes.detach()
+        chosen = torch.multinomial(self.log_probs(codes.detach()).exp().cpu(), 1, generator=generator)[:, 0]
+        return self.experts.to(codes)[chosen.to(codes.device)]
+
+    def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
+        chosen = torch.cdist(actions[:, None], self.experts.to(actions)[None])[:, 0].argmin(dim=-1)
+        return self.log_probs(codes).gather(-1, chosen[:, None])[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Acted:
+    """One forward under a policy: `log_prob [B]`, of all decisions of a row, with a gradient; how many they were, `n [B]`; `actions [B, T, r]`."""
+
+    log_prob: Tensor
+    n: Tensor
+    actions: Tensor
+
+
+@contextmanager
+def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[Acted]]:
+    """For the time of the block, forwards without a cache are steered by what the policy draws; `acts [B, T]` bool: at which tokens."""
+    seen: list[Acted] = []
+
+    def act(controller: nn.Module, args: tuple[Any, ...], codes: Codes) -> Codes:
+        wanted, level = codes.adaptive(), _level(codes)
+        decides = _decisions(codes, level, acts)
+        actions = wanted.detach().clone()
+        actions[decides] = policy.sample(wanted[decides], generator)
+        log_prob = torch.zeros(decides.shape, dtype=wanted.dtype, device=wanted.device).masked_scatter(decides, policy.log_prob(wanted[decides], actions[decides]))
+        at = torch.where(decides, torch.arange(decides.shape[1], device=decides.device), 0).cummax(dim=1).values
+        held = actions.gather(1, at[..., None].expand_as(actions))
+        actions = torch.where(acts[..., None], held, wanted.detach())
+        seen.append(Acted(log_prob.sum(dim=1), decides.sum(dim=1), actions))
+        levels = {name: getattr(codes, name) for name in LEVELS}
+        return codes.replace(**{name: torch.where((level == i)[..., None], actions, levels[name].detach()) for i, name in enumerate(LEVELS) if levels[name] is not None})
+
+    if not bem.open:
+        raise BemError("the adapter is not on its host: attach it first")
+    handle = bem.controller.register_forward_hook(act)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _level(codes: Codes) -> Tensor:
+    """Of which level the code is that sites take at each token `[B, T]`."""
+    used = [i for i, name in enumerate(LEVELS) if getattr(codes, name) is not None]
+    return torch.full_like(codes.level, used[0]) if len(used) == 1 else codes.level
+
+
+def _decisions(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
+    """Where a new action is drawn `[B, T]` bool: where a code may change, and where the policy or a level begins."""
+    fresh = torch.ones_like(acts)
+    fresh[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
+    return acts & ((level == TOKEN) | codes.boundary | fresh)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyHistory:
+    """`history` of the training, and the `rewards [n_steps, B]` of every step, in order."""
+
+    history: History
+    rewards: Tensor
+
+
+@dataclass
+class _Baseline:
+    """The running mean of rewards, of earlier steps alone. Nothing is learned from the first, which only sets it."""
+
+    decay: float
+    value: float | None = field(default=None)
+
+    def advantage(self, rewards: Tensor) -> Tensor:
+        before = self.value
+        mean = float(rewards.mean())
+        self.value = mean if before is None else self.decay * before + (1 - self.decay) * mean
+        return torch.zeros_like(rewards) if before is None else rewards - before
+
+
+def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, settings: TrainSettings, *, baseline_decay: float = 0.9) -> PolicyHistory:
+    """Train the controller of an attached adapter to be rewarded.
+
+    Batches have one number of rows. Raises `ConfigError` for a reward that is not one finite number a row, `BemError` as `train`.
+    """
+    generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
+    taken: list[Tensor] = []
+
+    def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        acts = real_tokens(batch) & batch["acts"] if "acts" in batch else real_tokens(batch)
+        with frozen(host_of(bem)), frozen(bem.updates), acting(bem, policy, generator, acts) as seen:
+            output = host_of(bem)(**host_inputs(batch), use_cache=False)
+        with torch.no_grad():
+            rewards = reward(batch, output).float()
+        if rewards.shape != (len(acts),) or not bool(torch.isfinite(rewards).all()):
+            raise ConfigError(f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each")
+        taken.append(rewards.cpu())
+        [acted] = seen
+        return -(baseline.advantage(rewards) * acted.log_prob).mean(), {"reward": rewards.mean()}
+
+    history = fit(list(bem.controller.parameters()), loss_of, batches, settings)
+    return PolicyHistory(history, torch.stack(taken))
+
+
+def regret(rewards: Tensor, best: Tensor | float) -> Tensor:
+    """Cumulative regret `[n]`: after each step, how much more the best actions would have earned on average over rows; rewards `[n, B]`, best alike or a number."""
+    return (best - rewards).mean(dim=1).cumsum(dim=0)

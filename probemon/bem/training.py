@@ -1,0 +1,174 @@
+"""Training an adapter end to end, in plain torch or by Hugging Face's Trainer; the host stays as it was, bit for bit.
+
+    bem = attach_bem(model, BemConfig())
+    history = train(bem, batches, TrainSettings(n_steps=300, lr=1e-2))          # batches: dicts of input_ids, attention_mask, labels
+    history.losses                                                              # [n_steps]
+    evaluate(model, held_out)                                                   # mean cross-entropy a label
+
+    Trainer(model=Objective(bem), args=..., train_dataset=...).train()          # the same losses
+
+On a CPU the same seed, batches and adapter give the same parameters, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.attached import Bem
+from probemon.bem.losses import Batch, LossWeights, adapter_losses, host_inputs, host_of, mode
+from probemon.errors import BemError, ConfigError
+
+LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How parameters learn: AdamW (Loshchilov and Hutter 2019), gradients clipped, the learning rate in a line up and in a line down to 0.
+
+    `max_grad_norm`: of all gradients together, None for no limit. `seed`: of the order of the batches and of dropout. Raises `ConfigError`.
+    """
+
+    n_steps: int
+    lr: float = 1e-2
+    n_warmup: int = 10
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, fine, remedy in (
+            ("n_steps", self.n_steps >= 1, "give 1 or more"), ("lr", 0 < self.lr < math.inf, "give a number over 0"),
+            ("n_warmup", self.n_warmup >= 0, "give 0 or more"), ("weight_decay", 0 <= self.weight_decay < math.inf, "give 0 or more"),
+            ("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "give a number over 0, or None for no limit"),
+        ):  # fmt: skip
+            if not fine:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of step 0, 1, .."""
+        up = (step + 1) / (self.n_warmup + 1)
+        down = (self.n_steps - step) / max(1, self.n_steps - self.n_warmup)
+        return self.lr * min(1.0, up, down)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the loss before it, its terms, the learning rate, the norm of the gradient before clipping."""
+
+    loss: float
+    terms: Mapping[str, float]
+    lr: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class History:
+    """Every step of a training, in order."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [step.loss for step in self.steps]
+
+
+def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None) -> History:
+    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too if it has any; modes are put back.
+
+    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: it then has the parameters before that step.
+    """
+
+    def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        found = adapter_losses(bem, batch, weights)
+        return found.total, found.terms
+
+    with mode(host_of(bem), training=True):
+        return fit(list(bem.parameters()), loss_of, batches, settings)
+
+
+def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[Batch], settings: TrainSettings) -> History:
+    """Lower any loss of a batch over `parameters`: `loss_of(batch)` gives the loss and what else is to be noted. Raises as `train`.
+
+    Batches are taken in a new order each time round.
+    """
+    if not batches:
+        raise ConfigError("there are no batches to learn from: give at least one")
+    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    order, steps = _order(len(batches), settings.seed), []
+    limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
+    with _seeded(parameters, settings.seed):
+        for step in range(settings.n_steps):
+            optimiser.zero_grad()
+            loss, terms = loss_of(batches[next(order)])
+            loss.backward()
+            norm = float(nn.utils.clip_grad_norm_(parameters, limit))
+            if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
+                raise BemError(f"step {step}: the loss is {float(loss.detach())}, its gradient's norm {norm}: lower lr ({settings.lr}) or look into this batch")
+            lr = settings.lr_at(step)
+            for group in optimiser.param_groups:
+                group["lr"] = lr
+            optimiser.step()
+            steps.append(Step(float(loss.detach()), {name: float(term) for name, term in terms.items()}, lr, norm))
+    optimiser.zero_grad()
+    return History(tuple(steps))
+
+
+@torch.no_grad()
+def evaluate(model: Any, batches: Sequence[Batch]) -> float:
+    """Mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode; with the adapter where one is on."""
+    total, n = 0.0, 0
+    with mode(model, training=False):
+        for batch in batches:
+            labels = batch["labels"][:, 1:].flatten()
+            logits = model(**host_inputs(batch), use_cache=False).logits[:, :-1].flatten(0, 1)
+            total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
+            n += int((labels != -100).sum())
+    if n == 0:
+        raise ConfigError("no batch has a label that is not -100: there is nothing to measure")
+    return total / n
+
+
+class Objective(nn.Module):
+    """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as Trainer expects.
+
+    Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the host's too; moving
+    it to a device moves the adapter and not the host.
+    """
+
+    def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:
+        super().__init__()
+        self.bem, self.weights = bem, weights
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """As `adapter_losses`."""
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        found = adapter_losses(self.bem, {name: x for name, x in given.items() if x is not None}, self.weights)
+        return {"loss": found.total, "logits": found.logits}
+
+    def train(self, mode: bool = True) -> Objective:
+        super().train(mode)
+        host_of(self.bem).train(mode)
+        return self
+
+
+def _order(n: int, seed: int) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(n, generator=generator).tolist()
+
+
+@contextmanager
+def _seeded(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[Any]:
+    """For the time of the block, random numbers are by this seed; afterwards they go on as if nothing had been drawn."""
+    devices = sorted({int(parameter.device.index or 0) for parameter in parameters if parameter.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -127,9 +127,9 @@ def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
 
 
 def test_state_is_cut_selected_and_kept():
-    alone, hidden = Alone(), torch.randn(3, 20, D)
+    alone, hidden = Alone(auto_limits=(4, 12)), torch.randn(3, 20, D)
     real = torch.ones(3, 20, dtype=torch.bool)
-    real[1, :7] = False
+    real[1, :7], real[0, :15] = False, False  # 17, 10 and 2 tokens: levels of every kind
     state = ControllerState(3)
     alone.controller(hidden[:, :17], real[:, :17], state)
     saved = {name: x.clone() for name, x in state.copy().tensors().items()}
@@ -137,6 +137,7 @@ def test_state_is_cut_selected_and_kept():
     state.select(torch.tensor([2, 1, 1]))
     rows = torch.tensor([2, 1, 1])
     codes = alone.controller(hidden[rows, 9:20], real[rows, 9:20], state)
+    assert [LEVELS[level] for level in codes.level[:, 0].tolist()] == ["token", "chunk", "chunk"]
     whole = alone.controller(hidden[rows], real[rows], ControllerState(3, state.level))
     assert (codes.chunk - whole.chunk[:, 9:]).abs().max() < 1e-6 and (codes.token - whole.token[:, 9:]).abs().max() < 1e-6
     again = ControllerState.from_tensors(saved)

@@ -3,7 +3,7 @@
     with attach_bem(model, BemConfig()) as bem:          # or bem = attach_bem(model, config) ... bem.detach()
         model.generate(**inputs)
     bem.save_pretrained("adapter/")
-    bem = attach_bem(model, "adapter/")
+    bem = attach_bem(model, "adapter/", impl="auto", fallback=FallbackPolicy())
 
 Hooks: before the decoder (which columns and tokens this forward has, and the state of its cache), before layer `read_layer` (the
 controller, once), after each site (the update), after the decoder (nothing was passed by). Four methods are shadowed on the
@@ -31,11 +31,13 @@ from transformers import Cache
 
 from probemon.bem.config import BemConfig
 from probemon.bem.controller import Controller
+from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks, choose_impl
 from probemon.bem.governance import Governor
+from probemon.bem.int8 import make_int8
 from probemon.bem.saved import check_host, read_saved, write_saved
 from probemon.bem.sites import Site, SiteUpdate, device_of, find_sites, make_updates
 from probemon.bem.state import ControllerState, States
-from probemon.bem.update import check_update_impl, generated_update
+from probemon.bem.update import generated_update
 from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
 from probemon.host import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
 from probemon.reading import _n_cached as n_cached
@@ -47,15 +49,14 @@ LOG = logging.getLogger("probemon")
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, impl: str = "reference", strict: bool = False) -> Bem:
+def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
     """Attach a fresh adapter (U = 0: the host is unchanged, bit for bit), or a saved one from a folder.
 
-    `impl`: how updates are computed, "reference" or "triton". `strict`: a saved adapter of another checkpoint is an error, not a
-    warning. Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`, and for a folder `BemFileError`, `HostMismatch`.
+    `how`: as `Bem` takes it. `strict`: a saved adapter of another checkpoint is an error, not a warning. Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`, and for a folder `BemFileError`, `HostMismatch`.
     """
     if isinstance(config, (str, Path)):
-        return Bem.from_pretrained(model, config, impl=impl, strict=strict)
-    return Bem(model, config or BemConfig(), impl=impl).attach()
+        return Bem.from_pretrained(model, config, strict=strict, **how)
+    return Bem(model, config or BemConfig(), **how).attach()
 
 
 @dataclass(eq=False)
@@ -88,24 +89,29 @@ class _Thread(threading.local):
 class Bem(nn.Module):
     """An adapter and its parameters: `controller`, and `updates` by site. `attach` and `detach` put it on its host and take it off.
 
-    Its parameters are its own: the host's do not change, and are not frozen by it.
+    Its parameters are its own: the host's do not change, and are not frozen by it. `impl`: how updates are computed, "reference", "triton" or "auto",
+    which chooses here and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's error is
+    raised. `checkpoint_controller`: the controller is computed again in the backward pass, and little of it kept.
     """
 
-    def __init__(self, model: Any, config: BemConfig, *, impl: str = "reference") -> None:
+    def __init__(
+        self, model: Any, config: BemConfig, *, impl: str = "reference", fallback: FallbackPolicy | None = None, checkpoint_controller: bool = False
+    ) -> None:
         super().__init__()
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
         decoder, layers = find_layers(host)
-        self.config, self.impl, self.sites = config, impl, find_sites(host, config)
+        self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
         read = layers[config.read_layer]
-        for site in self.sites:
-            check_update_impl(impl, device_of(site.module))
+        self.impl, self.impl_why = choose_impl(impl, [device_of(site.module) for site in self.sites])
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.seed)  # in a fork: what is sampled afterwards is the same as without an adapter
             self.controller = Controller(hidden_size(host), config).to(device_of(read), torch.float32)
             self.updates = make_updates(self.sites, config)
+        self.controller.checkpointed = checkpoint_controller
+        self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
         self.governor = Governor(config, self.sites, self.updates)
         self._signature = list(inspect.signature(decoder.forward).parameters)
         self._groups = {site.chunked for site in self.sites}
@@ -123,6 +129,16 @@ class Bem(nn.Module):
     def open(self) -> bool:
         """Whether it is on its host."""
         return self._owner.open
+
+    @property
+    def fallbacks(self) -> Fallbacks:
+        """What fell back so far."""
+        return Fallbacks() if self._guard is None else self._guard.told
+
+    @property
+    def breaker(self) -> CircuitBreaker | None:
+        """What leaves the controller out after failures; None without a `FallbackPolicy`."""
+        return None if self._guard is None else self._guard.breaker
 
     def attach(self) -> Bem:
         """Put it on its host. Raises `BemError` where another adapter is on it. All is found before anything is attached."""
@@ -186,11 +202,13 @@ class Bem(nn.Module):
         write_saved(Path(folder), self.config, self._host[0], self.sites, self.state_dict())
 
     @classmethod
-    def from_pretrained(cls, model: Any, folder: str | Path, *, impl: str = "reference", strict: bool = False) -> Bem:
+    def from_pretrained(cls, model: Any, folder: str | Path, *, strict: bool = False, **how: Any) -> Bem:
         """Attach what `save_pretrained` wrote. Raises `BemFileError`, `HostMismatch`, and as `attach_bem`."""
         saved = read_saved(Path(folder))
         check_host(saved, unwrap(model), strict=strict)
-        bem = cls(model, saved.config, impl=impl)
+        bem = cls(model, saved.config, **how)
+        if saved.int8:
+            make_int8(bem)
         saved.load(bem)
         return bem.attach()
 
@@ -201,19 +219,18 @@ class Bem(nn.Module):
             return None
         state, n_columns = known.copy(), n_cached(cache, {})
         if state.n_columns > n_columns:
-            state.carry = self.controller.replay(*state.keep(n_columns))
+            state.keep(n_columns)
         return state
 
     def restore(self, cache: Cache, saved: Mapping[str, Tensor]) -> None:
         """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises `BemStateError`."""
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
-        z, real = state.history()
+        z = state.history()[0]
         if z.shape[2] != self.config.width or z.shape[1] != n_cached(cache, {}):
             raise BemStateError(
                 f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_cached(cache, {})} columns and a controller of "
                 f"{self.config.width}: it is of another cache or adapter"
             )
-        state.carry = self.controller.replay(z, real)
         self._states.put(cache, state)
 
     # -- one generate() --------------------------------------------------------------------------
@@ -309,7 +326,7 @@ class Bem(nn.Module):
                 "filled, copy caches by copy.deepcopy, or use restore()"
             )
         if known.n_columns > start:  # rejected drafts, or any other crop
-            known.carry = self.controller.replay(*known.keep(start))
+            known.keep(start)  # the controller reads what is left again
         return known
 
     def _read(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -176,8 +176,8 @@ class Controller(nn.Module):
         else:
             n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
         ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.rank)
-        given = [None if router is None else ones for router in (self.prefix, self.chunk, self.token)]
-        return self._codes(*given, torch.where(real, self.query.new_tensor(math.nan), 0.0), n, real, state.level, real.clone())
+        prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
+        return self._codes(prefix, chunk, token, torch.where(real, self.query.new_tensor(math.nan), 0.0), n, real, state.level, real.clone())
 
     def _codes(
         self, prefix: Tensor | None, chunk: Tensor | None, token: Tensor | None, confidence: Tensor, n_before: Tensor, real: Tensor,

@@ -66,15 +66,16 @@ class Governor:
 
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
         self._config = config
-        # Their dicts of parameters: walking modules takes longer than the forward of a small host's layer.
-        self._parameters = {site: updates[site.key]._parameters for site in sites}
+        self._updates = {site: updates[site.key] for site in sites}
+        # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's layer.
+        self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
         self._kept = _Kept([], {}, {})
 
     @torch.no_grad()
     def _matrices_now(self, device: torch.device) -> _Kept:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        seen = [(p.data_ptr(), p._version) for both in self._parameters.values() for p in both.values() if p is not None]
+        seen = [(p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None]
         kept = self._kept
         if seen != kept.seen:
             grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
@@ -82,7 +83,7 @@ class Governor:
         return kept
 
     def _matrices(self, site: Site) -> tuple[Tensor, Tensor]:
-        u, v = (cast(Tensor, self._parameters[site][name]).detach() for name in "UV")
+        u, v = (cast(Tensor, getattr(self._updates[site], name)).detach() for name in "UV")
         wide = torch.promote_types(u.dtype, torch.float32)  # there is no QR in bf16
         return u.to(wide), v.to(wide)
 
@@ -101,7 +102,7 @@ class Governor:
         """
         cap, trust = self._config.spectral_cap or math.inf, self._config.trust_region
         if cap == math.inf and trust is None:
-            return {site.key: codes[site.chunked] for site in self._parameters}
+            return {site.key: codes[site.chunked] for site in self._updates}
         any_codes = next(iter(codes.values()))
         shrink = over = None
         with torch.no_grad():
@@ -113,7 +114,7 @@ class Governor:
             if cap < math.inf:
                 over = {chunked: (square.sqrt() if shrink is None else square.sqrt() * shrink) > cap for chunked, square in squares.items()}
         scaled = codes if shrink is None else {chunked: code * shrink.view(*code.shape[:-1], 1) for chunked, code in codes.items()}
-        applied = {site.key: scaled[site.chunked] for site in self._parameters}
+        applied = {site.key: scaled[site.chunked] for site in self._updates}
         for chunked, exceeds in (over or {}).items():
             if not bool(exceeds.any()):
                 continue

@@ -43,6 +43,11 @@ class Saved:
     host: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
+    @property
+    def int8(self) -> bool:
+        """Whether its U and V are int8."""
+        return any(name.startswith("updates.") and tensor.dtype == torch.int8 for name, tensor in self.tensors.items())
+
     def load(self, module: nn.Module) -> None:
         """Put the tensors into an adapter made from `config`. Raises `BemFileError` where names or shapes are not its own."""
         own = module.state_dict()

@@ -1,0 +1,86 @@
+"""int8: U and V of an adapter in a byte a value, each column by its own scale; the controller keeps its precision.
+
+    small = quantize(bem)                  # another adapter for the same host, not attached
+    with small:
+        model.generate(**inputs)
+    small.save_pretrained("adapter-int8/")    # attach_bem(model, "adapter-int8/") needs no torchao
+
+A column of U or V is a channel: the direction of one rank, which c multiplies. `quantize` needs torchao, whose symmetric rounding it is; a plain cast would
+leave nothing, as most values lie between -1 and 1. In use the matrices are made wide again, site by site, and the limits on updates are of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.sites import device_of
+from probemon.errors import BemError, MissingExtra
+
+if TYPE_CHECKING:
+    from probemon.bem.attached import Bem
+
+
+class Int8Update(nn.Module):
+    """One site's update: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns `U_scale`, `V_scale` `[r]` fp32. It does not learn."""
+
+    U8: Tensor
+    V8: Tensor
+    U_scale: Tensor
+    V_scale: Tensor
+
+    def __init__(self, n_in: int, n_out: int, rank: int, device: torch.device) -> None:
+        super().__init__()
+        for name, size in (("V", n_in), ("U", n_out)):
+            self.register_buffer(f"{name}8", torch.zeros(size, rank, dtype=torch.int8, device=device))
+            self.register_buffer(f"{name}_scale", torch.ones(rank, dtype=torch.float32, device=device))
+
+    @property
+    def U(self) -> Tensor:
+        """`[out, r]` fp32."""
+        return self.U8 * self.U_scale
+
+    @property
+    def V(self) -> Tensor:
+        """`[in, r]` fp32."""
+        return self.V8 * self.V_scale
+
+
+def quantize(bem: Bem) -> Bem:
+    """The same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing are as they were, states its own.
+
+    Raises `MissingExtra`; `BemError` for one that is int8 already.
+    """
+    if any(isinstance(update, Int8Update) for update in bem.updates.values()):
+        raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
+    made = type(bem)(bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed)
+    made.impl_why = bem.impl_why
+    made.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))
+    made.controller.to(bem.controller.query)
+    make_int8(made)
+    for key, update in made.updates.items():
+        for name in "UV":
+            whole, scale = _rounded(getattr(bem.updates[key], name).detach())
+            getattr(update, f"{name}8").copy_(whole)
+            getattr(update, f"{name}_scale").copy_(scale)
+    return made
+
+
+def make_int8(bem: Bem) -> None:
+    """Give an adapter that is not attached int8 updates of zeros, to be filled."""
+    for site in bem.sites:
+        bem.updates[site.key] = Int8Update(site.n_in, site.n_out, bem.config.rank, device_of(bem.updates[site.key]))
+    bem.governor = type(bem.governor)(bem.config, bem.sites, bem.updates)
+
+
+def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`[n, r]` -> int8 `[n, r]` and the scale of each column `[r]` fp32."""
+    try:
+        from torchao.quantization import Int8Tensor, PerRow
+    except ImportError as error:
+        raise MissingExtra("int8 U and V need torchao: pip install torchao") from error
+    made = Int8Tensor.from_hp(matrix.float().T.contiguous(), PerRow())
+    return made.qdata.T.contiguous(), made.scale.flatten().float()

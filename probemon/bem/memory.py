@@ -1,0 +1,143 @@
+"""Memory: how much of it is in use, and a batch that becomes smaller before there is none.
+
+    memory_pressure(host_memory)                              # 0.41 of what this machine or container has
+    memory_pressure(gpu_memory("cuda:0"))
+    done = with_batch_backoff(lambda rows: model.generate(ids[rows]), len(ids))
+    done.results, done.sizes, done.n_out_of_memory            # in order; how many rows each call had
+
+Sizes are halved and never grow again within one call: what ran out once would run out again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from probemon.errors import ConfigError
+
+LOG = logging.getLogger("probemon")
+T = TypeVar("T")
+Source = Callable[[], tuple[int, int]]  # bytes in use, and bytes there are
+
+# Of cgroups 2 and 1, below the folder of this process's group or, in a container, at the top: limit, use, and what of it is a cache of files.
+_GROUPS = (
+    (Path("/sys/fs/cgroup"), "", ("memory.max", "memory.current", "inactive_file")),
+    (Path("/sys/fs/cgroup/memory"), "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes in use and bytes there are, of this machine or of the group that limits this process: whichever is nearer to its end.
+
+    A cache of files is not in use: it is given up when memory is asked for.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_PHYS_PAGES") * page
+    info = Path("/proc/meminfo")
+    stated = _numbers(info.read_text()) if info.is_file() else {}
+    available = stated["MemAvailable:"] * 1024 if "MemAvailable:" in stated else os.sysconf("SC_AVPHYS_PAGES") * page
+    found = [(whole - available, whole)]
+    for top, controller, names in _GROUPS:
+        found += _of_group(top, controller, names, whole)
+    return max(found, key=lambda pair: pair[0] / pair[1])
+
+
+def gpu_memory(device: str | torch.device = "cuda") -> Source:
+    """Bytes in use and bytes there are on a GPU, by all processes. What torch holds and does not use is free."""
+
+    def on_device() -> tuple[int, int]:
+        free, whole = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return whole - free - held, whole
+
+    return on_device
+
+
+def memory_pressure(source: Source = host_memory) -> float:
+    """Share of memory in use, 0 to 1. `source` gives bytes in use and bytes there are: `host_memory`, `gpu_memory(device)`. Raises `ConfigError`."""
+    used, whole = source()
+    if whole <= 0 or used < 0:
+        raise ConfigError(f"the source of memory says {used} of {whole} bytes are in use: give one that says how many there are")
+    return used / whole
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out. On a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+@dataclass(frozen=True)
+class Backoff(Generic[T]):
+    """`results` of all calls in order, `sizes` of their batches (which sum to n), how often memory ran out, how often a batch was halved for pressure."""
+
+    results: tuple[T, ...]
+    sizes: tuple[int, ...]
+    n_out_of_memory: int
+    n_pressed: int
+
+
+def with_batch_backoff(call: Callable[[slice], T], n: int, *, size: int | None = None, limit: float = 0.9, source: Source = host_memory) -> Backoff[T]:
+    """`call(slice)` over n rows, in batches of `size` (all at once if None), which is halved where memory runs out and before a call at which more than
+    `limit` of it is in use.
+
+    A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. What runs out for a single row is
+    raised; pressure never stops a single row. Raises `ConfigError`.
+    """
+    if n < 0 or (size is not None and size < 1) or not 0 < limit <= 1:
+        raise ConfigError(f"n is {n}, size {size}, limit {limit}: give n from 0, a size of at least 1, a limit over 0, at most 1")
+    now, at, n_out, n_pressed = min(size or n, n), 0, 0, 0
+    results: list[T] = []
+    sizes: list[int] = []
+    while at < n:
+        while now > 1 and memory_pressure(source) > limit:
+            now, n_pressed = now // 2, n_pressed + 1
+            LOG.warning("over %g of memory is in use: batches of %d from here on", limit, now)
+            _give_back()
+        took = min(now, n - at)
+        try:
+            results.append(call(slice(at, at + took)))
+        except Exception as error:
+            if took == 1 or not is_out_of_memory(error):
+                raise
+        else:
+            sizes.append(took)
+            at += took
+            continue
+        # Outside of the handler: its error would hold the frames that hold the memory.
+        now, n_out = took // 2, n_out + 1
+        LOG.warning("memory ran out for a batch of %d: batches of %d from here on", took, now)
+        _give_back()
+    return Backoff(tuple(results), tuple(sizes), n_out, n_pressed)
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _of_group(top: Path, controller: str, names: tuple[str, str, str], whole: int) -> list[tuple[int, int]]:
+    limit_name, used_name, cache_name = names
+    own = Path("/proc/self/cgroup")
+    lines = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
+    below = next((path for _, name, path in lines if name == controller), "/")
+    for folder in (top / below.lstrip("/"), top):
+        limit, used = folder / limit_name, folder / used_name
+        if limit.is_file() and used.is_file():
+            allowed = limit.read_text().strip()
+            if allowed.isdigit() and 0 < int(allowed) < whole:  # else it is no limit
+                cache = _numbers((folder / "memory.stat").read_text()).get(cache_name, 0) if (folder / "memory.stat").is_file() else 0
+                return [(max(0, int(used.read_text()) - cache), int(allowed))]
+    return []
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """`name number ...` a line."""
+    return {words[0]: int(words[1]) for line in text.splitlines() if len(words := line.split()) > 1 and words[1].isdigit()}

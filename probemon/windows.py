@@ -23,7 +23,7 @@ from probemon.errors import ConfigError
 from probemon.hierarchy import Ints
 
 # A shard is the unit of resuming. Large enough that batches of like length can be made, small enough to be lost.
-SHARD_DOCUMENTS, SHARD_CHARS = 256, 1_000_000
+SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000  # what is held in memory at once, and lost at most when a run is killed
 SPECIAL = ("bos", "tokenizer", "none")
 
 

@@ -314,7 +314,7 @@ def test_name_that_needs_a_parameter_says_which(name):
         named(name)
 
 
-@pytest.mark.parametrize("bad", ["", "Mean", "median", "ema:", "mean:2", 0, 0.3, True, Mean, Ema, ["mean"], lambda xs: xs], ids=repr)
+@pytest.mark.parametrize("bad", ["", "Mean", "median", "ema:", "mean:2", 0, 0.3, True, Mean, Ema, ["mean"], lambda xs: xs], ids=lambda bad: getattr(bad, "__name__", repr(bad)))
 def test_named_refuses_anything_else_and_gives_the_choices(bad):
     with pytest.raises(ConfigError) as caught:
         named(bad)

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 import probemon.bem.fallback as fallback_module
 from probemon.bem import BemConfig, Codes, Controller, ControllerState, FallbackPolicy, attach_bem
-from probemon.bem.fallback import CircuitBreaker, FallbackGuard, Fallbacks
+from probemon.bem.fallback import FallbackGuard, Fallbacks
 from probemon.bem.sites import dense_update
-from probemon.errors import BemStateError, ConfigError, KernelUnavailable
+from probemon.errors import BemStateError, KernelUnavailable
 from probemon.telemetry.monitor import RoutingMonitor
 
 N = 3
@@ -77,78 +77,6 @@ def static_where(mask):
         return codes.replace(**{name: torch.where(mask[..., None], 1.0, getattr(codes, name)) for name in ("chunk", "token")})
 
     return replace
-
-
-# -- the breaker -----------------------------------------------------------------------------------
-
-
-def fails(breaker, *calls):
-    for failed in calls:
-        assert breaker.allows()
-        breaker.record(failed=failed)
-
-
-def test_five_failures_in_twenty_calls_open_the_breaker_for_sixty_seconds():
-    breaker = CircuitBreaker(given := policy())
-    fails(breaker, *[True, False, False, False] * 4, False)
-    assert breaker.state == "closed"
-    fails(breaker, *[False] * 4, True)  # the first of them is 22 calls ago
-    assert breaker.state == "closed" and breaker.allows()
-    fails(breaker, True)
-    assert (breaker.state, breaker.allows(), breaker.n_opened) == ("open", False, 1)
-    given.clock.now += 59.9
-    breaker.record(failed=False)  # of a thread that had begun before: no trial
-    assert not breaker.allows()
-    given.clock.now += 0.2
-    assert (breaker.state, breaker.allows()) == ("half-open", True)
-
-
-def test_three_successes_close_it_and_one_failure_opens_it_again():
-    breaker = CircuitBreaker(given := policy())
-    fails(breaker, *[True] * 5)
-    given.clock.now += 60
-    fails(breaker, False, False)
-    assert breaker.state == "half-open"
-    fails(breaker, True)
-    assert breaker.state == "open" and breaker.n_opened == 2
-    given.clock.now += 60
-    fails(breaker, False, False, False)
-    assert breaker.state == "closed"
-    fails(breaker, *[True] * 4)
-    assert breaker.state == "closed"  # what failed before it opened is forgotten
-    fails(breaker, True)
-    assert breaker.state == "open"
-
-
-def test_latency_is_compared_with_the_median_of_the_first_calls_of_its_kind():
-    breaker = CircuitBreaker(policy(n_baseline=3, n_failures=1))
-    for seconds in (9.0, 1.0, 1.2):  # the first call is often slow
-        breaker.record(failed=False, seconds=seconds, kind="decode")
-    assert breaker.baseline("decode") == 1.2 and breaker.baseline("prefill") is None
-    breaker.record(failed=False, seconds=2.4, kind="decode")
-    breaker.record(failed=False, seconds=50.0, kind="prefill")
-    assert breaker.state == "closed"
-    breaker.record(failed=False, seconds=2.41, kind="decode")
-    assert breaker.state == "open"
-    patient = CircuitBreaker(policy(n_baseline=1, n_failures=1, latency_factor=None))
-    for seconds in (1.0, 100.0):
-        patient.record(failed=False, seconds=seconds)
-    assert patient.state == "closed"
-
-
-def test_healthy_calls_never_open_it():
-    breaker, random = CircuitBreaker(policy()), np.random.default_rng(0)
-    for seconds in random.uniform(1.0, 1.9, size=5000):
-        breaker.record(failed=False, seconds=float(seconds))
-    assert breaker.n_opened == 0
-
-
-@pytest.mark.parametrize(
-    "name, value", [("min_confidence", 1.0), ("min_confidence", -0.1), ("latency_factor", 1.0), ("n_failures", 21), ("n_failures", 0), ("window", 2.5), ("open_seconds", float("inf")), ("n_successes", True)]
-)  # fmt: skip
-def test_a_setting_that_cannot_work_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is"):
-        FallbackPolicy(**{name: value})
 
 
 # -- on a host -------------------------------------------------------------------------------------

@@ -54,6 +54,14 @@ def test_agreement_is_what_was_measured():
     assert not any(row["n_fired_in_one_only"] for row in others if row["dtype"] == "float32")
 
 
+def test_the_cost_of_a_corpus_is_what_was_measured():
+    found = result("corpus.json")
+    memory = found["memory"]
+    assert "\n".join(figures.corpus(found)) in README and found["claim"]["holds"] and found["claim"]["value_pct"] <= 15
+    assert f"over {memory['n_tokens']:,} tokens" in README and f"rise by {memory['growth_pct']:.1f} %" in README and f"to {memory['late_bytes'] / 1e9:.2f} GB" in README
+    assert memory["n_tokens"] > 1_000_000 and memory["growth_pct"] < 10
+
+
 def test_quality_is_what_was_measured():
     page, found = (ROOT / "docs/quality.md").read_text(), result("quality.json")
     assert "\n".join(figures.rules(found)) in page and "\n".join(figures.retained(found)) in page

@@ -31,6 +31,24 @@ def test_every_python_example_of_the_readme_runs(tmp_path):
     assert (tmp_path / "my-pack/manifest.json").is_file()
 
 
+def test_every_python_example_of_the_page_on_adapters_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/bem.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "example.py").write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    assert len(blocks) >= 2 and done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "adapter/bem.safetensors").is_file()
+
+
+def test_what_adapters_learn_is_what_was_measured():
+    page, found = (ROOT / "docs/bem.md").read_text(), result("bem_learns.json")
+    over = found["two_domains"]["over_routed"]
+    for name, words in (("lora", "{mean:.3f} nats above the routed adapter's (95 % interval {low:.3f} to {high:.3f})"), ("lora, all linear layers", "{mean:.3f} ({low:.3f} to {high:.3f})")):
+        assert words.format(**over[name]) in page and over[name]["excludes_0"] and over[name]["n"] == 5
+    lost = found["afterwards"]["distilled"]["least_squares"]["squared_update_lost"]
+    assert f"loses {100 * lost:.0f} % of the squared update" in page
+    assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
+
+
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), (ROOT / "docs/performance.md").read_text()
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)

@@ -17,7 +17,7 @@ import torch
 from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, offline
 from probemon import analysis as analysis_room
 from probemon.analysis import COUNTED, TABLES, Analysis
 from probemon.audit import Audit
@@ -480,7 +480,9 @@ def test_ranks_that_are_none_are_refused(model, manager, tokenizer, tmp_path, ra
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes itself another user")
-def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp_path):
+def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp_path, monkeypatch):
+    here = offline.environment()  # another user may not read where it is installed
+    monkeypatch.setattr("probemon.offline.environment", lambda: here)
     for out in (tmp_path / "begun", tmp_path / "empty"):
         out.mkdir()
     analyze(manager, model, tokenizer, ["abc"], tmp_path / "begun", resume=True)

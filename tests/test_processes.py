@@ -1,13 +1,16 @@
 """From the shell: two processes at once, and two workers of Ray, write the rows that one process writes."""
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from conftest import make_model
@@ -42,6 +45,7 @@ def command(folder, pack, out, *more, **environment):
 def test_progress_has_a_rate_and_the_time_that_is_left(pack, workplace):
     """In a terminal; what is no terminal gets none."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))  # else it has no columns to draw in
     words = [sys.executable, "-m", "probemon.cli", "analyze", workplace / "host", pack.directory, workplace / "texts.jsonl", "--out", workplace / "bar", "--dtype", "float32"]
     process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)

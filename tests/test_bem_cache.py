@@ -316,6 +316,12 @@ def test_a_cache_that_was_not_seen_is_an_error_and_not_a_guess(llama):
                 llama(ids[:, :1], past_key_values=cache)
             cache = DynamicCache()
             llama(ids, past_key_values=cache)
+            for i in range(len(cache.layers)):  # past the decoder
+                cache.update(torch.zeros(2, 1, 3, 8), torch.zeros(2, 1, 3, 8), i)
+            with pytest.raises(BemStateError, match="goes on from 13 cached columns, and the adapter has read 10 columns of 2 rows"):
+                llama(ids[:, :1], past_key_values=cache)
+            cache = DynamicCache()
+            llama(ids, past_key_values=cache)
             for layer in cache.layers:  # past the cache's own methods
                 layer.batch_select_indices(torch.tensor([0]))
             with pytest.raises(BemStateError, match="a forward of 1 rows goes on from 10 cached columns, and the adapter has read 10 columns of 2 rows"):

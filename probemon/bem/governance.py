@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
 
+_CELLS = 1 << 24  # of matrices whose singular values are found at once: bounds the memory of a long prompt
+
 
 def gram(U: Tensor, V: Tensor, scale: float) -> Tensor:
     """`s^2 (U^T U) o (V^T V)` `[r, r]`, the quadratic form of the squared Frobenius norm."""
@@ -45,17 +47,17 @@ def factors(U: Tensor, V: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
-    """Largest singular value of the update of each of codes `[M, r]`: `[M]`."""
-    return torch.linalg.svdvals((r_u * codes[:, None, :]) @ r_v.T)[:, 0]
+    """Largest singular value of the update of each of codes `[M, r]`: `[M]`. Factors `[r, r]`, or `[M, r, r]`: each code's own."""
+    return torch.linalg.svdvals((r_u * codes[:, None, :]) @ r_v.mT)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Of parameters at these places and versions: grams `[S, r, r]` by group, and the factors that were asked for."""
+    """Of parameters at these places and versions, by group: grams `[S, r, r]`, and factors, two of `[S, r, r]`, where they were asked for."""
 
     seen: list[tuple[int, int]]
     grams: dict[bool, Tensor]
-    factors: dict[Site, tuple[Tensor, Tensor]]
+    factors: dict[bool, tuple[Tensor, Tensor]]
 
 
 class Governor:
@@ -89,11 +91,17 @@ class Governor:
 
     def sigma1(self, site: Site, codes: Tensor) -> Tensor:
         """Largest singular value of a site's update for each of codes `[M, r]`: `[M]`."""
-        kept = self._matrices_now(codes.device)
-        if site not in kept.factors:
-            kept.factors[site] = factors(*self._matrices(site), self._config.scale)
-        r_u, r_v = kept.factors[site]
+        r_u, r_v = (factor[self._groups[site.chunked].index(site)] for factor in self._factors(site.chunked, codes.device))
         return sigma1(codes.to(r_u), r_u, r_v).to(codes)
+
+    def _factors(self, chunked: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of a group's sites, in their order, `[S, r, r]` each."""
+        kept = self._matrices_now(device)
+        if chunked not in kept.factors:
+            pairs = [factors(*self._matrices(site), self._config.scale) for site in self._groups[chunked]]
+            r_u, r_v = (torch.stack([factor.to(device) for factor in side]) for side in zip(*pairs, strict=True))
+            kept.factors[chunked] = (r_u, r_v)
+        return kept.factors[chunked]
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
         """Codes `[.., r]` for sites that take chunk codes (True) and for the others (False) -> by site key, within the limits.
@@ -118,20 +126,28 @@ class Governor:
         for chunked, exceeds in (over or {}).items():
             if not bool(exceeds.any()):
                 continue
-            for at in exceeds.any(dim=0).nonzero()[:, 0].tolist():
-                site = self._groups[chunked][at]
-                code = applied[site.key]
-                scale = self._cap(site, code.detach().flatten(0, -2), exceeds[:, at].nonzero()[:, 0], cap)
+            code = scaled[chunked]
+            scales = self._cap(chunked, code.detach().flatten(0, -2), exceeds, cap)
+            for site, scale in zip(self._groups[chunked], scales, strict=True):
                 applied[site.key] = code * scale.view(*code.shape[:-1], 1)
         return applied
 
     @torch.no_grad()
-    def _cap(self, site: Site, codes: Tensor, rows: Tensor, cap: float) -> Tensor:
-        """Scales `[M]`: 1, but for `rows`, whose Frobenius norms exceed the cap, what brings their largest singular value under it."""
-        unique, of = codes[rows].unique(dim=0, return_inverse=True)  # chunk codes repeat from token to token
-        scale = codes.new_ones(len(codes))
-        scale[rows] = (cap / self.sigma1(site, unique).clamp(min=cap))[of]
-        return scale
+    def _cap(self, chunked: bool, codes: Tensor, exceeds: Tensor, cap: float) -> Tensor:
+        """Scales `[S, M]` of codes `[M, r]`: what brings the largest singular value under the cap where `exceeds [M, S]`, the Frobenius norm being over it; else 1."""
+        rows = exceeds.any(dim=1).nonzero()[:, 0]
+        unique, of = codes[rows].unique(dim=0, return_inverse=True) if len(rows) > 1 else (codes[rows], torch.zeros_like(rows))  # chunk codes repeat
+        r_u, r_v = self._factors(chunked, codes.device)
+        scales = codes.new_ones(len(unique), len(r_u))
+        wanted = torch.zeros(scales.shape, dtype=torch.bool, device=codes.device)
+        wanted.index_put_((of,), exceeds[rows], accumulate=True)
+        # All at once, not site by site: of a step's one token, 60 calls take longer than the host's layer.
+        for some in wanted.nonzero().split(max(1, _CELLS // codes.shape[1] ** 2)):
+            code, site = some.unbind(dim=1)
+            scales[code, site] = (cap / sigma1(unique[code].to(r_u), r_u[site], r_v[site]).clamp(min=cap)).to(codes)
+        every = codes.new_ones(len(r_u), len(codes))
+        every[:, rows] = scales[of].T
+        return every
 
 
 def decorrelation(codes: Tensor, real: Tensor) -> Tensor:

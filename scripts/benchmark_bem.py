@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from probemon.packfile import write_text_atomically
 from probemon.telemetry.monitor import RoutingMonitor
 from provenance import commit, machine
 
-GRID, QUICK = ((1, 128), (4, 256), (8, 512), (2, 2048)), ((1, 128), (4, 128), (2, 512))
+GRID, QUICK = ((1, 128), (4, 256), (8, 512), (2, 2048)), ((1, 128), (4, 128), (2, 256))
+TELEMETRY = ", telemetry"  # behind a method's name: with its routing recorded
 SITES = ("o", "down")
 N_STEPS = 12  # of decoding, behind each prefill
 UPDATE = 0.02  # standard deviation of U: large enough to change what is said
@@ -70,11 +72,12 @@ def main() -> int:
         print(f"benchmark_bem: with U = 0 logits differ by {checked['u0_max_difference']}: nothing was timed", file=sys.stderr)
         return 1
     host = model.to(arguments.device)
-    hosts = {"bare": host, **{name: adapted(name, copy.deepcopy(host)) for name in ("lora", *bem_kinds(arguments.device))}}
-    differs = difference(hosts, tokens)
+    kinds = bem_kinds(arguments.device)
+    hosts = {"bare": host, **{name: adapted(name, copy.deepcopy(host)) for name in ("lora", *kinds, *(kind + TELEMETRY for kind in kinds))}}
+    differs = difference({name: hosts[name] for name in ("bare", "lora", *kinds)}, tokens)
     rows: list[dict[str, Any]] = []
     for batch, length in QUICK if arguments.quick else GRID:
-        rows += cell(hosts, tokens, batch, length, 4 if arguments.quick else 7)
+        rows += cell(hosts, tokens, batch, length, 7)
     for batch, length in QUICK[:1] if arguments.quick else GRID:
         rows += memory(batch, length, arguments.device)
     found = {
@@ -101,7 +104,7 @@ def adapted(name: str, model: Any) -> Any:
     """A host with an adapter on it, whose U and V are the same for every kind."""
     if name == "bare":
         return model
-    bem = weighted(attach_bem(model, BemConfig(sites=SITES), impl="triton" if name == "bem" else "reference"))
+    bem = weighted(attach_bem(model, BemConfig(sites=SITES), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference"))
     if name != "lora":
         model.bem = (bem,)  # in a tuple: as an attribute it would be a part of the model
         return model
@@ -173,53 +176,61 @@ def cached(model: Any, ids: Tensor) -> float:
 
 
 def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of a prefill and of a step behind it, by method, in turns; the routed adapter also with its routing recorded."""
-    device = next(hosts["bare"].parameters()).device
-    ids = some(tokens, batch, length, device)
-    watched = {f"{name}, telemetry": name for name in hosts if name.startswith("bem")}
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*hosts, *watched)}
-    for turn in tqdm(range(n_rounds + 1), desc=f"{batch} x {length}", disable=None):
-        order = list(taken) if turn % 2 else list(taken)[::-1]
-        for name in order:
-            model = hosts[watched.get(name, name)]
-            if name in watched:
-                with RoutingMonitor(model, bem=model.bem[0]):
-                    prefill, steps = run(model, ids)
-            else:
-                prefill, steps = run(model, ids)
-            if turn:  # the first of each is not counted
-                taken[name][0].append(prefill)
-                taken[name][1].append(statistics.median(steps))
+    """Milliseconds of a prefill and of a step behind it, by method; of the routed adapter also with its routing recorded.
+
+    Prefills take turns, then the steps behind them do, one of each method at a time: what else the machine does falls on all alike.
+    """
+    ids = some(tokens, batch, length, next(hosts["bare"].parameters()).device)
+    names = list(hosts)
+    prefills: dict[str, list[float]] = {name: [] for name in names}
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        for name in names:
+            if name.endswith(TELEMETRY):
+                stack.enter_context(RoutingMonitor(hosts[name], bem=hosts[name].bem[0]))
+        for turn in tqdm(range(n_rounds + 1), desc=f"{batch} x {length}", disable=None):
+            order = names if turn % 2 else names[::-1]
+            runs = {}
+            for name in order:
+                runs[name] = Run(hosts[name], ids)
+                prefills[name].append(runs[name].prefill_seconds)
+            for i in range(N_STEPS):
+                for name in order[i % len(order) :] + order[: i % len(order)]:
+                    steps[name].append(runs[name].step())
+    for name in names:  # the first of all are not counted
+        prefills[name], steps[name] = prefills[name][1:], steps[name][N_STEPS:]
     rows = []
-    for name, times in taken.items():
-        for part, seconds in zip(("prefill", "decode"), times, strict=True):
-            # Ratios round by round: what else the machine does falls on neighbours in time.
-            ratios = {f"over_{other}_pct": round(100 * (statistics.median(a / b for a, b in zip(seconds, taken[other][part == "decode"], strict=True)) - 1), 2)
-                      for other in ("bare", "lora", *([watched[name]] if name in watched else []))}  # fmt: skip
-            n = batch * (length if part == "prefill" else 1)
-            rows.append({"part": part, "batch": batch, "length": length, "method": name, "median_ms": round(1e3 * statistics.median(seconds), 3),
-                         "tokens_per_second": round(n / statistics.median(seconds)), "n_rounds": n_rounds, **ratios})  # fmt: skip
+    for part, taken in (("prefill", prefills), ("decode", steps)):
+        for name in names:
+            others = ["bare", "lora", *([name.removesuffix(TELEMETRY)] if name.endswith(TELEMETRY) else [])]
+            ratios = {f"over_{other}_pct": round(100 * (statistics.median(a / b for a, b in zip(taken[name], taken[other], strict=True)) - 1), 2) for other in others}
+            median = statistics.median(taken[name])
+            rows.append({"part": part, "batch": batch, "length": length, "method": name, "median_ms": round(1e3 * median, 3),
+                         "tokens_per_second": round(ids.numel() / median if part == "prefill" else batch / median), "n": len(taken[name]), **ratios})  # fmt: skip
     return rows
 
 
-def run(model: Any, ids: Tensor) -> tuple[float, list[float]]:
-    """Seconds of one prefill, and of each of the steps behind it."""
-    wait: Callable[[], Any] = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    cache, steps = DynamicCache(), []
-    with torch.inference_mode():
-        wait()
+class Run:
+    """A prefill, timed when made, and steps behind it."""
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self._model, self._cache = model, DynamicCache()
+        self._wait: Callable[[], Any] = torch.cuda.synchronize if ids.is_cuda else lambda: None
+        self.prefill_seconds = self._forward(ids, logits_to_keep=1)
+
+    def step(self) -> float:
+        """Seconds of the next token's forward."""
+        return self._forward(self._next)
+
+    @torch.inference_mode()
+    def _forward(self, ids: Tensor, **how: Any) -> float:
+        self._wait()
         begin = time.perf_counter()
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        wait()
-        prefill = time.perf_counter() - begin
-        for _ in range(N_STEPS):
-            token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-            wait()
-            begin = time.perf_counter()
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
-            wait()
-            steps.append(time.perf_counter() - begin)
-    return prefill, steps[1:]
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **how)
+        self._wait()
+        taken = time.perf_counter() - begin
+        self._next = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        return taken
 
 
 def memory(batch: int, length: int, device: str) -> list[dict[str, Any]]:
@@ -243,13 +254,20 @@ def memory_here(method: str, batch: int, length: int, device: str) -> dict[str, 
     ids = some(text_tokens(tokenizer), batch, length, device)
     if ids.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-        run(model, ids)
+        generate(model, ids)
         return {"peak_bytes": torch.cuda.max_memory_allocated()}
-    run(model, ids[:1, :16])  # what is made once
+    generate(model, ids[:1, :16])  # what is made once
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
     before = status("VmRSS")
-    run(model, ids)
+    generate(model, ids)
     return {"peak_bytes": status("VmHWM"), "loaded_bytes": before}
+
+
+def generate(model: Any, ids: Tensor) -> None:
+    """A prefill and the steps behind it."""
+    run = Run(model, ids)
+    for _ in range(N_STEPS):
+        run.step()
 
 
 def status(name: str) -> int:
@@ -270,7 +288,7 @@ def difference(hosts: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
                 found[name] = {"kl_to_bare": round(float(kl), 5), "same_top": round(float(same), 4)}
     name = bem_kinds(str(device.type))[-1]
     with RoutingMonitor(hosts[name], bem=hosts[name].bem[0]) as monitor:
-        run(hosts[name], some(tokens, 2, 1000, device))
+        generate(hosts[name], some(tokens, 2, 1000, device))
     [chunk] = [stream for stream in monitor.report()["streams"] if stream["level"] == "chunk"]
     return {**found, "n_tokens": ids.numel(), "routing": {key: chunk[key] for key in ("n_tokens", "code_reuse_rate", "kv_invalidations", "effective_rank")}}
 
@@ -282,7 +300,7 @@ def claims(rows: list[dict[str, Any]], checked: dict[str, float], differs: dict[
     values = {
         "latency_over_lora_pct": max(row["over_lora_pct"] for row in timed if row["method"] == best),
         "memory_over_lora_pct": max(row["over_lora_pct"] for row in rows if row["part"] == "memory" and row["method"] == best),
-        "telemetry_pct": max(row[f"over_{best}_pct"] for row in timed if row["method"] == f"{best}, telemetry"),
+        "telemetry_pct": max(row[f"over_{best}_pct"] for row in timed if row["method"] == best + TELEMETRY),
         "cached_vs_full_max": checked["cached_vs_full_max"], "code_reuse_rate": differs["routing"]["code_reuse_rate"],
     }  # fmt: skip
     made = {}

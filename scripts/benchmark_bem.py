@@ -77,7 +77,7 @@ def main() -> int:
     differs = difference({name: hosts[name] for name in ("bare", "lora", *kinds)}, tokens)
     rows: list[dict[str, Any]] = []
     for batch, length in QUICK if arguments.quick else GRID:
-        rows += cell(hosts, tokens, batch, length, 7)
+        rows += cell(hosts, tokens, batch, length, 5 if batch * length > 1024 else 9)
     for batch, length in QUICK[:1] if arguments.quick else GRID:
         rows += memory(batch, length, arguments.device)
     found = {
@@ -178,25 +178,29 @@ def cached(model: Any, ids: Tensor) -> float:
 def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of a prefill and of a step behind it, by method; of the routed adapter also with its routing recorded.
 
-    Prefills take turns, then the steps behind them do, one of each method at a time: what else the machine does falls on all alike.
+    Prefills take turns, then the steps behind them do, one of each method at a time: what else the machine does falls on all alike. Two prefills of a
+    method are a round, the second ones in the opposite order, so that what comes slowly falls on all alike too.
     """
     ids = some(tokens, batch, length, next(hosts["bare"].parameters()).device)
     names = list(hosts)
     prefills: dict[str, list[float]] = {name: [] for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
+    inside: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        for name in names:
-            if name.endswith(TELEMETRY):
-                stack.enter_context(RoutingMonitor(hosts[name], bem=hosts[name].bem[0]))
+        monitors = {name: stack.enter_context(RoutingMonitor(hosts[name], bem=hosts[name].bem[0])) for name in names if name.endswith(TELEMETRY)}
         for turn in tqdm(range(n_rounds + 1), desc=f"{batch} x {length}", disable=None):
             order = names if turn % 2 else names[::-1]
-            runs = {}
+            firsts = {name: Run(hosts[name], ids).prefill_seconds for name in order}
+            runs = {name: Run(hosts[name], ids) for name in order[::-1]}
             for name in order:
-                runs[name] = Run(hosts[name], ids)
-                prefills[name].append(runs[name].prefill_seconds)
+                prefills[name].append((firsts[name] + runs[name].prefill_seconds) / 2)
+            for name, monitor in monitors.items():
+                inside.setdefault(f"prefill {name}", []).append(monitor.forward_seconds[-1])
             for i in range(N_STEPS):
                 for name in order[i % len(order) :] + order[: i % len(order)]:
                     steps[name].append(runs[name].step())
+        for name, monitor in monitors.items():
+            inside[f"decode {name}"] = monitor.forward_seconds[-N_STEPS:]
     for name in names:  # the first of all are not counted
         prefills[name], steps[name] = prefills[name][1:], steps[name][N_STEPS:]
     rows = []
@@ -207,6 +211,8 @@ def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_round
             median = statistics.median(taken[name])
             rows.append({"part": part, "batch": batch, "length": length, "method": name, "median_ms": round(1e3 * median, 3),
                          "tokens_per_second": round(ids.numel() / median if part == "prefill" else batch / median), "n": len(taken[name]), **ratios})  # fmt: skip
+            if f"{part} {name}" in inside:
+                rows[-1]["hooks_ms"] = round(1e3 * statistics.median(inside[f"{part} {name}"]), 3)  # of the telemetry alone
     return rows
 
 

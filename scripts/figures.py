@@ -108,7 +108,41 @@ def corpus(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-TABLES = {"cpu.json": (claims, host, grid), "quality.json": (rules, retained), "mails.json": (mails,), "corpus.json": (corpus,)}
+BEM_WORDS = {
+    "latency_over_lora_pct": ("a forward of the routed adapter, over an unmerged LoRA's", " %"), "memory_over_lora_pct": ("its highest memory, over the LoRA's", " %"),
+    "telemetry_pct": ("the same with its routing recorded, over without", " %"), "cached_vs_full_max": ("logits in fp32 with a cache against one forward, largest difference", ""),
+    "code_reuse_rate": ("chunk codes used again", ""),
+}  # fmt: skip
+
+
+def bem_claims(found: dict[str, Any]) -> list[str]:
+    """What is measured of routed adapters, the worst of the grid, the bar."""
+    lines = ["| | worst of the grid | bar |", "|---|---|---|"]
+    for name, claim in found["claims"].items():
+        words, unit = BEM_WORDS[name]
+        lines.append(f"| {words} | {claim['value']:.3g}{unit} | at {claim['kind']} {claim['bar']:g}{unit}{'' if claim['holds'] else ', **missed**'} |")
+    return lines
+
+
+def bem_grid(found: dict[str, Any]) -> list[str]:
+    """Each cell: milliseconds and tokens a second, and highest memory, by method."""
+    lines = ["| rows x tokens | what | bare | LoRA | routed adapter | over the LoRA | with telemetry | over without |", "|---|---|---|---|---|---|---|---|"]
+    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        cells.setdefault((row["batch"], row["length"], row["part"]), {})[row["method"]] = row
+    bem, beside = "bem, eager", "bem, eager, telemetry"
+    for (batch, length, part), rows in cells.items():
+        if part == "memory":
+            told = [f"{rows[name]['peak_bytes'] / 1e9:.2f} GB" for name in ("bare", "lora", bem)]
+            lines.append(f"| {batch} x {length} | highest memory | " + " | ".join(told) + f" | {rows[bem]['over_lora_pct']:+.1f} % | | |")
+        else:
+            told = [f"{rows[name]['median_ms']:,.0f} ms ({rows[name]['tokens_per_second']:,}/s)" for name in ("bare", "lora", bem)]
+            watched = f"{rows[beside]['median_ms']:,.0f} ms | {rows[beside][f'over_{bem}_pct']:+.1f} %"
+            lines.append(f"| {batch} x {length} | {'prefill' if part == 'prefill' else 'a step'} | " + " | ".join(told) + f" | {rows[bem]['over_lora_pct']:+.1f} % | {watched} |")
+    return lines
+
+
+TABLES = {"bem.json": (bem_claims, bem_grid), "cpu.json": (claims, host, grid), "quality.json": (rules, retained), "mails.json": (mails,), "corpus.json": (corpus,)}
 
 
 def main() -> None:

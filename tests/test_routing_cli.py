@@ -15,6 +15,7 @@ from test_routing_adapters import make_bem
 
 from probemon import cli as command_line
 from probemon.telemetry import RoutingMonitor
+from probemon.telemetry.alerts import Rule
 from probemon.telemetry.view import LiveRouting, PlainRouting, load_bars, summary
 
 SAY = "w1 w44 w3 w17 w8"
@@ -113,7 +114,7 @@ def test_the_live_frame_shows_text_routers_and_alerts():
 def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
     console = Console(record=True, width=100, height=16, force_terminal=True, file=io.StringIO())
     report = {
-        "n_tokens": 5, "n_unseen": 0, "latency_us": {"p50": 1.0}, "memory_watermark_bytes": 10**7, "alerts": [],
+        "n_tokens": 5, "n_unseen": 0, "latency_us": {"p50": 1.0}, "memory_watermark_bytes": 10**7, "alerts": [], "unjudged": {},
         "streams": [{"source": "moe", "site": f"router.{i}", "layer": i, "level": "", "decision_entropy": 0.5, "load": [1, 0, 3]} for i in range(20)],
     }  # fmt: skip
     console.print(LiveRouting(console, title="many").render(report))
@@ -134,3 +135,18 @@ def test_summary_and_lines_have_no_control_characters():
     summary(console, monitor.report())
     text = console.export_text()
     assert text.count("[red]\\n") == 12 and "router.2" in text and "no alert" in text
+
+
+def test_no_alert_is_not_said_of_what_could_not_be_seen_yet():
+    console, model = Console(record=True, width=200, file=io.StringIO()), make_moe()
+    with RoutingMonitor(model) as monitor:
+        model.generate(PROMPT, **GREEDY)
+    report = monitor.report()
+    assert report["unjudged"]["collapse"] == 2 * 512 and report["unjudged"]["entropy drift"] == (2 + 4) * 1024
+    summary(console, report)
+    assert "too few tokens yet for " in (text := console.export_text()) and "collapse (1024 tokens)" in text
+    with RoutingMonitor(model, window=4, rules=(Rule("collapse", "spread", 0.01, 0.35, window=4),)) as judged:
+        model.generate(PROMPT, **GREEDY)
+    assert judged.report()["unjudged"] == {}
+    summary(console, judged.report())
+    assert "too few" not in console.export_text()

@@ -141,6 +141,17 @@ class Alerts:
         """What holds now, as it was raised, oldest first."""
         return sorted(self._now.values(), key=lambda alert: alert.at)
 
+    @property
+    def unjudged(self) -> list[tuple[Rule, int]]:
+        """Rules that have not seen enough to be raised, with how many tokens they need: their silence says nothing."""
+        found = []
+        for size, watches in self._watches.items():
+            for watch in watches:
+                needed = size * (watch.rule.in_a_row + (_BASELINE if watch.rule.drift else 0))
+                if self._n_tokens < needed:
+                    found.append((watch.rule, needed))
+        return found
+
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
         """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
         self._n_tokens += statistics.n_tokens

@@ -129,7 +129,10 @@ class RoutingRecorder:
             return [(self.sources[number], tally.total()) for number, tally in self._tallies.items()]
 
     def report(self) -> dict[str, Any]:
-        """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`."""
+        """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`.
+
+        `unjudged`: kinds of alert for which too few tokens were seen, and how many it takes: that there is none of them says nothing yet.
+        """
         with self._lock:
             streams, latency = [], LogSketch()
             for source, statistics in self.statistics():
@@ -141,8 +144,16 @@ class RoutingRecorder:
                 "run_id": self.run_id, "n_tokens": self.n_tokens, "n_unseen": self.n_unseen, "streams": streams,
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
                 "latency_relative_error": latency.relative_error, "memory_watermark_bytes": watermark,
-                "alerts": [str(alert) for alert in self.alerts], "n_alerts": self.n_alerts,
+                "alerts": [str(alert) for alert in self.alerts], "n_alerts": self.n_alerts, "unjudged": self._unjudged(),
             }  # fmt: skip
+
+    def _unjudged(self) -> dict[str, int]:
+        """By kind of alert, the tokens that its rules need and have not seen; the most, where they differ."""
+        found: dict[str, int] = {}
+        for tally in self._tallies.values():
+            for rule, needed in tally.alerts.unjudged:
+                found[rule.kind] = max(found.get(rule.kind, 0), needed)
+        return found
 
     def close(self) -> list[Exception]:
         """Finish the sinks; what they failed with."""

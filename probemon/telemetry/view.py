@@ -112,7 +112,7 @@ class LiveRouting:
         """The frame: the end of the text, and as many routers as there are lines for."""
         tail = Text(self._text[-3 * max(20, self._console.width - 4) :])
         n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
-        room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]))
+        room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
         return Panel(Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)), title=self._title, title_align="left", border_style="dim")
 
 
@@ -160,7 +160,10 @@ def summary(console: Console, report: Mapping[str, Any]) -> None:
 def _foot(report: Mapping[str, Any]) -> list[Text]:
     times = ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
     line = f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most {report['memory_watermark_bytes'] / 1e6:.0f} MB"
-    alerts = [Text(alert, style="bold red") for alert in report["alerts"]] or [Text("no alert", style="green")]
+    alerts = [Text(alert, style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
+    if report["unjudged"]:  # no alert is no news while nothing could be seen
+        needed = ", ".join(f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1]))
+        alerts.append(Text(f"too few tokens yet for {needed}", style="yellow"))
     return [Text(line, style="dim"), *alerts]
 
 

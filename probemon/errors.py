@@ -54,6 +54,10 @@ class PackCorrupt(PackError):
     """A file of the pack is missing, truncated or edited."""
 
 
+class ImportRefused(PackError):
+    """A file of another project is not read: it holds code, leaves its folder, is larger than the bound, or is no probe."""
+
+
 class HostMismatch(ProbemonError, ValueError):
     """The pack was made for another host model."""
 

@@ -9,12 +9,10 @@ The format is described in docs/pack_format.md. Nothing in it is executable; not
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,9 +27,12 @@ from probemon.errors import (
     ProbemonError,
 )
 from probemon.hierarchy import ConceptTree
-from probemon.manifest import FORMAT, FORMAT_VERSION, SCORE_RULES, read_concepts, read_manifest
+from probemon.manifest import read_concepts, read_manifest
 from probemon.naming import Names, Wanted
 from probemon.types import Architecture, InputSpec, input_dtype
+
+if TYPE_CHECKING:
+    from probemon.hub import Pushed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 _VECTORS = {
@@ -39,6 +40,7 @@ _VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 MATRICES = ("w1", "w2", "w3")
+_FINITE_BYTES = 64 << 20
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 
@@ -131,22 +133,21 @@ class ProbePack:
         return pack
 
     @classmethod
-    def from_pretrained(cls, repo: str, *, revision: str | None = None, verify: bool = False) -> ProbePack:
-        """Open a local directory, or a pack published on the Hugging Face hub as `org/name`."""
-        if Path(repo).is_dir():
-            return cls.open(repo, verify=verify)
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-        )
+    def from_pretrained(
+        cls, repo: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | Path | None = None, local_files_only: bool = False,
+        manifest_sha256: str | None = None, verify: bool = False, endpoint: str | None = None,
+    ) -> ProbePack:  # fmt: skip
+        """Open a local directory, or a pack published on the Hugging Face hub as `org/name`.
 
-        try:
-            local = snapshot_download(repo, revision=revision, allow_patterns=[MANIFEST, CONCEPTS, PROBES, CARD])
-        except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-            raise PackError(f"{repo!r} is neither a directory nor a pack that can be fetched from the hub: {error}") from error
+        `revision` (branch, tag or commit), `token`, `cache_dir`, `local_files_only` and `endpoint` are huggingface_hub's, and so is the cache. Files that were
+        fetched are hashed before their first use. `manifest_sha256`: what sha256 the pack's manifest must have; every byte is then checked, each time, in a
+        directory too. Raises `PackError` saying what to do where there is no such pack, or no way to it, and `PackCorrupt` where a byte differs.
+        """
+        from probemon import hub
+
+        local = hub.find(
+            repo, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only, manifest_sha256=manifest_sha256, endpoint=endpoint
+        )
         return cls.open(local, verify=verify)
 
     def _check(self, where: str) -> None:
@@ -188,20 +189,23 @@ class ProbePack:
     def check_finite(self, probes: np.ndarray | None = None) -> None:
         """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
+        # In bounded pieces: a sum of bf16 in fp32 makes an fp32 copy of what it sums.
+        most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in self.weights.values())))
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
-            first, stop = int(run[0]), int(run[-1]) + 1
-            for name, tensor in self.weights.items():
-                rows = tensor[first:stop].reshape(stop - first, -1)
-                # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
-                if tensor.dtype == torch.int8 or bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
-                    continue
-                finite = torch.isfinite(rows).all(dim=1)
-                if not bool(finite.all()):
-                    probe = first + int((~finite).nonzero()[0])
-                    raise PackCorrupt(
-                        f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
-                        f"is not finite: the pack is damaged or was trained to divergence"
-                    )
+            for first in range(int(run[0]), int(run[-1]) + 1, most):
+                stop = min(first + most, int(run[-1]) + 1)
+                for name, tensor in self.weights.items():
+                    rows = tensor[first:stop].reshape(stop - first, -1)
+                    # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+                    if tensor.dtype == torch.int8 or bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
+                        continue
+                    finite = torch.isfinite(rows).all(dim=1)
+                    if not bool(finite.all()):
+                        probe = first + int((~finite).nonzero()[0])
+                        raise PackCorrupt(
+                            f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
+                            f"is not finite: the pack is damaged or was trained to divergence"
+                        )
 
     def verify(self, scorer: GoldenScorer | None = None) -> float | None:
         """Check every weight and replay the golden states; the largest score error, or None without golden states.
@@ -295,88 +299,46 @@ class ProbePack:
         (and the scales of int8 weights: `probemon.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
         The directory appears whole or not at all; an existing one is an error unless `overwrite`.
         """
-        target = Path(path)
-        if target.exists() and not overwrite:
-            raise PackError(f"{target} exists: choose another path or pass overwrite=True")
-        if score_rule not in SCORE_RULES:
-            raise ConfigError(f"score_rule {score_rule!r}: expected one of {', '.join(SCORE_RULES)}")
-        for concept in concepts:
-            missing = [key for key in ("id", "name", "parents") if key not in concept]
-            if missing:
-                raise PackError(f"concept {concept.get('id', concept)!r} lacks {', '.join(missing)}")
-        specs = [InputSpec(**spec) for spec in inputs]
-        n = len(concepts)
-        stated = [concept["level"] for concept in concepts if "level" in concept]
-        if stated and len(stated) != n:
-            raise PackError(f"{len(stated)} of {n} concepts state a level: state it on all or on none")
-        order, tree = ConceptTree.build(
-            [concept["id"] for concept in concepts], [concept["parents"] for concept in concepts], stated or None
-        )
-        at = torch.from_numpy(order)
-        Architecture.of(weights, "weights")
-        tensors = {}
+        from probemon.packwriter import PackWriter, check_target
+
+        check_target(path, overwrite)
+        architecture = Architecture.of(weights, "weights")
         for key, tensor in weights.items():
-            if len(tensor) != n:
-                raise PackError(f"weights[{key!r}] has {len(tensor)} rows for {n} concepts")
-            kept = tensor.detach().cpu()[at].contiguous()
-            tensors[key] = kept.to(weights["w1"].dtype if key in MATRICES else torch.float32)
-        nan = torch.full((n,), float("nan"))
-        tensors |= {
-            "child_ptr": torch.from_numpy(tree.child_ptr),
-            "child_idx": torch.from_numpy(tree.child_idx),
-            "level": torch.from_numpy(tree.level),
-            "input": torch.zeros(n, dtype=torch.int64) if input_index is None else input_index.to(torch.int64)[at],
-            "alert_threshold": nan.clone() if alert_threshold is None else alert_threshold.to(torch.float32)[at],
-            "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
-        }
-        tensors |= {AGGREGATED + str(name): thresholds.to(torch.float32)[at] for name, thresholds in (aggregated or {}).items()}
-        lines = []
-        for i, old in enumerate(order.tolist()):
-            fields = dict(concepts[old])
-            head = {key: fields.pop(key) for key in ("id", "name")}
-            fields.pop("level", None)
-            lines.append({**head, "level": int(tree.level[i]), "parents": list(fields.pop("parents")), **fields})
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "name": name,
-            "licence": licence,
-            "host": dict(host),
-            "inputs": [spec.as_dict() for spec in specs],
-            "score_rule": score_rule,
-            "recommended": dict(recommended or {}),
-            "architecture": Architecture.of(weights, "weights").as_dict(),
-            "dtype": next((key for key, value in DTYPES.items() if value is weights["w1"].dtype), str(weights["w1"].dtype)),
-            "counts_per_level": {str(int(v)): int(c) for v, c in zip(*np.unique(tree.level, return_counts=True), strict=True)},
-            "provenance": dict(provenance or {}),
-            "quality": dict(quality or {}),
-        }
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            half_made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        except OSError as error:
-            raise PackError(f"{target} cannot be written ({error.strerror}: {error.filename}): choose another path") from error
-        try:
-            (half_made / CARD).write_text(card, encoding="utf-8")
-            (half_made / CONCEPTS).write_text(
-                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
-            )
-            if golden_hidden is not None:
-                tensors["golden_hidden"] = golden_hidden.to(torch.float32).contiguous()
-                draft = cls(half_made, {**manifest, "files": {}}, lines, dict(tensors, golden_scores=torch.zeros(len(golden_hidden), n)))
-                tensors["golden_scores"] = _exhaustive_scores(draft, tensors["golden_hidden"])
-            packfile.save_tensors(half_made / PROBES, tensors)
-            manifest["files"] = {
-                file: {"sha256": packfile.sha256(half_made / file), "size": (half_made / file).stat().st_size}
-                for file in (CONCEPTS, PROBES, CARD)
-            }
-            (half_made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            half_made.chmod(0o755)  # mkdtemp makes it private
-            cls.open(half_made, verify=True)
-            packfile.replace_directory(half_made, target)
-        finally:
-            shutil.rmtree(half_made, ignore_errors=True)
-        return cls.open(target)
+            if len(tensor) != len(concepts):
+                raise PackError(f"weights[{key!r}] has {len(tensor)} rows for {len(concepts)} concepts")
+        writer = PackWriter(
+            path, name=name, concepts=concepts, architecture=architecture, dtype=weights["w1"].dtype, score_rule=score_rule, inputs=inputs, host=host,
+            licence=licence, card=card, input_index=input_index, alert_threshold=alert_threshold, expand_threshold=expand_threshold, aggregated=aggregated,
+            golden_hidden=golden_hidden, recommended=recommended, provenance=provenance, quality=quality, overwrite=overwrite,
+        )  # fmt: skip
+        with writer:
+            writer.put_slice(0, weights)
+        return writer.pack
+
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
+        """Copy the pack to a directory, its card begun by metadata that the hub reads, and open the copy.
+
+        What the card has of metadata stays; `library_name`, `tags`, `license` and, where the host has a name on the hub, `base_model` are added, and the
+        manifest states the new card. The directory appears whole or not at all. Raises `PackError`, and `PackCorrupt` where this pack is damaged.
+        """
+        from probemon import hub
+
+        return hub.save(self, folder, overwrite=overwrite)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, revision: str | None = None, commit_message: str | None = None, create_pr: bool = False,
+        token: str | bool | None = None, endpoint: str | None = None,
+    ) -> Pushed:  # fmt: skip
+        """Push what `save_pretrained` would write to a repository on the hub, made where there is none, in one commit.
+
+        The arguments are huggingface_hub's; `revision` is a branch, made where there is none. The result has the `commit` and the `manifest_sha256` that others
+        pin. Raises `PackError` saying what to do, and `PackCorrupt` where this pack is damaged: nothing is sent then.
+        """
+        from probemon import hub
+
+        return hub.push(
+            self, repo_id, private=private, revision=revision, commit_message=commit_message, create_pr=create_pr, token=token, endpoint=endpoint
+        )
 
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:

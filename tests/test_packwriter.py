@@ -1,0 +1,208 @@
+"""A pack written probe by probe is the pack that is written whole; what goes wrong leaves nothing behind."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nets import SHAPES, oracle, weights
+from safetensors.torch import load_file, save_file
+
+from probemon import ProbePack
+from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError
+from probemon.packwriter import PackWriter
+from probemon.types import Architecture
+
+N, D = 11, 13
+ROOT = Path(__file__).parent.parent
+
+
+def concepts(n=N):
+    """Given in another order than they are numbered in."""
+    return [{"id": f"c{i}", "name": f"concept {i}", "parents": [f"c{i + 2}"] if i + 2 < n else []} for i in range(n)]
+
+
+def arguments(**changes):
+    return {
+        "name": "random", "concepts": concepts(), "score_rule": "path", "inputs": [{"site": "resid_post.1", "norm": "rmsnorm"}, {"site": "resid_post.0"}],
+        "host": {"hidden_size": D}, "licence": "CC0-1.0", "card": "Random.\n", "input_index": torch.arange(N) % 2, "alert_threshold": torch.linspace(0.1, 0.9, N),
+        "aggregated": {"ema(0.3)": torch.linspace(0.2, 0.8, N)}, "golden_hidden": torch.randn(3, 2, D, generator=torch.Generator().manual_seed(7)),
+        "provenance": {"seed": 0}, **changes,
+    }  # fmt: skip
+
+
+def writer(path, net, **changes):
+    return PackWriter(path, architecture=Architecture.of(net, "net"), dtype=net["w1"].dtype, **arguments(**changes))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("rule", ["path", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_probe_by_probe_in_any_order_is_byte_for_byte_the_pack_written_whole(tmp_path, shape, dtype, rule):
+    net = weights(SHAPES[shape], D, dtype, N)
+    whole = ProbePack.write(tmp_path / "whole", weights=net, **arguments(score_rule=rule))
+    with writer(tmp_path / "single", net, score_rule=rule) as made:
+        for i in torch.randperm(N, generator=torch.Generator().manual_seed(1)).tolist():
+            made.put(i, {key: tensor[i] for key, tensor in net.items()})
+    with writer(tmp_path / "sliced", net, score_rule=rule) as slices:
+        for start, stop in ((4, N), (0, 3), (3, 4)):
+            slices.put_slice(start, {key: tensor[start:stop] for key, tensor in net.items()})
+    assert files(tmp_path / "single") == files(tmp_path / "whole") == files(tmp_path / "sliced")
+    assert whole.verify() == made.pack.verify() == 0 and ProbePack.open(tmp_path / "single", verify=True).name == "random"
+    for i, concept in enumerate(whole.concepts):
+        for key, tensor in net.items():
+            assert torch.equal(whole.weights[key][i], tensor[int(concept["id"][1:])])
+
+
+def test_the_file_is_as_safetensors_itself_writes_it(tmp_path):
+    pack = ProbePack.write(tmp_path / "pack", weights=weights((4, 3), D, torch.bfloat16, N), **arguments())
+    save_file(load_file(pack.directory / "probes.safetensors"), tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (pack.directory / "probes.safetensors").read_bytes()
+
+
+def test_put_says_how_the_probe_scores_the_golden_states(tmp_path):
+    net = weights((4, 3), D, torch.float32, N)
+    changes = {"inputs": [{"site": "resid_post.1"}], "input_index": None, "golden_hidden": torch.randn(5, 1, D), "score_rule": "independent"}
+    with writer(tmp_path / "pack", net, **changes) as made:
+        own = made.put_slice(0, net)
+    assert own.shape == (5, N) and (own - oracle(net, changes["golden_hidden"][:, 0])).abs().max() < 1e-6
+    with writer(tmp_path / "none", net, golden_hidden=None) as made:
+        assert made.put_slice(0, net) is None
+
+
+def test_blocks_smaller_than_a_slice_change_nothing(tmp_path, monkeypatch):
+    net = weights((4, 3), D, torch.float32, N)
+    ProbePack.write(tmp_path / "whole", weights=net, **arguments())
+    monkeypatch.setattr("probemon.packwriter._BLOCK_BYTES", 700)
+    ProbePack.write(tmp_path / "blocks", weights=net, **arguments())
+    assert files(tmp_path / "whole") == files(tmp_path / "blocks")
+
+
+def test_card_provenance_and_quality_may_change_until_the_end(tmp_path):
+    net = weights((), D, torch.float32, N)
+    with writer(tmp_path / "pack", net) as made:
+        made.put_slice(0, net)
+        made.card, made.quality, made.provenance["late"] = "# later\n", {"x": 1}, True
+    assert (tmp_path / "pack/README.md").read_text() == "# later\n"
+    assert made.pack.manifest["quality"] == {"x": 1} and made.pack.manifest["provenance"] == {"seed": 0, "late": True}
+
+
+def broken(net, **changes):
+    return {key: tensor.clone() for key, tensor in net.items()} | changes
+
+
+@pytest.mark.parametrize(
+    "put, error, words",
+    [
+        (lambda made, net: None, PackError, r"11 of 11 probes were not put \('c0', 'c1', 'c2', 'c3', 'c4', \.\.\.\)"),
+        (lambda made, net: made.put_slice(0, {key: tensor[:10] for key, tensor in net.items()}), PackError, r"1 of 11 probes were not put \('c10'\)"),
+        (lambda made, net: [made.put(3, {key: tensor[3] for key, tensor in net.items()}) for _ in range(2)], PackError, "'c3' is put twice"),
+        (lambda made, net: made.put_slice(1, net), PackError, r"probes 1\.\.11 of 11"),
+        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"].double(), w2=net["w2"].double(), w3=net["w3"].double())), PackError, "float64, the pack's"),
+        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"][..., :-1])), PackError, "over 12 values .* over 13"),
+        (lambda made, net: made.put_slice(0, broken(net, b2=net["b2"].index_fill(0, torch.tensor([6]), float("inf")))), PackCorrupt, "b2 of concept 'c6' is not finite"),
+        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"] * 1e30, w2=net["w2"] * 1e30)), PackCorrupt, "does not score a number on the golden states"),
+        (lambda made, net: (made.put_slice(0, net), made.quality.update(x=object())), PackError, "the manifest cannot be written as JSON"),
+        (lambda made, net: 1 / 0, ZeroDivisionError, "division"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_named_and_leaves_nothing(tmp_path, put, error, words):
+    net = weights((4, 3), D, torch.float32, N)
+    with pytest.raises(error, match=words), writer(tmp_path / "pack", net) as made:
+        put(made, net)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PackError, match="not written yet"):
+        assert made.pack
+
+
+def test_weights_whose_sum_overflows_are_finite_all_the_same(tmp_path):
+    net = weights((), D, torch.float32, N)
+    net["w1"][3] = 3e38
+    pack = ProbePack.write(tmp_path / "pack", weights=net, **arguments(golden_hidden=None))
+    assert bool((pack.weights["w1"][pack.find("c3")] == 3e38).all())
+
+
+def test_a_failed_overwrite_leaves_the_old_pack(tmp_path):
+    net = weights((), D, torch.float32, N)
+    ProbePack.write(tmp_path / "pack", weights=net, **arguments())
+    before = files(tmp_path / "pack")
+    with pytest.raises(PackError, match="were not put"), writer(tmp_path / "pack", net, overwrite=True):
+        pass
+    assert files(tmp_path / "pack") == before and len(list(tmp_path.iterdir())) == 1
+    with writer(tmp_path / "pack", net, overwrite=True, card="# new\n") as made:
+        made.put_slice(0, net)
+    assert (tmp_path / "pack/README.md").read_text() == "# new\n" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        ({"score_rule": "vote"}, ConfigError, "vote"),
+        ({"concepts": [{"id": "a"}]}, PackError, "'a' lacks name, parents"),
+        ({"concepts": [{"id": "a", "name": "a", "parents": ["a"]}]}, HierarchyError, "cycle"),
+        ({"golden_hidden": torch.zeros(3, 1, D)}, PackError, r"golden_hidden has shape \(3, 1, 13\), expected \(G, 2, 13\)"),
+        ({"input_index": torch.full((N,), 2)}, PackError, r"input_index must lie in 0\.\.1"),
+        ({"dtype": torch.int16}, ConfigError, "int16"),
+    ],
+)
+def test_what_cannot_be_a_pack_is_refused_before_anything_is_written(tmp_path, changes, error, words):
+    made = {"architecture": Architecture(D), "dtype": torch.float32, **arguments(), **changes}
+    with pytest.raises(error, match=words):
+        PackWriter(tmp_path / "pack", **made)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_no_file_can_hold_is_named(tmp_path):
+    net = weights((), D, torch.float32, N)
+    odd = concepts()
+    odd[4]["definition"] = "half of a pair: \ud800"
+    with pytest.raises(PackError, match="concept 'c4' cannot be written as JSON in UTF-8"):
+        ProbePack.write(tmp_path / "pack", weights=net, **arguments(concepts=odd))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path):
+    net = weights((), 4096, torch.float32, N)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # as a full disk: the file cannot grow
+    try:
+        with pytest.raises(PackError, match=r"pack cannot be written \(File too large.*make room"):
+            PackWriter(tmp_path / "pack", architecture=Architecture(4096), dtype=torch.float32, **arguments(host={}, golden_hidden=None)).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [] and net["w1"].nbytes > 100_000
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackError, match="cannot be written"):
+        ProbePack.write(tmp_path / "file/pack", weights=weights((), D, torch.float32, N), **arguments())
+
+
+def test_memory_is_that_of_what_is_put_not_of_the_pack(tmp_path):
+    program = f"""
+import resource, sys, torch
+from probemon.packwriter import PackWriter
+from probemon.types import Architecture
+n, d = 32, 16384
+concepts = [{{"id": str(i), "name": str(i), "parents": []}} for i in range(n)]
+probe = {{"w1": torch.ones(64, d), "b1": torch.zeros(64), "w3": torch.ones(64), "b3": torch.zeros(())}}
+def write(path, n):
+    with PackWriter(path, name="x", concepts=concepts[:n], architecture=Architecture(d, (64,)), dtype=torch.float32, score_rule="independent",
+                    inputs=[{{"site": "resid_post.0"}}], host={{}}, licence="x", card="x") as writer:
+        for i in range(n):
+            writer.put(i, probe)
+write({str(tmp_path / "small")!r}, 2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write({str(tmp_path / "large")!r}, n)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (tmp_path / "large/probes.safetensors").stat().st_size > 128 << 20
+    assert int(done.stdout) * 1024 < 32 << 20

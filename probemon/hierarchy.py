@@ -69,10 +69,9 @@ class ConceptTree:
         self._edge_child = idx[order]  # beside parent_idx
         # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
         self._segments = self.parent_ptr[:-1][has]
-        bounds = np.searchsorted(self.level, np.arange(self.level[-1] + 2)) if n else np.zeros(1, dtype=np.int64)
-        self.level_slices = [
-            slice(int(a), int(b)) for a, b in itertools.pairwise(bounds) if b > a
-        ]
+        # By the levels that occur: a forged one may be any number.
+        bounds = [*np.searchsorted(self.level, np.unique(self.level)).tolist(), n]
+        self.level_slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         # Level by level: the probes with parents, and their first parents.
         self._with_parents = [
             (here, self.first_parent[here])
@@ -130,8 +129,11 @@ class ConceptTree:
         # Level by level: a level's order is that of the first parents, which are numbered by then.
         number: dict[int, int] = {}
         order: list[int] = []
-        for level in sorted(set(depth)):
-            members = [i for i in range(len(ids)) if depth[i] == level]
+        by_level: dict[int, list[int]] = {}
+        for i, level in enumerate(depth):
+            by_level.setdefault(level, []).append(i)
+        for level in sorted(by_level):
+            members = by_level[level]
             members.sort(key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
             for member in members:
                 number[member] = len(order)

@@ -1,0 +1,247 @@
+"""New packs out of packs: merged, cut down, renamed. Each says in its manifest what it was made of.
+
+    merge([animals, deception], "both/", name="both")
+    merge({"a": before, "b": after}, "both/", name="both")        # ids become a:whale, b:whale
+    subset(pack, "whales/", ["whale"])                            # with all above it and all below
+    rename(pack, "mine/", name="mine", concepts={"whale.n.02": {"id": "whale"}})
+
+A pack is never changed in place. What was measured of a pack is kept with it, as a parent in the new one's provenance, and stands under `quality`
+only where the new one is still what was measured. Weights are copied in blocks, so that a pack larger than memory can be edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.embed import common, embed
+from probemon.errors import PackError
+from probemon.hierarchy import Ints
+from probemon.naming import Wanted
+from probemon.pack import CARD, PROBES, ProbePack
+from probemon.packwriter import PackWriter, check_target
+
+_BLOCK_BYTES = 64 << 20
+_SHOWN = 5
+
+
+def merge(
+    packs: Sequence[ProbePack] | Mapping[str, ProbePack], path: str | Path, *, name: str, card: str | None = None, overwrite: bool = False
+) -> ProbePack:
+    """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
+
+    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. Settings that the packs recommend alike
+    stay recommended. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
+    """
+    check_target(path, overwrite)
+    named = list(packs.items()) if isinstance(packs, Mapping) else [("", pack) for pack in packs]
+    if not named:
+        raise PackError("there is nothing to merge: give two packs or more")
+    all_packs = [pack for _, pack in named]
+    for what in ("dtype", "score_rule"):
+        found = {str(getattr(pack, what)): pack.name for pack in all_packs}
+        if len(found) > 1:
+            told = ", ".join(f"{value} ({pack_name})" for value, pack_name in found.items())
+            raise PackError(f"{what} differs: {told}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])")
+    architecture = common([pack.architecture for pack in all_packs])
+    concepts: list[dict[str, Any]] = []
+    for prefix, pack in named:
+        concepts += _qualified(pack, prefix)
+    ids = [concept["id"] for concept in concepts]
+    twice = sorted({concept for concept, n in zip(*np.unique(ids, return_counts=True), strict=True) if n > 1})
+    if twice:
+        raise PackError(
+            f"{len(twice)} ids are in more than one pack ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): "
+            'name the packs, merge({"a": first, "b": second}) or --prefix, and ids become a:id'
+        )
+    specs = list(dict.fromkeys(spec for pack in all_packs for spec in pack.inputs))
+    index = torch.cat([torch.tensor([specs.index(spec) for spec in pack.inputs])[pack.input_index] for pack in all_packs])
+    aggregators = dict.fromkeys(key for pack in all_packs for key in pack.aggregated)
+    unknown = [torch.full((pack.n_probes,), float("nan")) for pack in all_packs]
+    licences = list(dict.fromkeys(pack.manifest["licence"] for pack in all_packs))
+    with PackWriter(
+        path, name=name, concepts=concepts, architecture=architecture, dtype=all_packs[0].dtype, score_rule=all_packs[0].score_rule,
+        inputs=[spec.as_dict() for spec in specs], host=_one_host(all_packs), licence=" AND ".join(licences),
+        card=card or _card(name, "Merged from", all_packs), input_index=index,
+        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]), expand_threshold=torch.cat([pack.expand_threshold for pack in all_packs]),
+        aggregated={
+            key: torch.cat([pack.thresholds_for(key) if key in pack.aggregated else nan for pack, nan in zip(all_packs, unknown, strict=True)]) for key in aggregators
+        },
+        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=_alike([pack.recommended for pack in all_packs]),
+        provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]), overwrite=overwrite,
+    ) as writer:  # fmt: skip
+        at = 0
+        for pack in all_packs:
+            for start, block in _blocks(pack):
+                writer.put_slice(at + start, embed(block, architecture))
+            at += pack.n_probes
+    return writer.pack
+
+
+def subset(
+    pack: ProbePack, path: str | Path, concepts: Sequence[Wanted], *, above: bool = True, below: bool = True, name: str | None = None, overwrite: bool = False
+) -> ProbePack:
+    """A pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
+
+    Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its score would then be
+    another one, so that is refused. Expand thresholds that were calibrated on the whole are cleared. Raises `UnknownConcept`, `PackError`.
+    """
+    check_target(path, overwrite)
+    chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
+    if not chosen:
+        raise PackError("no concept is chosen: give ids, names or patterns")
+    kept = set(chosen)
+    if below:
+        kept |= {int(child) for probe in chosen for child in _reached(probe, pack.tree.children)}
+    if above:
+        kept |= {int(parent) for probe in tuple(kept) for parent in _reached(probe, pack.tree.parents)}
+    orphans = [probe for probe in sorted(kept) if not set(pack.tree.parents(probe).tolist()) <= kept]
+    if orphans and pack.score_rule == "path":
+        raise PackError(f"{pack.concepts[orphans[0]]['id']!r} would be without a parent, and its score is a product along its path: keep what is above")
+    probes = np.asarray(sorted(kept), dtype=np.int64)
+    ids = {pack.concepts[probe]["id"] for probe in kept}
+    lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
+    for line in lines:
+        line["parents"] = [parent for parent in line["parents"] if parent in ids]
+        if orphans:  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
+            line.pop("level")
+    at = torch.from_numpy(probes)
+    recommended = {key: value for key, value in pack.recommended.items() if value != "calibrated"}
+    return copy_pack(
+        pack, path, name or f"{pack.name}-subset", lines, "Cut out of", made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
+        probes=probes, overwrite=overwrite,
+        alert_threshold=pack.alert_threshold[at], aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated}, input_index=pack.input_index[at],
+        recommended=recommended,
+    )  # fmt: skip
+
+
+def rename(
+    pack: ProbePack, path: str | Path, *, name: str | None = None, concepts: Mapping[str, str | Mapping[str, str]] | None = None, overwrite: bool = False
+) -> ProbePack:
+    """The same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or `{"id": ..., "name": ...}`.
+
+    Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
+    """
+    check_target(path, overwrite)
+    if name is None and not concepts:
+        raise PackError("nothing is renamed: give a name for the pack, or concepts")
+    lines = [dict(concept) for concept in pack.concepts]
+    new_ids: dict[str, str] = {}
+    for concept, given in (concepts or {}).items():
+        line = lines[pack.find(concept)]
+        change = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
+        if not change or set(change) - {"id", "name"} or not all(isinstance(value, str) and value for value in change.values()):
+            raise PackError(f'{concept!r} becomes {given!r}: give its new name, or {{"id": ..., "name": ...}}, texts that are not empty')
+        new_ids[line["id"]] = change.get("id", line["id"])
+        line.update(change)
+    ids = [line["id"] for line in lines]
+    if len(set(ids)) < len(ids):
+        taken = next(concept for concept in new_ids.values() if ids.count(concept) > 1)
+        raise PackError(f"id {taken!r} is another concept's: ids are unique in a pack")
+    for line in lines:
+        line["parents"] = [new_ids.get(parent, parent) for parent in line["parents"]]
+    changed = {old: new for old, new in new_ids.items() if old != new}
+    return copy_pack(
+        pack, path, name or pack.name, lines, "Renamed from", made_by("rename", [pack], ids=changed), overwrite=overwrite, alert_threshold=pack.alert_threshold,
+        expand_threshold=pack.expand_threshold, aggregated={key: pack.thresholds_for(key) for key in pack.aggregated}, input_index=pack.input_index,
+        recommended={**pack.recommended, **({"always_on": [new_ids.get(str(key), key) for key in pack.recommended["always_on"]]} if "always_on" in pack.recommended else {})},
+        quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
+    )  # fmt: skip
+
+
+def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:
+    """Provenance of a pack that was made of others: each with its name, hashes, provenance and quality."""
+    parents = [
+        {"name": pack.name, "sha256": pack.manifest["files"][PROBES]["sha256"], "provenance": pack.manifest.get("provenance") or {}, "quality": pack.manifest.get("quality") or {}}
+        for pack in packs
+    ]
+    return {"made_by": f"probemon.edit.{operation}", "how": how, "parents": parents, "versions": {"probemon": version("probemon"), "torch": torch.__version__}}
+
+
+def copy_pack(
+    pack: ProbePack, path: str | Path, name: str, lines: Sequence[Mapping[str, Any]], how: str, provenance: Mapping[str, Any], *, probes: Ints | None = None, **rest: Any
+) -> ProbePack:  # fmt: skip
+    """Some `probes` of a pack (all) as another pack, concept `i` being `lines[i]`. `how` begins its card; `rest`: thresholds and what else `PackWriter` takes."""
+    with PackWriter(
+        path, name=name, concepts=lines, architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs],
+        host=pack.manifest["host"], licence=pack.manifest["licence"], card=_card(name, how, [pack]), golden_hidden=pack.golden_hidden, provenance=provenance, **rest,
+    ) as writer:  # fmt: skip
+        for start, block in _blocks(pack, probes):
+            writer.put_slice(start, block)
+    return writer.pack
+
+
+def _blocks(pack: ProbePack, probes: Ints | None = None) -> Any:
+    """Weights of probes in their order, some at a time: where each block begins, and its stacked tensors."""
+    wanted = np.arange(pack.n_probes) if probes is None else probes
+    size = max(1, _BLOCK_BYTES // max(1, pack.weight_bytes() // max(1, pack.n_probes)))
+    for start in range(0, len(wanted), size):
+        some = torch.from_numpy(wanted[start : start + size])
+        yield start, {key: tensor[some] for key, tensor in pack.weights.items()}
+
+
+def _qualified(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
+    if not prefix:
+        return [dict(concept) for concept in pack.concepts]
+    return [{**concept, "id": f"{prefix}:{concept['id']}", "parents": [f"{prefix}:{parent}" for parent in concept["parents"]]} for concept in pack.concepts]
+
+
+def _reached(probe: int, neighbours: Any) -> set[int]:
+    """All that follows from a probe by going on to its neighbours."""
+    found: set[int] = set()
+    waiting = [probe]
+    while waiting:
+        for other in neighbours(waiting.pop()).tolist():
+            if other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
+
+
+def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
+    """What the packs say of their host together. Raises `PackError` where they say different things."""
+    host: dict[str, Any] = {}
+    for pack in packs:
+        for key, value in pack.manifest["host"].items():
+            if host.setdefault(key, value) != value and value is not None and host[key] is not None:
+                raise PackError(f"the packs are for different hosts: {key} is {host[key]!r} and {value!r} ({pack.name}). A pack has one host")
+            host[key] = value if host[key] is None else host[key]
+    return host
+
+
+def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
+    """States of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn. None where one has no states."""
+    states: dict[str, list[Tensor]] = {site: [] for site in sites}
+    for pack in packs:
+        if pack.golden_hidden is None or not len(pack.golden_hidden):
+            return None
+        for i, site in enumerate(pack.sites):
+            states[site].append(pack.golden_hidden[:, i])
+    joined = [torch.cat(parts) for parts in states.values()]
+    n = max(len(part) for part in joined)
+    return torch.stack([part[torch.arange(n) % len(part)] for part in joined], dim=1)
+
+
+def _alike(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in settings[0].items() if all(other.get(key) == value and key in other for other in settings)}
+
+
+def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
+    """With concept ids that are keys renamed, at any depth."""
+    if isinstance(value, Mapping):
+        return {new_ids.get(key, key): _by_new_ids(inner, new_ids) for key, inner in value.items()}
+    return [_by_new_ids(inner, new_ids) for inner in value] if isinstance(value, list) else value
+
+
+def _card(name: str, how: str, packs: Sequence[ProbePack]) -> str:
+    """A card that says what it was made of, with the parents' cards below."""
+    made_of = "\n".join(f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}" for pack in packs)
+    cards = [(pack.directory / CARD).read_text(encoding="utf-8") for pack in packs if (pack.directory / CARD).is_file()]
+    below = "".join(f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards)
+    return f"# {name}\n\n{how}:\n\n{made_of}\n{below}"

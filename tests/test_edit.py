@@ -1,0 +1,314 @@
+"""Packs made of packs score as those they were made of, and say what they were made of."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.cli import app
+from probemon.edit import merge, rename, subset
+from probemon.embed import common, embed
+from probemon.errors import HierarchyError, PackError, UnknownConcept
+from probemon.kernels import exhaustive_reference
+from probemon.packdiff import pack_diff
+from probemon.regroup import propose, with_hierarchy
+from probemon.types import Architecture
+
+D = 24
+SHAPES = {"linear": Architecture(D), "one": Architecture(D, (5,)), "two": Architecture(D, (6, 3))}
+
+
+def random_weights(n, shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    widths = (D, *(shape.hidden or (1,)))
+    made = {}
+    for i in range(len(widths) - 1):
+        made |= {f"w{i + 1}": torch.randn(n, widths[i + 1], widths[i], generator=generator).to(dtype), f"b{i + 1}": torch.randn(n, widths[i + 1], generator=generator)}
+    if shape.hidden:
+        made |= {"w3": torch.randn(n, shape.hidden[-1], generator=generator).to(dtype), "b3": torch.randn(n, generator=generator)}
+    return made
+
+
+def write(path, n=6, shape="linear", *, site="resid_post.1", norm="layernorm", rule="independent", golden=True, seed=0, dtype=torch.float32, **more):
+    name = path.name
+    concepts = more.pop("concepts", None) or [
+        {"id": f"{name}-{i}", "name": f"{name} {i}", "parents": [] if i < 2 else [f"{name}-{i // 2 - 1}"], "definition": f"the {i}th"} for i in range(n)
+    ]
+    generator = torch.Generator().manual_seed(seed + 100)
+    return ProbePack.write(
+        path, name=name, concepts=concepts, weights=random_weights(n, SHAPES[shape], dtype, seed), score_rule=rule, inputs=[{"site": site, "norm": norm}],
+        host={"hidden_size": D, "layers": 4}, licence=more.pop("licence", "CC0-1.0"), card=f"# {name}\n\nIts card.\n",
+        alert_threshold=torch.rand(n, generator=generator) * 0.5 + 0.2, golden_hidden=torch.randn(4, 1, D, generator=generator) if golden else None,
+        quality={"auroc": 0.9, "alerts": {"each": {"concepts": {f"{name}-1": {"fpr": 0.01}}}}}, **more,
+    )  # fmt: skip
+
+
+def scores(pack, hidden):
+    """By concept id."""
+    found = exhaustive_reference(hidden, pack)
+    return {concept["id"]: found[:, i] for i, concept in enumerate(pack.concepts)}
+
+
+def states(*sites, n=7, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return {site: torch.randn(n, D, generator=generator) for site in sites}
+
+
+@pytest.mark.parametrize("small, large", [("linear", "one"), ("linear", "two"), ("one", "two")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_smaller_probe_embedded_in_a_larger_shape_scores_the_same_to_the_last_bit(tmp_path, small, large, dtype):
+    pack = write(tmp_path / "small", shape=small, dtype=dtype)
+    to = common([SHAPES[small], SHAPES[large]])
+    weights = embed(pack.weights, to)
+    assert Architecture.of(weights, "made") == to and weights["w1"].dtype == dtype
+    hidden = states("resid_post.1")
+    before, after = exhaustive_reference(hidden, pack), exhaustive_reference(hidden, pack, weights)
+    assert torch.allclose(before, after, atol=1e-6, rtol=0) and not torch.allclose(before, before.roll(1, 1), atol=1e-3)
+
+
+def test_a_probe_does_not_fit_into_a_smaller_shape_nor_another_host(tmp_path):
+    with pytest.raises(PackError, match="do not fit into"):
+        embed(random_weights(2, SHAPES["two"]), SHAPES["one"])
+    with pytest.raises(PackError, match="24 and 32 values"):
+        common([SHAPES["one"], Architecture(32)])
+
+
+def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):
+    a = write(tmp_path / "a", shape="linear", site="resid_post.1")
+    b = write(tmp_path / "b", n=4, shape="two", site="resid_post.2", norm="rmsnorm", licence="MIT", seed=3, aggregated={"ema(0.3)": torch.rand(4)})
+    made = merge([a, b], tmp_path / "both", name="both")
+    hidden = states("resid_post.1", "resid_post.2")
+    expected = {**scores(a, hidden), **scores(b, hidden)}
+    found = scores(made, hidden)
+    assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in expected)
+    assert made.manifest["licence"] == "CC0-1.0 AND MIT" and made.architecture == SHAPES["two"]
+    for part in (a, b):
+        for i, concept in enumerate(part.concepts):
+            at = made.find(concept["id"])
+            assert made.alert_threshold[at] == part.alert_threshold[i] and made.concepts[at] == concept
+            assert made.path(at) == part.path(i)
+    ema = made.thresholds_for("ema(0.3)")
+    assert [bool(ema[made.find(f"a-{i}")].isnan()) for i in range(6)] == [True] * 6 and float(ema[made.find("b-2")]) == float(b.thresholds_for("ema(0.3)")[b.find("b-2")])
+    parents = made.manifest["provenance"]["parents"]
+    assert [parent["name"] for parent in parents] == ["a", "b"] and parents[0]["quality"]["auroc"] == 0.9 and made.manifest["quality"] == {}
+    assert parents[1]["sha256"] == b.manifest["files"]["probes.safetensors"]["sha256"]
+    assert ProbePack.open(made.directory, verify=True).golden_hidden.shape == (4, 2, D)
+    assert "Its card." in (made.directory / "README.md").read_text()
+
+
+def test_what_clashes_is_not_merged(tmp_path):
+    a = write(tmp_path / "a")
+    again = write(tmp_path / "again", concepts=[dict(concept) for concept in a.concepts])
+    with pytest.raises(PackError, match=r"6 ids are in more than one pack .*'a-0'"):
+        merge([a, again], tmp_path / "both", name="both")
+    made = merge({"x": a, "y": again}, tmp_path / "both", name="both")
+    assert {concept["id"] for concept in made.concepts} == {f"{prefix}:a-{i}" for prefix in "xy" for i in range(6)}
+    assert made.concepts[made.find("y:a-5")]["parents"] == ["y:a-1"]
+    with pytest.raises(PackError, match=r"score_rule differs: independent .a., path .p."):
+        merge([a, write(tmp_path / "p", rule="path")], tmp_path / "no", name="no")
+    with pytest.raises(PackError, match="dtype differs"):
+        merge([a, write(tmp_path / "n", dtype=torch.bfloat16)], tmp_path / "no", name="no")
+    with pytest.raises(PackError, match="nothing to merge"):
+        merge([], tmp_path / "no", name="no")
+    with pytest.raises(PackError, match="both exists"):
+        merge([a], tmp_path / "both", name="both")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "again", "both", "n", "p"]
+
+
+def test_hosts_that_differ_are_not_merged(tmp_path):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b")
+    b.manifest["host"] = {**b.manifest["host"], "fingerprint": "f00"}
+    assert merge([a, b], tmp_path / "fine", name="fine").manifest["host"]["fingerprint"] == "f00"
+    a.manifest["host"] = {**a.manifest["host"], "fingerprint": "ba4"}
+    with pytest.raises(PackError, match="different hosts: fingerprint is 'ba4' and 'f00'"):
+        merge([a, b], tmp_path / "no", name="no")
+
+
+@pytest.mark.parametrize("rule", ["independent", "path"])
+def test_a_subset_has_what_is_above_and_below_and_scores_the_same(tmp_path, rule):
+    pack = write(tmp_path / "a", n=20, rule=rule, shape="one")
+    made = subset(pack, tmp_path / "some", ["a-2", "a-1*"] if rule == "path" else ["a 2"])
+    expected, kept = scores(pack, states("resid_post.1")), {concept["id"] for concept in made.concepts}
+    found = scores(made, states("resid_post.1"))
+    assert all(torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in kept)
+    wanted = {"a-0", "a-2", "a-6", "a-7", "a-14", "a-15", "a-16", "a-17"}  # of a-2: its parent, its children, theirs
+    assert kept == wanted if rule == "independent" else wanted < kept
+    assert all(float(made.alert_threshold[made.find(key)]) == float(pack.alert_threshold[pack.find(key)]) for key in kept)
+    assert made.manifest["provenance"]["made_by"] == "probemon.edit.subset" and made.manifest["quality"] == {}
+
+
+def test_a_subset_without_what_is_above_begins_a_hierarchy_of_its_own(tmp_path):
+    pack = write(tmp_path / "a", n=20)
+    made = subset(pack, tmp_path / "some", ["a-6"], above=False)
+    assert {concept["id"]: concept["level"] for concept in made.concepts} == {"a-6": 0, "a-14": 1, "a-15": 1}
+    alone = subset(pack, tmp_path / "one", ["a-6"], above=False, below=False)
+    assert [concept["parents"] for concept in alone.concepts] == [[]]
+    with pytest.raises(PackError, match="product along its path"):
+        subset(write(tmp_path / "p", rule="path"), tmp_path / "no", ["p-4"], above=False)
+    with pytest.raises(UnknownConcept, match="wale"):
+        subset(pack, tmp_path / "no", ["wale"])
+    with pytest.raises(PackError, match="no concept is chosen"):
+        subset(pack, tmp_path / "no", [])
+
+
+def test_expand_thresholds_of_the_whole_are_not_those_of_a_part(tmp_path):
+    pack = write(tmp_path / "a", n=8, expand_threshold=torch.full((8,), 0.1), recommended={"load_threshold": "calibrated", "keep_top_k": 0})
+    made = subset(pack, tmp_path / "some", ["a-2"])
+    assert bool(made.expand_threshold.isnan().all()) and made.recommended == {"keep_top_k": 0}
+
+
+def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
+    pack = write(tmp_path / "a", recommended={"always_on": ["a-1"]})
+    made = rename(pack, tmp_path / "mine", name="mine", concepts={"a-1": {"id": "whale", "name": "a whale"}, "a 3": "third"})
+    assert made.name == "mine" and made.concepts[made.find("whale")]["name"] == "a whale" and made.concepts[made.find("a-3")]["name"] == "third"
+    assert made.concepts[made.find("a-5")]["parents"] == ["whale"] and made.recommended == {"always_on": ["whale"]}
+    assert made.manifest["quality"]["alerts"]["each"]["concepts"] == {"whale": {"fpr": 0.01}}
+    before, after = scores(pack, states("resid_post.1")), scores(made, states("resid_post.1"))
+    assert torch.equal(before["a-1"], after["whale"]) and torch.equal(before["a-5"], after["a-5"])
+    assert made.manifest["provenance"]["how"] == {"ids": {"a-1": "whale"}}
+    for wrong, message in (({"a-1": {"id": "a-2"}}, "another concept's"), ({"a-1": {}}, "give its new name"), ({"a-1": 3}, "give its new name")):
+        with pytest.raises(PackError, match=message):
+            rename(pack, tmp_path / "no", concepts=wrong)
+    with pytest.raises(PackError, match="nothing is renamed"):
+        rename(pack, tmp_path / "no")
+
+
+def test_a_difference_names_every_concept_that_differs(tmp_path):
+    pack = write(tmp_path / "a")
+    same = pack_diff(pack, pack)
+    assert same.same and same.n_same == 6 and str(same) == "6 concepts are alike"
+    weights = {key: tensor.clone() for key, tensor in pack.weights.items()}
+    weights["w1"][3, 0, 7] += 0.25
+    concepts = [dict(concept, id="new" if concept["id"] == "a-5" else concept["id"]) for concept in pack.concepts]
+    concepts[4]["parents"] = ["a-0"]
+    thresholds = pack.alert_threshold.clone()
+    thresholds[2] = float("nan")
+    other = ProbePack.write(
+        tmp_path / "b", name="b", concepts=concepts, weights=weights, score_rule="independent", inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D, "layers": 4}, licence="MIT", card="# b\n", alert_threshold=thresholds,
+    )  # fmt: skip
+    found = pack_diff(pack, other)
+    assert found.only_in_a == ["a-5"] and found.only_in_b == ["new"] and found.about["licence"] == ["CC0-1.0", "MIT"]
+    assert found.changed["a-3"] == {"weights": pytest.approx(0.25, abs=1e-6)} and found.changed["a-4"] == {"parents": [["a-1"], ["a-0"]]}
+    assert found.changed["a-2"] == {"alert_threshold": [pytest.approx(float(pack.alert_threshold[2])), None]} and found.n_same == 2
+    text = str(found)
+    assert "only in a: a-5" in text and "weights of 1 concepts differ, by at most 0.25: a-3" in text and "licence: 'CC0-1.0' in a, 'MIT' in b" in text
+
+
+def flat(path, n=7, **more):
+    return write(path, n=n, concepts=[{"id": f"c{i}", "name": name, "parents": []} for i, name in enumerate(("animal", "mammal", "whale", "dog", "ship", "boat", "lie")[:n])], **more)
+
+
+NESTED = {"animal": {"mammal": {"whale": {}, "dog": {}}}, "vehicle": {"ship": {"boat": {}}}}
+PARENTS = {"mammal": "animal", "whale": ["mammal"], "dog": ["mammal"], "boat": "ship", "ship": ["vehicle"]}
+
+
+@pytest.mark.parametrize("tree", [NESTED, PARENTS])
+def test_a_hierarchy_added_later_changes_no_score(tmp_path, tree):
+    pack = flat(tmp_path / "flat")
+    made, told = with_hierarchy(pack, tree, tmp_path / "tree")
+    assert {concept["name"]: concept["parents"] for concept in made.concepts} == {
+        "animal": [], "mammal": ["c0"], "whale": ["c1"], "dog": ["c1"], "ship": [], "boat": ["c4"], "lie": [],
+    }  # fmt: skip
+    assert told.groups == ["vehicle"] and told.unnamed == ["c6"] and (told.n_placed, told.n_roots) == (4, 3)
+    assert "'" not in str(told) and "vehicle" in str(told) and "c6" in str(told)
+    before, after = scores(pack, states("resid_post.1")), scores(made, states("resid_post.1"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert {concept["level"] for concept in made.concepts} == {0, 1, 2}
+
+
+def test_a_group_without_a_probe_passes_its_children_on(tmp_path):
+    made, told = with_hierarchy(flat(tmp_path / "flat"), {"animal": {"swimmers": {"big ones": {"whale": {}}}}}, tmp_path / "tree")
+    assert made.concepts[made.find("whale")]["parents"] == ["c0"] and told.groups == ["swimmers", "big ones"]
+
+
+def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):
+    pack = flat(tmp_path / "flat")
+    for tree, error, message in (
+        ({"whale": ["animal"], "animal": ["whale"]}, HierarchyError, "cycle"), ({}, PackError, "empty"), ({"animal": {"whale": "x"}}, PackError, "an object for each name"),
+        ({"whale": 3}, PackError, "a name or a list"), ({"whale": {}, "c2": {}}, PackError, "one concept"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            with_hierarchy(pack, tree, tmp_path / "no")
+    with pytest.raises(PackError, match="path rule"):
+        with_hierarchy(flat(tmp_path / "p", rule="path"), NESTED, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, threshold=0.9):
+    """A flat pack of families of nearly equal directions, whose threshold few states exceed."""
+    generator = torch.Generator().manual_seed(2)
+    directions = torch.nn.functional.normalize(torch.randn(n_families, D, generator=generator), dim=1) * 2
+    rows = (directions[:, None] + torch.randn(n_families, n_each, D, generator=generator) * spread).reshape(-1, D)
+    n = len(rows)
+    return ProbePack.write(
+        path, name=path.name, concepts=[{"id": f"p{i}", "name": f"p{i}", "parents": []} for i in range(n)],
+        weights={"w1": rows[:, None].to(dtype), "b1": torch.full((n, 1), -3.0) + torch.randn(n, 1, generator=generator) * 0.05}, score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}], host={"hidden_size": D}, licence="CC0-1.0", card="# alike\n", alert_threshold=torch.full((n,), threshold),
+        golden_hidden=torch.randn(64, 1, D, generator=generator),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(tmp_path, dtype):
+    pack = alike(tmp_path / "alike", dtype=dtype)
+    proposal = propose(pack)
+    made = proposal.write(tmp_path / "grouped")
+    hidden = states("resid_post.1", n=300, seed=11)
+    # States that lie along the probes, where scores are near the threshold: hardest for a bound.
+    hidden["resid_post.1"][:180] = pack.weights["w1"][:, 0].float() * 3 + hidden["resid_post.1"][:180] * 0.3
+    expected = {(t, concept["id"]) for i, concept in enumerate(pack.concepts) for t in np.flatnonzero(exhaustive_reference(hidden, pack)[:, i].numpy() > 0.9)}
+    found = DynamicProbeManager(made, impl="reference", strategy="descent", keep_top_k=0, max_loaded_probes=10_000).score_tokens(hidden)
+    fired = {(t, made.concepts[probe]["id"]) for t in range(300) for probe in found.fired(t)}
+    assert fired == expected and len(expected) > 500
+    share = found.coverage.active.mean() / pack.n_probes
+    assert share < 0.75 and proposal.share < 0.75 and "exact cascade" in str(proposal)
+    bounds = [i for i, concept in enumerate(made.concepts) if concept.get("bounding")]
+    everything = exhaustive_reference(hidden, made)
+    for bound in bounds:
+        assert bool((everything[:, bound, None] >= everything[:, made.tree.children(bound)]).all())
+
+
+def test_probes_of_all_directions_are_left_flat_and_that_is_said(tmp_path):
+    pack = alike(tmp_path / "random", n_families=60, n_each=1, threshold=0.1)
+    proposal = propose(pack)
+    assert proposal.groups == [] and proposal.share == 1 and "no group of probes would save anything" in str(proposal)
+    with pytest.raises(PackError, match="nothing is written"):
+        proposal.write(tmp_path / "no")
+
+
+def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
+    for name, pack in (("mlp", flat(tmp_path / "mlp", shape="one")), ("tree", write(tmp_path / "tree")), ("path", flat(tmp_path / "path", rule="path"))):
+        with pytest.raises(PackError, match="no bound is known"):
+            propose(pack)
+        assert name
+    with pytest.raises(PackError, match="not normalised"):
+        propose(flat(tmp_path / "raw", norm="none"))
+    with pytest.raises(PackError, match="threshold is 2"):
+        propose(flat(tmp_path / "flat"), threshold=2)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_commands(tmp_path):
+    write(tmp_path / "a"), write(tmp_path / "b"), flat(tmp_path / "flat")
+    merged = run("pack", "merge", tmp_path / "a", tmp_path / "b", tmp_path / "both", "--prefix")
+    assert merged.exit_code == 0 and "both, 12 probes" in merged.stdout
+    assert run("pack", "subset", tmp_path / "both", tmp_path / "some", "--concept", "a:a-2").exit_code == 0
+    assert {concept["id"] for concept in ProbePack.open(tmp_path / "some").concepts} == {"a:a-0", "a:a-2"}
+    (tmp_path / "names.json").write_text(json.dumps({"a-1": "second"}))
+    assert run("pack", "rename", tmp_path / "a", tmp_path / "mine", "--name", "mine", "--concepts", tmp_path / "names.json").exit_code == 0
+    differs = run("pack", "diff", tmp_path / "a", tmp_path / "mine", "--json")
+    assert differs.exit_code == 1 and json.loads(differs.stdout)["changed"] == {"a-1": {"name": ["a 1", "second"]}}
+    assert run("pack", "diff", tmp_path / "a", tmp_path / "a").exit_code == 0
+    (tmp_path / "tree.json").write_text(json.dumps(NESTED))
+    placed = run("hierarchy", tmp_path / "flat", tmp_path / "tree.json")
+    assert placed.exit_code == 0 and "4 concepts lie under others" in placed.stdout and (tmp_path / "flat-tree" / "manifest.json").is_file()
+    alike(tmp_path / "alike")
+    proposed = run("hierarchy", tmp_path / "alike", "--from-weights", "--json", "--out", tmp_path / "grouped")
+    assert json.loads(proposed.stdout)["n_groups"] >= 6 and ProbePack.open(tmp_path / "grouped").recommended["load_threshold"] == "calibrated"

@@ -1,0 +1,207 @@
+"""A set of probes without a hierarchy, written as a pack: what every small importer ends with.
+
+    probe = Classifier("deception", [(weight, bias)])               # [1, D], [1]: from the state to the logit
+    write_flat("my-pack", [probe], source="my own", site="resid_post.15", normalize="none")
+
+A flat set is a pack of one level: every probe is a root and scored at every token. Probes of several shapes go into one pack: what is smaller is
+embedded exactly in the largest. Weights that are bf16 and taken as they are stay bf16; all else is folded in fp64 and becomes fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.embed import common, embed
+from probemon.errors import ImportRefused
+from probemon.host import parse_site
+from probemon.pack import ProbePack
+from probemon.packwriter import check_target
+from probemon.types import NORMS, Architecture, CascadeConfig
+
+Layer = tuple[Tensor, Tensor]
+MAX_PACK_BYTES = 8 << 30  # of fp32 weights; what is stacked is held in memory a few times over
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """One probe as its source has it.
+
+    `layers`: weight `[out, in]` and bias `[out]` of each linear map from the state to the logit, ReLU between them; one to three, the last of one row.
+    `alert_threshold`: NaN where the source has none. `site`: where its state is read, "" for that of the whole pack. `centre [D]`: a state typical of
+    what it reads, where rounding the first weights shall cost nothing. `fields`: more for its line of concepts.jsonl, `name` among it.
+    """
+
+    id: str
+    layers: Sequence[Layer]
+    alert_threshold: float = math.nan
+    site: str = ""
+    centre: Tensor | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise ImportRefused(f"a probe is called {self.id!r}: give it a name, a string that is not empty")
+        if not 1 <= len(self.layers) <= 3:
+            raise ImportRefused(f"{self.id}: {len(self.layers) - 1} hidden layers; a pack's probes have none, one or two")
+        width: int | None = None
+        for weight, bias in self.layers:
+            if weight.dim() != 2 or bias.dim() != 1 or len(bias) != len(weight) or not weight.numel() or width not in (None, weight.shape[1]):
+                shapes = [(tuple(w.shape), tuple(b.shape)) for w, b in self.layers]
+                raise ImportRefused(f"{self.id}: weights and biases of shapes {shapes} do not follow one another: expected [out, in] and [out], each `in` the `out` before it")
+            if not weight.is_floating_point() or not bias.is_floating_point() or not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
+                raise ImportRefused(f"{self.id}: a weight or bias is not a finite number: it was trained to divergence, or the file is damaged")
+            width = len(weight)
+        if width != 1:
+            raise ImportRefused(f"{self.id}: its last layer has {width} outputs, a probe has one: give each output as a probe of its own where each is a sigmoid of its own")
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of the state it reads."""
+        return int(self.layers[0][0].shape[1])
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """Widths of its hidden layers."""
+        return tuple(len(weight) for weight, _ in self.layers[:-1])
+
+    def standardised(self, mean: Tensor, scale: Tensor) -> Classifier:
+        """The same probe for states before `(state - mean) / scale`, both `[D]`: folded into the first layer in fp64."""
+        (weight, bias), *rest = self.layers
+        mean, scale = mean.double(), scale.double()
+        for name, values in (("mean", mean), ("scale", scale)):
+            if tuple(values.shape) != (self.hidden_size,) or not torch.isfinite(values).all():
+                raise ImportRefused(f"{self.id}: its {name} has shape {tuple(values.shape)} or values that are not finite, expected ({self.hidden_size},) numbers")
+        if not bool((scale != 0).all()):
+            raise ImportRefused(f"{self.id}: {int((scale == 0).sum())} scales are 0, and a state cannot be divided by them")
+        folded = weight.double() / scale
+        centre = mean if self.centre is None else mean + scale * self.centre.double()
+        return replace(self, layers=[(folded, bias.double() - folded @ mean), *rest], centre=centre)
+
+
+def linear(id: str, weight: Tensor, bias: Tensor | float, **more: Any) -> Classifier:
+    """A linear probe: weight `[D]` or `[1, D]`, bias a number or `[1]`; `more` of `Classifier`. Raises `ImportRefused`."""
+    row = weight.reshape(1, -1) if weight.dim() == 1 else weight
+    return Classifier(id, [(row, torch.as_tensor(bias, dtype=None if isinstance(bias, Tensor) else torch.float64).reshape(-1))], **more)
+
+
+def check_total(probes: Sequence[Classifier]) -> None:
+    """Raise `ImportRefused` where probes are more than `MAX_PACK_BYTES` together, as a small file can make them that names one tensor many times."""
+    _bounded(sum(weight.numel() for probe in probes for weight, _ in probe.layers))
+
+
+def _bounded(n_weights: int) -> None:
+    if 4 * n_weights > MAX_PACK_BYTES:
+        raise ImportRefused(f"the probes have {n_weights} weights, {4 * n_weights} bytes; at most {MAX_PACK_BYTES} bytes are imported at once: make several packs")
+
+
+def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
+    """Stacked tensors `[P, ...]` of probes of one hidden size, smaller ones embedded in the largest (`probemon.embed`). Raises `ImportRefused`."""
+    if not probes:
+        raise ImportRefused("there is no probe to import: the source is empty")
+    for probe in probes:
+        if probe.hidden_size != probes[0].hidden_size:
+            raise ImportRefused(f"{probes[0].id} reads {probes[0].hidden_size} values, {probe.id} {probe.hidden_size}: probes of different hosts go into different packs")
+    to = common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
+    _bounded(len(probes) * to.parameters_per_probe())
+    kept = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
+    stacked: dict[str, Tensor] = {}
+    for i, probe in enumerate(probes):
+        for name, values in embed(_alone(probe, torch.bfloat16 if kept else torch.float32), to).items():
+            if i == 0:
+                stacked[name] = values.new_empty(len(probes), *values.shape[1:])
+            stacked[name][i] = values[0]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in stacked.values()):
+        raise ImportRefused(f"a folded weight is past the largest number of {stacked['w1'].dtype}: a scale of the standardisation is nearly 0")
+    return stacked
+
+
+def _alone(probe: Classifier, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors `[1, ...]` of one probe at its own shape."""
+    names = ("1",) if not probe.hidden else ("1", "3") if len(probe.hidden) == 1 else ("1", "2", "3")
+    tensors: dict[str, Tensor] = {}
+    for name, (weight, bias) in zip(names, probe.layers, strict=True):
+        if name == "1" and probe.centre is not None:  # the rounded weights meet the bias where states are
+            bias = bias.double() + (weight.double() - weight.to(dtype).double()) @ probe.centre.double()
+        last = name == "3"
+        tensors |= {f"w{name}": weight.to(dtype) if last else weight.to(dtype)[None], f"b{name}": bias.float() if last else bias.float()[None]}
+    return tensors
+
+
+def write_flat(target: str | Path, probes: Sequence[Classifier], *, source: str, site: str = "", normalize: str = "none", **about: Any) -> ProbePack:
+    """Write probes as a pack and open it.
+
+    `source`: which project they are from. `site`: where the state is read (`resid_post.N`), of probes that do not say. `about`: of `write_stacked`.
+    Raises `ImportRefused`, `ConfigError` for a site, `PackError` where the target is there or cannot be written.
+    """
+    weights = stack(probes)
+    places = [probe.site or site for probe in probes]
+    concepts = [{"id": probe.id, "name": probe.id, "parents": [], **probe.fields} for probe in probes]
+    alert = torch.tensor([probe.alert_threshold for probe in probes], dtype=torch.float32)
+    return write_stacked(target, concepts, weights, source=source, sites=places, normalize=normalize, alert_threshold=alert, **about)
+
+
+def write_stacked(
+    target: str | Path, concepts: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], *, source: str, sites: Sequence[str], normalize: str = "none", eps: float = 1e-6,
+    alert_threshold: Tensor | None = None, name: str | None = None, licence: str = "not stated", model: str | None = None, n_layers: int | None = None, adapters: Sequence[str] = (),
+    notes: Sequence[str] = (), files: Mapping[str, str] | None = None, stated: Mapping[str, Any] | None = None, overwrite: bool = False,
+) -> ProbePack:  # fmt: skip
+    """Write stacked weights as a pack of one level and open it.
+
+    `sites`: of each probe. `normalize`: what is done to the state first, `none`, `layernorm` or `rmsnorm`, without affine part, with `eps`. `name`: of the pack
+    (default: of the folder). `licence`, `model` (a hub name), `n_layers`, `adapters`: of the host, as far as known. `notes`: what a user must know, for the card.
+    `files`: sha256 by name, and `stated`: what the source says of itself; both for the manifest. Raises `ImportRefused`, `ConfigError`, `PackError`.
+    """
+    target = Path(target)
+    if normalize not in NORMS:
+        raise ImportRefused(f"normalize is {normalize!r}: give one of {', '.join(NORMS)}, what was done to the states that the probes were trained on")
+    for site in sites:
+        if not site:
+            raise ImportRefused("no file says where the state is read: give site=, such as 'resid_post.15' (the output of decoder block 15, counted from 0)")
+        parse_site(site)
+    check_target(target, overwrite)
+    places = list(dict.fromkeys(sites))
+    name = name or target.name
+    host: dict[str, Any] = {"model_id": model, "hidden_size": int(weights["w1"].shape[-1]), "n_layers": n_layers}
+    if adapters:
+        host["adapters"] = list(adapters)
+    imported = {
+        "source": source, "sites": places, "normalize": normalize, "files": dict(files or {}), "stated": dict(stated or {}), "notes": list(notes),
+        "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
+    }  # fmt: skip
+    try:
+        json.dumps([*concepts, name, licence, imported], ensure_ascii=False).encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise ImportRefused(f"a name or a field of a probe cannot be written as JSON ({str(error)[:100]}): give plain text and numbers") from None
+    # Every probe of a flat pack is at its root level: all of them have to fit.
+    recommended = {"max_loaded_probes": len(concepts)} if len(concepts) > CascadeConfig().max_loaded_probes else {}
+    return ProbePack.write(
+        target, name=name, concepts=concepts, weights=weights, score_rule="independent", inputs=[{"site": site, "norm": normalize, "eps": eps} for site in places],
+        input_index=torch.tensor([places.index(site) for site in sites]), alert_threshold=alert_threshold, host=host, licence=licence,
+        card=_card(name, source, len(concepts), imported, model, licence), recommended=recommended, provenance={"import": imported}, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _card(name: str, source: str, n: int, imported: Mapping[str, Any], model: str | None, licence: str) -> str:
+    lines = [
+        f"# {name}", "", f"{n} probes imported from {source}, in one level. Host: {model or 'not stated'}. Licence: {licence}.", "",
+        f"They read the state at {', '.join(imported['sites'])}, normalised by {imported['normalize']}. Their quality was not measured here, and thresholds that the source does not",
+        "state are not set: `probemon calibrate` sets them to a rate of false alarms.", "", *(f"- {note}" for note in imported["notes"]),
+    ]  # fmt: skip
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file, for the manifest."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

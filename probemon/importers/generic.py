@@ -1,0 +1,130 @@
+"""Weights of one's own as a pack: from memory, or from a safetensors file with a small mapping beside it.
+
+    from probemon.importers.generic import import_safetensors, import_weights
+    pack = import_weights({"deception": (weight, bias)}, "my-pack", site="resid_post.15", normalize="none")
+    pack = import_weights({"deception": [(w1, b1), (w2, b2)]}, "my-pack", site="resid_post.15", normalize="layernorm")
+    pack = import_safetensors("heads.safetensors", "my-pack", mapping="heads.json")
+
+The mapping says which tensors make up which probe, and what no tensor says:
+
+    {"site": "resid_post.15", "normalize": "none",
+     "probes": {"deception": {"weight": "head.weight", "bias": "head.bias"},
+                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3, "name": "Whale", "alert_threshold": 0.9},
+                "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight": "fc2.weight"}]}},
+     "standardize": {"mean": "mean", "scale": "std"}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.importers.flat import Classifier, Layer, check_total, linear, sha256, write_flat
+from probemon.importers.sources import field, read_json, read_safetensors, tensor_of
+from probemon.pack import ProbePack
+
+Pair = tuple[Any, Any]
+_MAPPING = ("site", "normalize", "eps", "model", "n_layers", "licence", "probes", "standardize")
+_PROBE = ("weight", "bias", "row", "layers", "alert_threshold", "name", "definition", "parents", "site")
+
+
+def import_weights(probes: Mapping[str, Pair | Sequence[Pair]], target: str | Path, *, site: str, normalize: str, **about: Any) -> ProbePack:
+    """Write probes that are in memory as a pack.
+
+    `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to the logit, ReLU between them; tensors or
+    arrays. `site`, `normalize`: where the state is read and what is done to it first (`none`, `layernorm`, `rmsnorm`). `about`: of
+    `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises `ImportRefused` naming the probe.
+    """
+    made = []
+    for name, given in probes.items():
+        try:
+            if isinstance(given, list):
+                made.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in given]))
+            else:
+                weight, bias = given  # type: ignore[misc]
+                made.append(linear(name, _tensor(weight), _tensor(bias)))
+        except ImportRefused:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ImportRefused(f"{name} is not (weight, bias), nor a list of them ({error})") from None
+    return write_flat(target, made, source="weights in memory", site=site, normalize=normalize, **about)
+
+
+def import_safetensors(path: str | Path, target: str | Path, *, mapping: str | Path | Mapping[str, Any], site: str | None = None, normalize: str | None = None, **about: Any) -> ProbePack:
+    """Write the probes of a safetensors file as a pack, as a mapping says (a JSON file, or a dict of the same form).
+
+    `row` takes one row of a weight and bias that hold several probes. A missing bias is 0. `standardize` names tensors `[D]`: the probes read
+    `(state - mean) / scale`. `site`, `normalize` and `about` come before what the mapping says. Raises `ImportRefused`.
+    """
+    path = Path(path)
+    where = mapping if isinstance(mapping, (str, Path)) else "the mapping"
+    said = read_json(Path(mapping)) if isinstance(mapping, (str, Path)) else dict(mapping)
+    _only(said, _MAPPING, where)
+    listed = field(said, "probes", dict, where)
+    tensors, _ = read_safetensors(path)
+    probes = [_probe(name, entry, tensors, path, where) for name, entry in listed.items()]
+    check_total(probes)
+    if "standardize" in said:
+        names = field(said, "standardize", dict, where)
+        _only(names, ("mean", "scale"), where)
+        mean, scale = (tensor_of(tensors, field(names, part, str, where), path) for part in ("mean", "scale"))
+        probes = [probe.standardised(mean, scale) for probe in probes]
+    normalize = normalize or field(said, "normalize", str, where, None)
+    if normalize is None:
+        raise ImportRefused(f"{where} does not say how the state is normalised: give normalize=, none, layernorm or rmsnorm")
+    stated = {"mapping": {name: said[name] for name in ("site", "normalize", "standardize") if name in said}}
+    told = {"eps": float, "model": str, "n_layers": int, "licence": str}
+    more = {name: field(said, name, kind, where) for name, kind in told.items() if name in said}
+    place = site or field(said, "site", str, where, "")
+    return write_flat(target, probes, source="a safetensors file", site=place, normalize=normalize, files={path.name: sha256(path)}, stated=stated, **{**more, **about})
+
+
+def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, where: object) -> Classifier:
+    here = f"{where}: probe {name!r}"
+    _only(entry, _PROBE, here)
+    if ("layers" in entry) == ("weight" in entry):
+        raise ImportRefused(f"{here}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers")
+    if "layers" in entry:
+        layers = [_layer(part, tensors, path, here) for part in field(entry, "layers", list, here)]
+    else:
+        weight, bias = _layer({key: entry[key] for key in ("weight", "bias") if key in entry}, tensors, path, here)
+        row = field(entry, "row", int, here, None)
+        if row is not None:
+            if not 0 <= row < len(weight):
+                raise ImportRefused(f"{here}: row {row}, {entry['weight']!r} has rows 0 to {len(weight) - 1}")
+            weight, bias = weight[row : row + 1], bias[row : row + 1]
+        layers = [(weight, bias)]
+    fields = {key: field(entry, key, str, here) for key in ("name", "definition") if key in entry}
+    parents = field(entry, "parents", list, here, [])
+    if not all(isinstance(parent, str) for parent in parents):
+        raise ImportRefused(f"{here}: 'parents' is {parents!r}: give a list of names of probes")
+    return Classifier(
+        name, layers, alert_threshold=field(entry, "alert_threshold", float, here, float("nan")), site=field(entry, "site", str, here, ""), fields={**fields, "parents": parents}
+    )  # fmt: skip
+
+
+def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, here: str) -> Layer:
+    _only(entry, ("weight", "bias"), here)
+    weight = tensor_of(tensors, field(entry, "weight", str, here), path)
+    weight = weight.reshape(1, -1) if weight.dim() == 1 else weight
+    if weight.dim() != 2:
+        raise ImportRefused(f"{here}: {entry['weight']!r} has shape {tuple(weight.shape)}, expected [D] or [out, in]")
+    bias = tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1) if "bias" in entry else torch.zeros(len(weight))
+    return weight, bias
+
+
+def _only(entry: Any, known: Sequence[str], where: object) -> None:
+    if not isinstance(entry, dict):
+        raise ImportRefused(f"{where}: expected an object, found {type(entry).__name__}")
+    for key in entry:
+        if key not in known:
+            raise ImportRefused(f"{where}: there is no field {key!r}; known are {', '.join(known)}")
+
+
+def _tensor(values: Any) -> Tensor:
+    return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)

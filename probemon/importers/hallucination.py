@@ -1,0 +1,51 @@
+"""A hallucination head (obalcells' hallucination_probes) as a pack of one probe.
+
+    from probemon.importers.hallucination import import_head
+    pack = import_head("llama3_1_8b_linear/", "my-pack", model="meta-llama/Llama-3.1-8B-Instruct")
+
+The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one logit), and, where the head was trained together with a
+LoRA, adapter_config.json. The head then reads the states of a host with that adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained`
+does. The pack records it, and attaching to a host without it warns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from probemon.errors import ImportRefused
+from probemon.importers.flat import linear, sha256, write_flat
+from probemon.importers.sources import field, tensor_of
+from probemon.importers.weights import Folder, load_state_dict
+from probemon.pack import ProbePack
+
+CONFIG, HEADS, ADAPTER = "probe_config.json", ("probe_head.bin", "probe_head.safetensors"), "adapter_config.json"
+
+
+def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallucination", normalize: str = "none", **about: Any) -> ProbePack:
+    """Write the head in a folder as a pack with one concept, read at the layer that the folder states.
+
+    `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, overwrite). Raises `ImportRefused`.
+    """
+    source = Folder(folder)
+    where, config = source.inside(CONFIG), source.json(CONFIG)
+    if config is None:
+        raise ImportRefused(f"{where} is missing: give the folder that the probe was saved to")
+    layer = field(config, "layer_idx", int, where)
+    if layer < 0:
+        raise ImportRefused(f"{where}: layer_idx is {layer}: a layer is counted from 0")
+    found = [source.inside(name) for name in HEADS if source.inside(name).is_file()]
+    if not found:
+        raise ImportRefused(f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to")
+    state = load_state_dict(found[0])
+    weight, bias = (tensor_of(state, name, found[0]) for name in ("weight", "bias"))
+    size = field(config, "hidden_size", int, where, weight.shape[-1] if weight.dim() else 0)
+    if weight.numel() != size:
+        raise ImportRefused(f"{found[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit")
+    adapted = source.json(ADAPTER) is not None
+    notes = ["Trained together with a LoRA: its scores hold for a host with that adapter active."] if adapted else []
+    files = {path.name: sha256(path) for path in (where, found[0])}
+    return write_flat(
+        target, [linear(concept, weight, bias)], source="a hallucination head", site=f"resid_post.{layer}", normalize=normalize, adapters=("default",) if adapted else (),
+        notes=notes, stated={"layer_idx": layer}, files=files, **about,
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""HatCat lens and probe packs into a probe pack: thousands of files, streamed one by one.
+
+    pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
+    print(report)                                          # what was found, and every kind of trouble with counts and examples
+
+Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their own, linear probes; fp32 and bf16; with
+`hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed and left out: they are no sigmoid of one logit. The files record neither the host's layer
+nor whether states were standardised: `site` and `normalize` say it, and are kept. Nothing in a file is executed; what is read of one is bounded (`importers.weights`).
+In memory is one file at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ConfigError, ImportRefused
+from probemon.host import parse_site
+from probemon.importers.hatcat_files import Source, Stored
+from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
+from probemon.importers.hatcat_tree import Graph, Node, Placed, key_of, read_graph
+from probemon.importers.report import ImportReport, Notes
+from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
+from probemon.pack import ProbePack
+from probemon.packwriter import PackWriter, check_target
+from probemon.types import CascadeConfig
+
+Progress = Callable[[int, int], None]
+NORMALIZE = ("none", "layernorm")
+_STATES = 2  # random ones, on which what was written is compared with what was read
+KINDS = {
+    "unreachable": "concepts that no descent from the base level comes to: they are scored only if always on, on a base level, or when every probe is scored",
+    "tripole": "three-way heads, no sigmoid of one logit: not imported",
+    "unknown": "files whose tensors are no probe of this format: not imported",
+    "dtype": "probes of a dtype that packs do not have: not imported",
+    "not_finite": "probes with weights that are not finite: not imported",
+    "width": "probes that read states of another size than the others: not imported",
+    "missing": "concepts of the hierarchy without a probe",
+    "bridged": "concepts whose parent has no probe: put under the nearest concept above that has one",
+    "unlisted": "probes of concepts that the hierarchy does not name: roots on their level",
+    "cycle": "edges of a cycle left out, as asked",
+    "several_parents": "concepts with several parents, all kept",
+    "lifted": "concepts not below their parent's level: put one below it",
+    "repeated": "names on several levels, each a concept of its own",
+    "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
+    "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
+    "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
+    "dangling": "edges to names that no layer file has: left out",
+    "malformed": "keys that are no \"Name:level\": left out",
+    "twice": "probes stored twice: the first is taken",
+    "concatenated": "probes that read several layers side by side: no host gives such a state at one site, give it to score_tokens by hand",
+    "uncalibrated": "probes that calibration.json does not name",
+    "calibration_unknown": "entries of calibration.json for no imported probe",
+    "unread": "files that are no weights (text probes, centroids): not read",
+}  # fmt: skip
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread of torch: a probe is too small to share, and on a busy machine threads that wait for one another take many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
+def import_pack(
+    source: str | Path, target: str | Path, *, site: str, normalize: str, eps: float = NORM_EPS, hierarchy: str | Path | None = None, break_cycles: bool = False,
+    name: str | None = None, licence: str = "not stated", model: str | None = None, overwrite: bool = False, max_bytes: int = MAX_BYTES, progress: Progress | None = None,
+) -> tuple[ProbePack, ImportReport]:  # fmt: skip
+    """Write the probes of a folder as a pack; the opened pack, and what was met on the way (also in its manifest and its card).
+
+    `site`: where states are read, `resid_post.N`, N the host's layer counted from 0. `normalize`: what is done to a state before anything else, "layernorm" (without
+    affine part, with `eps`) or "none". `hierarchy`: the folder of hierarchy.json or the layer files, where it is another. `break_cycles`: leave out the edges that lead
+    back instead of raising. `model`: the host's hub name (default: what the files say). `max_bytes`: of one file. `progress(done, total)`: probes read, each twice:
+    once to look, once to write.
+
+    A concept's id is "Name:level". Alert thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor their
+    threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
+    """
+    parse_site(site)
+    if normalize not in NORMALIZE:
+        raise ConfigError(f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm' or 'none'")
+    inputs = Inputs(site, normalize, eps)
+    inputs.spec(False)  # checks eps
+    target = check_target(target, overwrite)
+    notes = Notes(KINDS)
+    folder = Folder(source)
+    found = Source(folder, notes, max_bytes)
+    tree_folder = folder if hierarchy is None else Folder(hierarchy)
+    graph = read_graph(tree_folder, notes)
+    n_edges = sum(map(len, graph.parents.values()))
+    stored = found.place(graph, notes)
+    told = _Told(progress, 2 * len(stored))
+    kinds = _look(stored, folder, found, notes, max_bytes, told)
+    placed = graph.over(kinds, notes, break_cycles=break_cycles)
+    calibration = _calibration(folder, placed, notes)
+    architecture, dtype = widest(list(kinds.values()))
+    nodes = sorted(placed, key=lambda node: (placed[node].level, node))
+    specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
+    counts: dict[str, Any] = {"probes": len(nodes), "files": len({place.path for place in stored.values()}), "edges": n_edges}
+    counts |= {f"{variant} probes": n for variant, n in Counter(kind.variant for kind in kinds.values()).items()}
+    counts |= {f"in {str(kind).removeprefix('torch.')}": n for kind, n in Counter(kind.dtype for kind in kinds.values()).items()}
+    counts |= {"calibrated": len(calibration)} if calibration else {}
+    stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
+    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all())
+    model = model or found.model
+    host = {"model_id": model, "hidden_size": architecture.hidden_size}
+    name = name or target.name
+    writer = PackWriter(
+        target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=dtype,
+        score_rule="independent", inputs=[spec.as_dict() for spec in specs.values()], input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes]),
+        host=host, licence=licence, card="", recommended=_recommended(placed), overwrite=overwrite,
+        golden_hidden=torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0)),
+        provenance={"import": report.as_dict(), "versions": {"probemon": version("probemon"), "torch": torch.__version__}, "source": _about(found.info)},
+    )  # fmt: skip
+    at = {node: i for i, node in enumerate(nodes)}
+    worst = 0.0
+    states = torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0))[:, 0]
+    with writer:
+        for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
+            kind = kinds[node]
+            if Kind.of(state) != kind:
+                raise ImportRefused(f"{stored[node].path} changed while it was read: import again when nobody writes to it")
+            written = writer.put(at[node], embed(state, kind, architecture, dtype, inputs))
+            assert written is not None
+            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
+            told.one()
+        writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
+        writer.card = _card(name, report, placed, worst, model, licence)
+    return writer.pack, report
+
+
+def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node, dict[str, Tensor]]]:
+    """State dicts in the order of their files, each file read once."""
+    by_file: dict[Path, list[tuple[Node, str | None]]] = {}
+    for node, place in stored.items():
+        by_file.setdefault(place.path, []).append((node, place.key))
+    for path, entries in by_file.items():
+        if entries[0][1] is None:
+            yield from ((node, load_state_dict(path, max_bytes)) for node, _ in entries)
+        else:
+            bank = load_bank(path, max_bytes)
+            for node, key in entries:
+                if key not in bank:
+                    raise ImportRefused(f"{path} changed while it was read: import again when nobody writes to it")
+                yield node, bank[key]
+
+
+def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, told: _Told) -> dict[Node, Kind]:
+    """What each probe is, of those that can be imported; the others are noted, all by name."""
+    kinds: dict[Node, Kind] = {}
+    for node, state in _read(stored, max_bytes):
+        try:
+            kind = Kind.of(state)
+            check_finite(state)
+            kinds[node] = kind
+        except Unusable as why:
+            notes.add(why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True)
+            told.one()
+        told.one()
+    sizes = Counter(kind.hidden_size for kind in kinds.values())
+    if not sizes:
+        raise ImportRefused(f"{folder.path}: none of its {len(stored)} probes can be imported: {'; '.join(map(str, notes.all()))}")
+    size = max(sizes, key=lambda d: (sizes[d], -d))
+    for node, kind in list(kinds.items()):
+        if kind.hidden_size != size:
+            notes.add("width", f"{key_of(node)} ({kind.hidden_size} values, {size} in the others)", listed=True)
+            del kinds[node]
+            told.one()
+        elif source.hidden_dim is not None and size != source.hidden_dim:
+            if size % source.hidden_dim:
+                raise ImportRefused(f"{folder.path}: probes read {size} values, the pack says hidden_dim {source.hidden_dim}: mend its pack_info.json or pack.json")
+            notes.add("concatenated", f"{key_of(node)} ({size // source.hidden_dim} of {source.hidden_dim})")
+    return kinds
+
+
+def _concept(node: Node, place: Placed, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
+    """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
+    made = {"id": key_of(node), "name": node[0], "level": place.level, "parents": [key_of(parent) for parent in place.parents], **graph.about.get(node, {})}
+    return {**made, **({"calibration": calibration[node]} if node in calibration else {}), **({} if place.reachable else {"reachable": False})}
+
+
+def _calibration(folder: Folder, placed: Mapping[Node, Placed], notes: Notes) -> dict[Node, dict[str, Any]]:
+    """What calibration.json says of each imported probe, as it is there."""
+    content = folder.json("calibration.json")
+    if content is None:
+        return {}
+    entries = content.get("calibration") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise ImportRefused(f"{folder.path / 'calibration.json'}: expected an object with calibration, of \"Name_L3\"")
+    by_key = {f"{node[0]}_L{node[1]}": node for node in placed}
+    found = {}
+    for key, entry in entries.items():
+        if key in by_key and isinstance(entry, dict):
+            found[by_key[key]] = entry
+        else:
+            notes.add("calibration_unknown", key)
+    for node in placed:
+        if node not in found:
+            notes.add("uncalibrated", key_of(node))
+    return found
+
+
+def _recommended(placed: Mapping[Node, Placed]) -> dict[str, Any]:
+    """Settings without which a manager would have nothing to begin with, or too much."""
+    base = min(place.level for place in placed.values())
+    n_base = sum(place.level == base for place in placed.values())
+    made: dict[str, Any] = {} if base == 0 else {"base_layers": [base]}
+    return made | ({"max_loaded_probes": n_base} if n_base > CascadeConfig().max_loaded_probes else {})
+
+
+def _about(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What the source says of its origin."""
+    known = ("source_pack", "pack_version", "probe_pack_id", "lens_pack_id", "version", "model", "model_info", "concept_pack", "trained_layers", "training_config", "training_info")
+    return {key: info[key] for key in known if key in info}
+
+
+def _card(name: str, report: ImportReport, placed: Mapping[Node, Placed], worst: float, model: str | None, licence: str) -> str:
+    lost = sum(not place.reachable for place in placed.values())
+    lines = [
+        f"# {name}", "", f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.", "",
+        f"On {_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were saved, evaluated in fp32.", "",
+        "No alert thresholds are set: what the source records of its calibration (kept in `concepts.jsonl`) does not say which threshold gives which rate of false alarms.",
+        "`probemon calibrate` sets them. Quality was not measured.",
+    ]  # fmt: skip
+    if lost:
+        lines += [
+            "", "## Not reached", "", f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a token's silence says nothing of them; "
+            "its coverage counts them as `not_reached`. Those that are roots can be made always on, at their cost, and bring what is below them:", "",
+            "```python", 'orphans = [c["id"] for c in pack.concepts if c.get("reachable") is False and not c["parents"]]',
+            "manager = DynamicProbeManager(pack, always_on=orphans, max_loaded_probes=pack.recommended.get(\"max_loaded_probes\", 500) + len(orphans))", "```",
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n" + report.section()
+
+
+class _Told:
+    """Calls `progress` as probes are done."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def one(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)

@@ -1,0 +1,164 @@
+"""One probe of a HatCat pack: which of the format's variants its state dict is, and the same probe in a pack's tensors.
+
+    kind = Kind.of(state)                              # or Unusable, with the reason
+    tensors = embed(state, kind, architecture, dtype, inputs)
+    score = evaluate(state, kind, hidden, inputs)      # the state dict as it was meant, for comparison
+
+Variants: a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe; three-way "tripole" heads are none, being no sigmoid of
+one logit. Embedding in a larger shape is exact (`probemon.embed`). A LayerNorm's affine part goes into the first layer in fp32, before rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from probemon.embed import common
+from probemon.embed import embed as widened
+from probemon.types import Architecture, InputSpec
+
+NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYERS = {(0, 3, 6): False, (0, 1, 4, 7): True}  # places in the Sequential, ReLU and dropout between: whether the first is a LayerNorm
+
+
+class Unusable(Exception):
+    """A state dict that is no probe of this format: `reason` is one of the report's kinds of refusal, the text says more."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a state dict is: the widths of its hidden layers, whether it begins with a LayerNorm, what it reads, and its dtype."""
+
+    hidden_size: int
+    hidden: tuple[int, ...]
+    normed: bool
+    dtype: torch.dtype
+
+    @property
+    def variant(self) -> str:
+        """In a word."""
+        return "linear" if not self.hidden else "LayerNorm" if self.normed else "plain"
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Kind:
+        """Raises `Unusable`."""
+        names = {name.removeprefix("net.") for name in state}
+        if "log_margins" in names or ("linear.weight" in state and state["linear.weight"].dim() == 2 and len(state["linear.weight"]) == 3):
+            raise Unusable("tripole", "a three-way head")
+        normed, weights, biases = _parts(state)
+        for tensor in state.values():
+            if tensor.dtype not in _DTYPES:
+                raise Unusable("dtype", f"{tensor.dtype}")
+        layers = list(zip(weights[normed:], biases[normed:], strict=True))
+        width: int | None = None
+        for weight, bias in layers:
+            if weight.dim() != 2 or not weight.numel() or tuple(bias.shape) != (len(weight),) or width not in (None, weight.shape[1]):
+                raise Unusable("unknown", f"shapes {_shapes(state)}")
+            width = len(weight)
+        d = int(layers[0][0].shape[1])
+        if width != 1 or (normed and not tuple(weights[0].shape) == tuple(biases[0].shape) == (d,)):
+            raise Unusable("unknown", f"shapes {_shapes(state)}")
+        dtype = next(iter(state.values())).dtype
+        for tensor in state.values():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        return cls(d, tuple(len(weight) for weight, _ in layers[:-1]), normed, dtype)
+
+
+def check_finite(state: Mapping[str, Tensor]) -> None:
+    """Raises `Unusable` naming the first tensor that has a number that is not finite."""
+    for name, tensor in state.items():
+        # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
+            raise Unusable("not_finite", name)
+
+
+def _parts(state: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+    """Whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable` for names that the format does not have."""
+    bare = {name.removeprefix("net."): tensor for name, tensor in state.items()}
+    if len(bare) < len(state):
+        raise Unusable("unknown", "tensors with and without 'net.'")
+    if set(bare) == {"linear.weight", "linear.bias"}:
+        return False, [bare["linear.weight"]], [bare["linear.bias"]]
+    for places, normed in _LAYERS.items():
+        if set(bare) == {f"{place}.{part}" for place in places for part in ("weight", "bias")}:
+            return normed, [bare[f"{place}.weight"] for place in places], [bare[f"{place}.bias"] for place in places]
+    raise Unusable("unknown", f"tensors {', '.join(sorted(state)[:8])}")
+
+
+def _shapes(state: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(state.items())[:8])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What probes read at a site: a state as it is, or standardised by a LayerNorm without affine part (`normalize`, with `eps`) before anything else."""
+
+    site: str
+    normalize: str
+    eps: float = NORM_EPS
+
+    def spec(self, normed: bool) -> InputSpec:
+        """The pack's input for a probe, `normed` where it begins with a LayerNorm.
+
+        The LayerNorm e1 of a LayerNorm e0 is one of eps e0 e1 / (1 + e1), times 1 / sqrt(1 + e1), exactly: with the variance v of the state, what comes out of
+        the first has v / (v + e0), and (v + e0) (v / (v + e0) + e1) = (1 + e1) (v + e0 e1 / (1 + e1)).
+        """
+        if self.normalize == "none":
+            return InputSpec(self.site, "layernorm", NORM_EPS) if normed else InputSpec(self.site)
+        return InputSpec(self.site, "layernorm", self.eps * NORM_EPS / (1 + NORM_EPS) if normed else self.eps)
+
+    @property
+    def gain(self) -> float:
+        """What a LayerNorm of the probe's own multiplies beyond `spec(True)`."""
+        return 1.0 if self.normalize == "none" else 1 / math.sqrt(1 + NORM_EPS)
+
+
+def embed(state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: Inputs) -> dict[str, Tensor]:
+    """The probe's tensors in a pack of this architecture and dtype: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
+
+    A probe whose dtype is the pack's keeps its weights bit for bit, but for a first layer that takes in a LayerNorm's affine part.
+    """
+    _, weights, biases = _parts(state)
+    biases = [bias.to(torch.float32) for bias in biases]
+    if kind.normed:
+        # The bias of the LayerNorm meets the weights as they were saved: only what multiplies the state is rounded.
+        shift = (weights[1].double() @ biases[0].double() + biases[1].double()).to(torch.float32)
+        scale = weights[0].to(torch.float32) * inputs.gain
+        weights, biases = [weights[1].to(torch.float32) * scale, *weights[2:]], [shift, *biases[2:]]
+    own = {"w1": weights[0][None].to(dtype), "b1": biases[0][None]}
+    if kind.hidden:
+        own |= {"w2": weights[1][None].to(dtype), "b2": biases[1][None], "w3": weights[2].to(dtype), "b3": biases[2]}
+    return {name: tensor[0] for name, tensor in widened(own, architecture).items()}
+
+
+def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
+    """The smallest architecture and dtype that holds every one of the probes, which all read states of one size, exactly."""
+    dtype = kinds[0].dtype
+    for kind in kinds:
+        dtype = torch.promote_types(dtype, kind.dtype)
+    return common([Architecture(kind.hidden_size, kind.hidden) for kind in kinds]), dtype
+
+
+def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:
+    """Scores `[G]` fp32 of states `[G, D]` by the state dict as it was saved: layer after layer in fp32, ReLU between, a sigmoid at the end."""
+    _, weights, biases = _parts(state)
+    weights, biases = [weight.to(torch.float32) for weight in weights], [bias.to(torch.float32) for bias in biases]
+    x = hidden.to(torch.float32)
+    if inputs.normalize == "layernorm":
+        x = layer_norm(x, x.shape[-1:], eps=inputs.eps)
+    if kind.normed:
+        x = layer_norm(x, x.shape[-1:], weights[0], biases[0], NORM_EPS)
+    first = int(kind.normed)
+    for i, (weight, bias) in enumerate(zip(weights[first:], biases[first:], strict=True)):
+        x = (x.relu() if i else x) @ weight.T + bias
+    return torch.sigmoid(x[:, 0])

@@ -1,0 +1,262 @@
+"""The hierarchy of a HatCat pack: read, checked, and laid over the concepts that have a probe.
+
+    graph = read_graph(folder, notes)                          # hierarchy.json, or else layer0.json, layer1.json, ...
+    concepts = graph.over(stored, notes, break_cycles=False)   # {node: Placed}, parents among the stored ones, levels that rise
+
+A node is a concept on a level: `("Entity", 0)`, written "Entity:0". What is wrong with the files is counted in `notes`; a cycle is an error, unless it may be
+broken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from probemon.errors import HierarchyError, ImportRefused
+from probemon.importers.report import Notes
+from probemon.importers.weights import Folder
+
+Node = tuple[str, int]
+MAX_LEVEL = 1000
+_LAYER_FILE = re.compile(r"layer(\d{1,4})\.json")
+
+
+def key_of(node: Node) -> str:
+    """"Name:level"."""
+    return f"{node[0]}:{node[1]}"
+
+
+def node_of(key: object) -> Node | None:
+    """The node of a key, split at its last colon, or None where it is none."""
+    if not isinstance(key, str):
+        return None
+    name, _, level = key.rpartition(":")
+    return (name, int(level)) if name and re.fullmatch(r"\d{1,4}", level) and int(level) <= MAX_LEVEL else None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A concept with a probe: the nearest concepts above it that have one, its level in the pack, and whether a descent from the base level can come to it."""
+
+    parents: tuple[Node, ...]
+    level: int
+    reachable: bool
+
+
+@dataclass
+class Graph:
+    """Concepts and the edges between them, as the files state them. `about`: fields of a concept (definition, synsets)."""
+
+    parents: dict[Node, dict[Node, None]] = field(default_factory=dict)
+    about: dict[Node, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        self.parents.setdefault(node, {})
+
+    def link(self, parent: Node, child: Node) -> None:
+        self.add(parent)
+        self.add(child)
+        self.parents[child][parent] = None
+
+    def children(self) -> dict[Node, list[Node]]:
+        """Children of every node, by level and name."""
+        down: dict[Node, list[Node]] = {node: [] for node in self.parents}
+        for child, above in self.parents.items():
+            for parent in above:
+                down[parent].append(child)
+        return {node: sorted(found, key=_order) for node, found in down.items()}
+
+    def levels_of(self) -> dict[str, list[int]]:
+        """The levels that each name occurs on, ascending."""
+        levels: dict[str, list[int]] = {}
+        for name, level in sorted(self.parents, key=_order):
+            levels.setdefault(name, []).append(level)
+        return levels
+
+    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool) -> dict[Node, Placed]:
+        """Every stored node with its place. Raises `HierarchyError` for a cycle, unless it may be broken, and for a hierarchy that is too deep."""
+        known = set(self.parents)
+        for node in sorted(set(stored) - known, key=_order):
+            if known:
+                notes.add("unlisted", key_of(node))
+            self.add(node)
+        for node in sorted(known - set(stored), key=_order):
+            notes.add("missing", key_of(node))
+        for name, levels in self.levels_of().items():
+            if len(levels) > 1:
+                notes.add("repeated", f"{name} on levels {', '.join(map(str, levels))}")
+        for node in sorted(self.parents, key=_order):
+            if len(self.parents[node]) > 1:
+                notes.add("several_parents", f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}")
+        self._break_cycles(notes, break_cycles)
+        have = set(stored)
+        above: dict[Node, dict[Node, None]] = {}
+        levels_of: dict[Node, int] = {}
+        for node in self._top_down():
+            # Of a concept without a probe, what is above it stands in for it.
+            found = dict.fromkeys(up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent]))
+            above[node] = found
+            if node not in have:
+                continue
+            if any(parent not in have for parent in self.parents[node]):
+                notes.add("bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(found)[:4]) or 'nothing'}")
+            levels_of[node] = max([node[1], *(levels_of[up] + 1 for up in found)])
+            if levels_of[node] > node[1]:
+                notes.add("lifted", f"{key_of(node)} to level {levels_of[node]}")
+            if levels_of[node] > MAX_LEVEL:
+                raise HierarchyError(f"{key_of(node)} would be on level {levels_of[node]}: at most {MAX_LEVEL} are read")
+        base = min(levels_of.values(), default=0)
+        reachable: set[Node] = set()
+        placed = {}
+        for node in levels_of:  # parents first
+            if levels_of[node] == base or any(up in reachable for up in above[node]):
+                reachable.add(node)
+            placed[node] = Placed(tuple(above[node]), levels_of[node], node in reachable)
+        for node in sorted(placed, key=_order):
+            if not placed[node].reachable:
+                notes.add("unreachable", key_of(node))
+        return placed
+
+    def _break_cycles(self, notes: Notes, allowed: bool) -> None:
+        """Walk down from level 0 and take away every edge that leads back to a concept above it on the way. Method: depth-first search, its back edges."""
+        down = self.children()
+        done: set[Node] = set()
+        for start in sorted(down, key=_order):
+            if start in done:
+                continue
+            trail: dict[Node, Iterator[Node]] = {start: iter(down[start])}
+            while trail:
+                here = next(reversed(trail))
+                child = next(trail[here], None)
+                if child is None:
+                    done.add(here)
+                    del trail[here]
+                elif child in trail:
+                    if not allowed:
+                        way = list(trail)
+                        cycle = [key_of(node) for node in [*way[way.index(child) :], child]]
+                        shown = " > ".join(cycle if len(cycle) <= 10 else [*cycle[:5], "...", *cycle[-4:]])
+                        raise HierarchyError(f"the hierarchy has a cycle: {shown}: mend the files, or pass break_cycles=True to leave its last edge out")
+                    notes.add("cycle", f"{key_of(here)} > {key_of(child)}", listed=True)
+                    del self.parents[child][here]
+                elif child not in done:
+                    trail[child] = iter(down[child])
+
+    def _top_down(self) -> list[Node]:
+        """Every node after its parents."""
+        down, waiting = self.children(), {node: len(above) for node, above in self.parents.items()}
+        ready = sorted((node for node, count in waiting.items() if not count), key=_order, reverse=True)
+        order = []
+        while ready:
+            here = ready.pop()
+            order.append(here)
+            for child in reversed(down[here]):
+                waiting[child] -= 1
+                if not waiting[child]:
+                    ready.append(child)
+        return order
+
+
+def _order(node: Node) -> tuple[int, str]:
+    return node[1], node[0]
+
+
+def read_graph(folder: Folder, notes: Notes) -> Graph:
+    """From `hierarchy.json`, or where there is none from the layer files. Raises `ImportRefused` for JSON of another kind."""
+    layers = {int(found[1]): path.name for path in folder.files(suffix=".json") if (found := _LAYER_FILE.fullmatch(path.name))}
+    stated = _layers(folder, layers)
+    whole = folder.json("hierarchy.json")
+    if whole is None:
+        return _graph_of_layers(stated, notes)
+    graph = _graph_of_hierarchy(folder, whole, notes)
+    for node, _ in stated:
+        if node not in graph.parents:
+            notes.add("stale", f"{key_of(node)} is in layer{node[1]}.json alone")
+    told = {node for node, _ in stated}
+    for node in sorted(graph.parents, key=_order) if stated else ():
+        if node[1] in layers and node not in told:
+            notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
+    graph.about = {node: _about(concept) for node, concept in stated if node in graph.parents}
+    return graph
+
+
+def _graph_of_hierarchy(folder: Folder, whole: Any, notes: Notes) -> Graph:
+    graph = Graph()
+    if not isinstance(whole, dict):
+        raise ImportRefused(f"{folder.path / 'hierarchy.json'} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts")
+    downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
+    if not isinstance(downward, dict) or not isinstance(upward, dict):
+        raise ImportRefused(f"{folder.path / 'hierarchy.json'}: parent_to_children and child_to_parent are objects of \"Name:level\"")
+    for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts"))]:
+        if (node := node_of(key)) is None:
+            notes.add("malformed", f"{key!r:.80}")
+        else:
+            graph.add(node)
+    for linked, parent, child in [
+        *((True, parent, child) for parent, children in downward.items() for child in _list(children)),
+        *((False, parent, child) for child, parents in upward.items() for parent in _list(parents)),
+    ]:
+        above, below = node_of(parent), node_of(child)
+        if above is None or below is None:
+            notes.add("malformed", f"{parent!r:.60} > {child!r:.60}")
+            continue
+        if not linked and downward and above not in graph.parents.get(below, {}):
+            notes.add("one_sided", f"{key_of(above)} > {key_of(below)}")
+        graph.link(above, below)
+    return graph
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[str, Any]]]:
+    """Every concept of the layer files, in their order."""
+    found = []
+    for layer, file in sorted(files.items()):
+        content = folder.json(file)
+        concepts = content.get("concepts") if isinstance(content, dict) else None
+        if not isinstance(concepts, list) or not all(isinstance(c, dict) and isinstance(c.get("sumo_term"), str) and c["sumo_term"] for c in concepts):
+            raise ImportRefused(f"{folder.path / file}: expected an object with concepts, each with its sumo_term")
+        for concept in concepts:
+            stated = concept.get("layer")
+            level = stated if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= MAX_LEVEL else layer
+            if level > MAX_LEVEL:
+                raise ImportRefused(f"{folder.path / file}: level {level}: at most {MAX_LEVEL} are read")
+            found.append(((concept["sumo_term"], level), concept))
+    return found
+
+
+def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
+    """Edges by bare names: a child is the nearest level of its name below the concept, a parent the nearest above it."""
+    stated = list(stated)
+    graph = Graph()
+    for node, concept in stated:
+        graph.add(node)
+        graph.about.setdefault(node, _about(concept))
+    levels = graph.levels_of()
+    for node, concept in stated:
+        for name in _list(concept.get("category_children")):
+            found = levels.get(name, []) if isinstance(name, str) else []
+            if not found:
+                notes.add("dangling", f"{key_of(node)} > {name!r:.60}")
+                continue
+            below = [level for level in found if level > node[1]]
+            graph.link(node, (name, min(below) if below else max(found)))
+    for node, concept in stated:
+        for name in _list(concept.get("parent_concepts")):
+            above = [level for level in levels.get(name, []) if level < node[1]] if isinstance(name, str) else []
+            if above:
+                graph.link((name, max(above)), node)
+            elif not any(parent[0] == name for parent in graph.parents[node]):
+                notes.add("dangling", f"{name!r:.60} > {key_of(node)}")
+    return graph
+
+
+def _about(concept: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer file says of a concept beyond its place, where it is what it should be."""
+    made: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
+    synsets = concept.get("synsets")
+    return made | ({"synsets": synsets} if isinstance(synsets, list) and all(isinstance(one, str) for one in synsets) else {})

@@ -1,0 +1,91 @@
+"""probekit's linear probes as a pack: from memory, or from the JSON of their `to_dict()`.
+
+    from probemon.importers.probekit import import_collection, import_file, import_probes
+    pack = import_probes({"deception": probe}, "my-pack", site="resid_post.15")             # probekit.LinearProbe, or its to_dict()
+    pack = import_collection(collection, ["cat", "dog"], "my-pack", site="resid_post.15")   # probekit.ProbeCollection
+    pack = import_file("probes.json", "my-pack", site="resid_post.15")                      # {"deception": probe.to_dict(), ...}
+
+Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its normalisation (a mean and a standard
+deviation, one of at most 1e-12 counting as 1) is folded into the weights. probekit writes no files; the JSON is what `json.dump` makes of `to_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.importers.flat import Classifier, linear, sha256, write_flat
+from probemon.importers.sources import field, read_json
+from probemon.pack import ProbePack
+
+_FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1
+
+
+def import_probes(probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+    """Write probes as a pack; each a `LinearProbe`, or the dict of its `to_dict()`, by name.
+
+    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`). `about`: of
+    `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises `ImportRefused` naming the probe.
+    """
+    made = [_probe(name, probe) for name, probe in probes.items()]
+    return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
+
+
+def import_collection(collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+    """Write a `ProbeCollection` as a pack; `names` of its probes in order. Otherwise as `import_probes`."""
+    if not hasattr(collection, "to_tensor") or not hasattr(collection, "normalizations"):
+        raise ImportRefused(f"{type(collection).__name__} is not a probekit collection: give one, or a dict of probes to import_probes")
+    weights, biases = (part.detach().cpu() for part in collection.to_tensor())
+    if not len(names) == len(weights) == len(biases) == len(collection.normalizations):
+        raise ImportRefused(f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection")
+    made = [_normalised(linear(name, weights[i], biases[i]), norm) for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))]
+    return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
+
+
+def import_file(path: str | Path, target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()` alone, which is named by the file. Otherwise as `import_probes`."""
+    path = Path(path)
+    said = read_json(path)
+    if not isinstance(said, dict):
+        raise ImportRefused(f"{path}: expected an object, found {type(said).__name__}")
+    listed = {path.stem: said} if isinstance(said.get("weights"), list) else said
+    made = [_probe(name, entry) for name, entry in listed.items()]
+    return write_flat(target, made, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about)
+
+
+def _probe(name: str, probe: Any) -> Classifier:
+    if isinstance(probe, dict):
+        where = f"probe {name!r}"
+        weights, norm = _vector(field(probe, "weights", list, where), where), probe.get("normalization")
+        bias: Any = probe.get("bias", 0.0)
+        metadata = field(probe, "metadata", dict, where, {})
+    elif hasattr(probe, "weights") and hasattr(probe, "bias") and hasattr(probe, "normalization"):
+        weights, norm, bias, metadata = _vector(probe.weights, f"probe {name!r}"), probe.normalization, probe.bias, getattr(probe, "metadata", None) or {}
+    else:
+        raise ImportRefused(f"probe {name!r} is a {type(probe).__name__}: give a probekit LinearProbe, or the dict of its to_dict()")
+    if weights.dim() == 2 and len(weights) > 1:
+        raise ImportRefused(f"probe {name!r} has {len(weights)} rows, of classes whose probabilities it does not define: give each row as a probe, with probemon.importers.generic.import_weights")
+    solver = metadata.get("solver")
+    return _normalised(linear(name, weights, _vector(bias, f"probe {name!r}: bias"), fields={"solver": solver} if isinstance(solver, str) else {}), norm)
+
+
+def _normalised(probe: Classifier, norm: Any) -> Classifier:
+    """Before probekit's normalisation, an object or a dict with `mean` and `std`, or None."""
+    if norm is None:
+        return probe
+    parts = [norm.get(name) if isinstance(norm, dict) else getattr(norm, name, None) for name in ("mean", "std")]
+    mean, std = (_vector(part, f"{probe.id}: normalization") for part in parts)
+    return probe.standardised(mean, torch.where(std.abs() <= _FLAT, torch.ones_like(std), std))
+
+
+def _vector(values: Any, where: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ImportRefused(f"{where}: expected numbers ({error})") from None

@@ -1,0 +1,71 @@
+"""probelab's probes (what their `save` writes) as a pack.
+
+    from probemon.importers.probelab import import_files
+    pack = import_files("probes/", "my-pack", site="resid_post.15")                     # *.pt of a folder, by their names
+    pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15")
+
+Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last exit, which is what its `predict` gives).
+Standardisation by the file's own mean and deviation is folded in. Attention over tokens and other forms are refused by name. Scores are those of `predict` on
+one state, in fp32. The files are read as data: nothing in them is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.importers.flat import Classifier, linear, sha256, write_flat
+from probemon.importers.sources import MAX_BYTES, field, named_files, tensor_of
+from probemon.importers.weights import load_plain
+from probemon.pack import ProbePack
+
+_SUPPORTED = ("Logistic", "MassMean", "MLP", "EEMLP")
+
+
+def import_files(source: str | Path | Mapping[str, str | Path], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+    """Write probelab probes as a pack.
+
+    `source`: a file, a folder of `.pt`, or files by concept. `site`, `normalize`: where the states were read and what was done to each before it reached
+    probelab (`none`, `layernorm`, `rmsnorm`). `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises
+    `ImportRefused` naming the file.
+    """
+    files = named_files(source, ".pt")
+    read = {name: _read(name, path) for name, path in files.items()}
+    stated = {"probes": {name: said for name, (_, said) in read.items()}}
+    return write_flat(
+        target, [probe for probe, _ in read.values()], source="probelab", site=site, normalize=normalize, stated=stated, files={path.name: sha256(path) for path in files.values()}, **about
+    )  # fmt: skip
+
+
+def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
+    """One probe, and what its file says of itself."""
+    saved = load_plain(path, MAX_BYTES)
+    kind = field(saved, "class", str, path)
+    if kind not in _SUPPORTED:
+        raise ImportRefused(f"{path} is a probelab {kind}, which is no linear map or ReLU network of one state: supported are {', '.join(_SUPPORTED)}")
+    state, arguments = field(saved, "state_dict", dict, path), field(saved, "init_kwargs", dict, path)
+    said = {"class": kind, "training_dtype": field(saved, "training_dtype", str, path, "")}
+
+    def of(key: str) -> Tensor:
+        return tensor_of(state, key, path).double()
+
+    if kind == "MassMean":
+        direction, mean = of("direction"), of("global_mean")
+        return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), said
+    if kind == "Logistic":
+        return linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")), said
+    if kind == "MLP":
+        if arguments.get("activation") != "relu":
+            raise ImportRefused(f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU")
+        return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), said
+    n = field(arguments, "n_layers", int, path)
+    if n not in (1, 2):
+        raise ImportRefused(f"{path} is an EEMLP of {n} layers; a pack's probes have none, one or two hidden layers")
+    layers = [(of(f"layers.{i}.0.weight"), of(f"layers.{i}.0.bias")) for i in range(n)]
+    probe = Classifier(name, [*layers, (of(f"heads.{n}.weight"), of(f"heads.{n}.bias"))])
+    return probe.standardised(of("scaler_mean"), of("scaler_std")), said

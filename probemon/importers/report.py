@@ -1,0 +1,89 @@
+"""What an import met: counts, and examples of every kind of trouble, never silently left out.
+
+    notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
+    notes.add("tripole", "Deception:3", listed=True)
+    report = ImportReport("hatcat", "lens_packs/mine", stated={"site": "resid_post.15"}, counts={"probes": 7946}, notes=notes.all())
+    print(report), report.as_dict(), report.section()        # as text, for a manifest's provenance["import"], for a pack's card
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Note:
+    """One kind of trouble: `what` it is in words, how many, and examples: `EXAMPLES` of them, or all where they are `listed` by name."""
+
+    kind: str
+    what: str
+    count: int
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.examples[:EXAMPLES])
+        return f"{self.count:,} {self.what} ({shown}{', ...' if self.count > min(EXAMPLES, len(self.examples)) else ''})"
+
+
+class Notes:
+    """Collects notes while an import runs. `what`: the words of each kind, in the order in which they are told."""
+
+    def __init__(self, what: Mapping[str, str]) -> None:
+        self._what = dict(what)
+        self._counts = dict.fromkeys(what, 0)
+        self._examples: dict[str, list[str]] = {kind: [] for kind in what}
+
+    def add(self, kind: str, example: str, *, listed: bool = False) -> None:
+        """Count one more. The first `EXAMPLES` are kept, or every one that is `listed`. A `KeyError` for a kind that has no words."""
+        self._counts[kind] += 1
+        if listed or len(self._examples[kind]) < EXAMPLES:
+            self._examples[kind].append(example)
+
+    def count(self, kind: str) -> int:
+        """How many of a kind there were so far."""
+        return self._counts[kind]
+
+    def all(self) -> tuple[Note, ...]:
+        """A note for each kind that occurred."""
+        return tuple(Note(kind, self._what[kind], count, tuple(self._examples[kind])) for kind, count in self._counts.items() if count)
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes` of trouble."""
+
+    format: str
+    source: str
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+    def note(self, kind: str) -> Note | None:
+        """The note of a kind, or None where there was nothing of it."""
+        return next((note for note in self.notes if note.kind == kind), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON: kept in a pack's manifest as `provenance["import"]`."""
+        notes = {note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes}
+        return {"format": self.format, "source": self.source, "stated": dict(self.stated), "counts": dict(self.counts), "notes": notes}
+
+    def __str__(self) -> str:
+        """A line for what was found, one for what was said, one for each kind of trouble."""
+        found = ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items())
+        said = ", ".join(f"{name} {value}" for name, value in self.stated.items())
+        lines = [f"{self.format} {self.source}: {found or 'nothing'}", *([f"not in its files, said at import: {said}"] if said else [])]
+        return "\n".join(_printable(line) for line in [*lines, *(str(note) for note in self.notes)])
+
+    def section(self) -> str:
+        """The same as a part of a pack's card, in Markdown."""
+        first, *others = str(self).splitlines()
+        return "\n".join(["", "## Where it is from", "", f"Imported from {first}.", "", *(f"- {line}" for line in others), ""])
+
+
+def _printable(line: str) -> str:
+    """One line that a terminal does not obey: names are somebody else's."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

@@ -1,0 +1,177 @@
+"""Features of a sparse autoencoder that SAELens saved, as probes of a pack: encoder rows, each firing where the feature is active.
+
+    from probemon.importers.saelens import import_sae
+    pack = import_sae("sae/", "my-pack", features=[17, 4021], names={17: "cats", 4021: "legal text"})
+
+`sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation - threshold), the threshold 0 for a ReLU and
+the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe fires where the encoder's activation is above 0. The activation itself is
+logit(score) + threshold (`sae_threshold` in concepts.jsonl); strong ones all score near 1, which `sharpness` below 1 keeps apart without moving where they fire.
+
+What the encoder does to the state first is folded into rows and biases: the subtraction of b_dec, a gate. `constant_norm_rescale` and `layer_norm` become the
+pack's normalisation. An encoder that keeps the best k of all features decides no feature by itself, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.importers.flat import sha256, write_stacked
+from probemon.importers.sources import field, read_safetensors, site_of, tensor_of
+from probemon.importers.weights import Folder
+from probemon.pack import ProbePack
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+_THRESHOLDED = ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+_ARCHITECTURES = ("standard", "gated", "transcoder", "skip_transcoder", *_THRESHOLDED)
+_NORMS = {"none": "none", "expected_average_only_in": "none", "layer_norm": "layernorm", "constant_norm_rescale": "rmsnorm"}
+_RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
+_BLOCK = re.compile(r"blocks\.\d+\.hook_(attn|mlp)_out")
+_TINY = 1e-12  # an eps that only keeps a state of zeros from being divided by 0
+_SLICE = 4096  # features folded at a time, in fp64
+
+
+def import_sae(
+    folder: str | Path, target: str | Path, *, features: Iterable[int] | None = None, names: Mapping[int, str] | None = None, site: str | None = None, centered: bool | None = None,
+    activation_scale: float | None = None, sharpness: float = 1.0, **about: Any,
+) -> ProbePack:  # fmt: skip
+    """Write features of an SAE as a pack; probe `f17` is feature 17.
+
+    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read; needed where the file's hook is not
+    the residual stream. `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, whose states have each their mean
+    subtracted; needed where the file does not say. `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
+    `sharpness`: multiplies the logits. `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, overwrite). Raises `ImportRefused`.
+    """
+    source = Folder(folder)
+    where, config = source.inside(CONFIG), source.json(CONFIG)
+    if config is None:
+        raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
+    architecture = field(config, "architecture", str, where, "standard")
+    said = {**config, **(field(config, "metadata", dict, where, None) or {})}  # before version 6 all was in one place
+    place = site_of(_site(said, where), site, where)
+    norm = _checked(said, architecture, where)
+    if (norm == "expected_average_only_in") is not (activation_scale is not None):
+        raise ImportRefused(f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of 'expected_average_only_in', which no file holds, and only of that")
+    for name, value in (("sharpness", sharpness), ("activation_scale", activation_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ImportRefused(f"{name} is {value!r}: give a positive number")
+    centered = norm != "layer_norm" and _centered(said, centered, where)
+    normalize = "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]  # the root mean square of a centred state is its deviation
+    path = source.inside(WEIGHTS)
+    tensors, _ = read_safetensors(path, lambda name: name not in ("W_dec", "W_skip"))
+    encoder, bias, threshold = _encoder(tensors, architecture, path)
+    offset = tensor_of(tensors, "b_dec", path) if field(said, "apply_b_dec_to_input", bool, where, True) and "transcoder" not in architecture else None
+    wanted = _wanted(features, names or {}, encoder.shape[1])
+    factor = sharpness * (activation_scale or 1.0)
+    if norm == "layer_norm":  # SAELens divides by the deviation with n - 1, a pack by that with n
+        factor *= math.sqrt((len(encoder) - 1) / len(encoder))
+    changed = factor != 1 or (centered and normalize == "none")
+    dtype = torch.bfloat16 if encoder.dtype == torch.bfloat16 and not changed else torch.float32
+    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype), torch.empty(len(wanted), 1)
+    for begin in range(0, len(wanted), _SLICE):
+        at = torch.tensor(wanted[begin : begin + _SLICE])
+        rows = encoder[:, at].T.double()
+        shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
+        if centered and normalize == "none":
+            rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
+        w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (factor * rows).to(dtype), (sharpness * shift).float()
+    if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
+        raise ImportRefused(f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged")
+    concepts = [
+        {"id": f"f{i}", "name": (names or {}).get(i, f"feature {i}"), "parents": [], "sae_feature": i, "sae_threshold": float(threshold[i])} for i in wanted
+    ]
+    stated = {
+        "architecture": architecture, "normalize_activations": norm, "hook_name": said.get("hook_name", said.get("hook_point")), "n_features": encoder.shape[1], "centered": centered,
+        "activation_scale": activation_scale, "sharpness": sharpness,
+    }  # fmt: skip
+    notes = ["Every alert threshold is 0.5: a probe fires where its feature's activation is above 0."]
+    if norm == "layer_norm":
+        notes.append("The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of 1e-5 / deviation.")
+    told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
+    return write_stacked(
+        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5),
+        notes=notes, stated=stated, files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)}, **told,
+    )  # fmt: skip
+
+
+def _checked(said: Mapping[str, Any], architecture: str, where: Path) -> str:
+    """How activations were normalised. Raises `ImportRefused` for an encoder whose features are no probes of one state."""
+    activation = said.get("activation_fn", said.get("activation_fn_str", "relu"))
+    if architecture not in _ARCHITECTURES or activation not in ("relu", None):
+        what = architecture if architecture not in _ARCHITECTURES else f"{architecture} with {activation}"
+        raise ImportRefused(f"{where}: the encoder is {what}, in which a feature is not active by itself: supported are {', '.join(_ARCHITECTURES)} (SAELens saves batchtopk as jumprelu)")
+    if said.get("reshape_activations", "none") != "none" or said.get("hook_head_index") is not None:
+        raise ImportRefused(f"{where}: the encoder reads heads of attention, which are no site of probemon")
+    norm = said.get("normalize_activations")
+    if norm is None or isinstance(norm, bool):  # as it was before version 3
+        norm = "expected_average_only_in" if norm else "none"
+    if not isinstance(norm, str) or norm not in _NORMS:
+        raise ImportRefused(f"{where}: activations were normalised by {norm!r}; supported are {', '.join(_NORMS)}: let SAELens fold others in, and save again")
+    return norm
+
+
+def _centered(said: Mapping[str, Any], given: bool | None, where: Path) -> bool:
+    """Whether states had their mean subtracted: what the file says of how the host was loaded, else what was given."""
+    loaded = said.get("model_from_pretrained_kwargs")
+    found = bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None  # SAELens loads without processing
+    if found is None and given is None:
+        raise ImportRefused(
+            f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens model with centred writing weights (its default for "
+            "hosts with a LayerNorm)"
+        )
+    if found is not None and given not in (None, found):
+        raise ImportRefused(f"{where} says that writing weights were {'' if found else 'not '}centred, and centered={given} was given: leave it out")
+    return bool(given if found is None else found)
+
+
+def _site(said: Mapping[str, Any], where: Path) -> str | None:
+    """The site that a hook of TransformerLens is, None where a hook names no residual stream."""
+    hook = said.get("hook_name", said.get("hook_point"))
+    if not isinstance(hook, str):
+        return None
+    match = _RESIDUAL.fullmatch(hook)
+    if match is not None and len(match[1]) < 6:
+        layer = int(match[1]) - (match[2] == "pre")  # what goes into a block is what came out of the one before
+        if layer >= 0:
+            return f"resid_post.{layer}"
+    if hook.startswith(("blocks.", "hook_", "ln_final")) and not _BLOCK.fullmatch(hook):
+        raise ImportRefused(f"{where}: the encoder reads {hook}, which is no site of probemon: those are the output of a block, of its attention and of its feed-forward part")
+    return None
+
+
+def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Encoder `[D, F]`, bias `[F]` and threshold `[F]`: feature f is active where state @ encoder[:, f] + bias[f] > threshold[f]."""
+    encoder = tensor_of(tensors, "W_enc", path)
+    if encoder.dim() != 2 or not encoder.numel():
+        raise ImportRefused(f"{path}: W_enc has shape {tuple(encoder.shape)}, expected [D, features]")
+    needed = ["b_gate", "b_mag", "r_mag"] if architecture == "gated" else ["b_enc", *(["threshold"] if architecture in _THRESHOLDED else [])]
+    for name, size in [*((name, encoder.shape[1]) for name in needed), *([] if "transcoder" in architecture else [("b_dec", len(encoder))])]:
+        found = tensor_of(tensors, name, path)
+        if tuple(found.shape) != (size,):
+            raise ImportRefused(f"{path}: {name} has shape {tuple(found.shape)}, expected ({size},)")
+    zero = torch.zeros(encoder.shape[1], dtype=torch.float64)
+    if architecture == "gated":
+        # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
+        return encoder, torch.minimum(tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())), zero
+    # An activation is also cut at 0, so that a threshold below is none.
+    threshold = tensors["threshold"].double().clamp(min=0) if architecture in _THRESHOLDED else zero
+    return encoder, tensors["b_enc"], threshold
+
+
+def _wanted(features: Iterable[int] | None, names: Mapping[int, str], n: int) -> list[int]:
+    wanted = list(range(n)) if features is None else list(features)
+    if not wanted:
+        raise ImportRefused("features is empty: give the numbers of those to import, or leave it out for all")
+    for i in (*wanted, *names):
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n:
+            raise ImportRefused(f"there is no feature {i!r}: the SAE has features 0 to {n - 1}")
+    if len(set(wanted)) != len(wanted):
+        raise ImportRefused(f"features names {next(i for i in wanted if wanted.count(i) > 1)} twice")
+    return wanted

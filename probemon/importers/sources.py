@@ -1,0 +1,122 @@
+"""Small files of other projects: which ones, JSON, safetensors with their metadata, and fields of the right kind.
+
+    files = named_files("probes/", ".pt")                           # {concept: path}
+    config = read_json(path); layers = field(config, "n_layers", int, path)
+    tensors, metadata = read_safetensors(path)
+
+As in `probemon.importers.weights`, nothing here runs what it reads, no file is read past a bound, and none outside of a folder that was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from probemon.errors import ImportRefused
+from probemon.importers import weights
+
+MAX_BYTES = 8 << 30
+_LARGEST = 1e300  # an integer of JSON can be larger than any float
+_PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
+
+
+def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
+    """Files by concept: as a mapping gives them, one file by its stem, or all of a folder with the suffix. Raises `ImportRefused`."""
+    if isinstance(source, Mapping):
+        found = {name: Path(path) for name, path in source.items()}
+    elif Path(source).is_dir():
+        found = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
+        if not found:
+            there = sorted(path.name for path in Path(source).iterdir())
+            for name in there:
+                _no_pickle(Path(name))
+            raise ImportRefused(f"{source} holds no {suffix} file{f' (it holds {there[0]})' if there else ''}: give the folder that the probes were saved to")
+    else:
+        found = {Path(source).stem: Path(source)}
+    for path in found.values():
+        check_file(path, MAX_BYTES)
+    return found
+
+
+def check_file(path: Path, max_bytes: int) -> None:
+    """Raise `ImportRefused` unless a file is there, is no pickle by its name, and has at most so many bytes."""
+    _no_pickle(path)
+    weights.check_file(path, max_bytes)
+
+
+def _no_pickle(path: Path) -> None:
+    if path.suffix.lower() in _PICKLES:
+        raise ImportRefused(f"{path} is a pickle, and loading one runs what is in it: load it yourself where you trust it, and hand over the objects (probemon.importers.sklearn, .generic)")
+
+
+def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
+    """What a JSON file holds. Raises `ImportRefused` where it is none, or longer than `max_bytes`."""
+    check_file(path, max_bytes)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ImportRefused(f"{path} cannot be read ({str(error)[:100]})") from None
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, what: str) -> Any:
+    """What a JSON text inside another file holds. Raises `ImportRefused` naming `what`."""
+    try:
+        return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities are no JSON
+    except (ValueError, RecursionError) as error:
+        raise ImportRefused(f"{what} is not valid JSON ({type(error).__name__}: {str(error)[:100]})") from None
+
+
+def read_safetensors(path: Path, wanted: Callable[[str], bool] = lambda name: True, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, of those that are wanted, and the file's own metadata.
+
+    safetensors checks the header: no tensor lies outside of the file, so that all together take at most its bytes. Raises `ImportRefused`.
+    """
+    check_file(path, max_bytes)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ImportRefused(f"{path} cannot be read as safetensors ({str(error)[:150]})") from None
+
+
+def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
+    """A tensor of floats by name. Raises `ImportRefused` naming those that there are."""
+    found = tensors.get(name)
+    if not isinstance(found, Tensor):
+        there = ", ".join(map(str, list(tensors)[:8])) or "nothing"
+        raise ImportRefused(f"{where} holds no tensor {name!r}; it holds {there}")
+    if not found.is_floating_point() or found.layout is not torch.strided:
+        raise ImportRefused(f"{where}: {name!r} is {found.dtype}, {found.layout}: expected a plain tensor of floats")
+    return found
+
+
+def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
+    """A field of a JSON object, of the right kind. Raises `ImportRefused` where it is not, or is missing without a default."""
+    if not isinstance(mapping, dict):
+        raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
+    found: Any = mapping.get(name, default)
+    if found is ...:
+        raise ImportRefused(f"{where} has no {name!r}")
+    if found is default:
+        return found
+    if isinstance(found, bool) is not (kind is bool) or not isinstance(found, (int, float) if kind is float else kind):
+        raise ImportRefused(f"{where}: {name!r} is {found!r}, expected {kind.__name__}")
+    if kind is float and not abs(found) < _LARGEST:
+        raise ImportRefused(f"{where}: {name!r} is not a finite number")
+    return float(found) if kind is float else found
+
+
+def site_of(found: str | None, given: str | None, where: object) -> str:
+    """The site: what the file says, where it says it, else what was given. Raises `ImportRefused` where they differ or both are missing."""
+    if found is None and given is None:
+        raise ImportRefused(f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15' (the output of block 15, counted from 0)")
+    if found is not None and given not in (None, found):
+        raise ImportRefused(f"{where} says that the state is read at {found}, and site={given!r} was given: leave it out, or import the weights with probemon.importers.generic")
+    return found if found is not None else str(given)

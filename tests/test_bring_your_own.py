@@ -1,0 +1,102 @@
+"""The page on bringing one's own probes tells the truth: every example runs, in its order, on files as the other projects write them."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import foreign_files as foreign
+import hatcat_packs as hatcat
+import pytest
+from safetensors.torch import save_file
+
+from probemon import ProbePack, cli
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/bring-your-own-probes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with every file that the page speaks of."""
+    here = tmp_path_factory.mktemp("page")
+    lenses = here / "lens_packs/mine"
+    hatcat.write_layered(lenses, hatcat.modules(["plain"], foreign.D))
+    hatcat.write_hierarchy(lenses)
+    foreign.probelab_logistic(here / "probelab-probes/lie.pt")
+    foreign.probelab_mlp(here / "probelab-probes/net.pt")
+    (here / "probekit.json").write_text(json.dumps({"deception": foreign.probekit_dict()[0], "refusal": foreign.probekit_dict(45, False)[0]}))
+    foreign.steerkit_probe(here / "steerkit-probes/refusal.safetensors")
+    foreign.sae(here / "sae", "jumprelu")
+    (here / "sae-names.json").write_text('{"7": "cats"}')
+    foreign.hallucination_head(here / "hallucination-head")
+    tensors = {"animal.weight": (1, 12), "animal.bias": (1,), "kinds.weight": (5, 12), "kinds.bias": (5,), "fc1.weight": (6, 12), "fc1.bias": (6,), "fc2.weight": (1, 6), "mean": (12,), "std": (12,)}
+    save_file({name: foreign.random(*shape, seed=i).abs() + 0.1 for i, (name, shape) in enumerate(tensors.items())}, here / "heads.safetensors")
+    (mapping,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    (here / "heads.json").write_text(mapping)
+    return here
+
+
+def test_every_python_example_runs(place):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 8
+    (place / "example.py").write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, "-W", "error", "example.py"], cwd=place, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "HatCat" in PAGE and "probes" in done.stdout
+    for name in ("mine-too", "sklearn", "lie", "probekit-too", "refusal", "cats", "hallucination-too", "own", "heads"):
+        assert ProbePack.open(place / "packs" / name, verify=True).n_probes
+    assert [c["id"] for c in ProbePack.open(place / "packs/sklearn").concepts] == ["deception", "refusal", "humour", "animal/cat", "animal/dog", "animal/owl"]
+
+
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[2])
+def test_every_command_runs_and_says_what_it_made(place, monkeypatch, capsys, line):
+    monkeypatch.chdir(place)
+    name, *arguments = shlex.split(line)
+    assert name == "probemon" and run(monkeypatch, capsys, *arguments)[0] == 0
+    target = Path(arguments[3])
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--overwrite", "--json")
+    told, pack = json.loads(out), ProbePack.open(target, verify=True)
+    assert code == 0 and told["n_probes"] == pack.n_probes and told["directory"] == str(target) and told["report"] == json.loads(json.dumps(pack.manifest["provenance"]["import"]))
+    code, _, error = run(monkeypatch, capsys, *arguments)
+    assert code == 2 and error.startswith(f"probemon: {target} exists") and error.count("\n") == 1
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit status, standard output and standard error of a command."""
+    monkeypatch.setattr(sys, "argv", ["probemon", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, error = capsys.readouterr()
+    return ended.value.code, out, error
+
+
+def test_every_importer_has_its_command_and_its_section():
+    assert {line.split()[2] for line in COMMANDS} == {"hatcat", "probelab", "probekit", "steerkit", "saelens", "hallucination", "safetensors"}
+    for section in re.findall(r"\]\(#([\w-]+)\)", PAGE):
+        assert any(re.sub(r"[^\w]+", "-", line[3:].lower()) == section for line in PAGE.splitlines() if line.startswith("## ")), section
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["probelab", "nothing.pt", "p", "--site", "resid_post.1"], "nothing.pt"),
+    (["probelab", "probelab-probes", "p", "--site", "layer.1"], "site 'layer.1' is not supported"),
+    (["probelab", "probelab-probes", "p"], "Missing option '--site'"),
+    (["probelab", "probelab-probes", "p", "--site", "resid_post.1", "--normalize", "l2"], "normalize is 'l2'"),
+    (["hatcat", "lens_packs/mine", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+    (["steerkit", "steerkit-probes", "p"], "Missing option '--scale'"),
+    (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is no number and no range"),
+    (["saelens", "sae", "p", "--features", "3,99"], "no feature 99"),
+    (["saelens", "sae", "p", "--names", "heads.json"], "names by number of feature"),
+    (["saelens", "probelab-probes", "p"], "cfg.json is missing"),
+    (["safetensors", "heads.safetensors", "p", "--mapping", "sae-names.json"], "no field '7'"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_status_2(place, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(place)
+    code, out, error = run(monkeypatch, capsys, "import", *arguments)
+    assert code == 2 and message in error and error.startswith("probemon: ") and error.count("\n") == 1 and not out
+    assert not (place / "p").exists()

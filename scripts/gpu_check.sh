@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 failed=0
 $python -c "import torch; assert torch.cuda.is_available(), 'no GPU here'; print(torch.cuda.get_device_name(), torch.__version__)"
 # Warnings are errors in this project; other versions of torch than the pinned one may warn.
-$python -m pytest -W default -m gpu tests/test_gpu.py tests/test_bem_triton.py tests/test_routing.py "$@" || failed=1
+$python -m pytest -W default -m gpu tests/test_gpu.py tests/test_bem_triton.py tests/test_bem_controller_triton.py tests/test_routing.py "$@" || failed=1
 if command -v compute-sanitizer > /dev/null && compute-sanitizer --error-exitcode 3 $python -c "import torch; torch.zeros(1).cuda()" > /dev/null; then
   compute-sanitizer --error-exitcode 3 $python -m pytest -W default -m gpu tests/test_gpu.py -k "bitwise and 2560" || failed=1
 fi

@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from probemon.bem import update
 from probemon.errors import ConfigError
 from probemon.kernels import bem_triton
 from probemon.kernels.bem_triton import generated_update
@@ -162,6 +163,19 @@ def test_gradcheck_in_fp64():
     inputs[3][1] = 0  # codes of zero have a gradient
     inputs = [t.requires_grad_() for t in inputs]
     assert torch.autograd.gradcheck(lambda x, v, u, codes, base: generated_update(x, v, u, codes, SCALE, base=base), inputs)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_codes_of_zero_have_their_gradient_under_an_eps_of_zero_by_every_implementation(impl):
+    """So that a router that gives zeros can learn to give others."""
+    given = case(5, 12, 9, 3)
+    given[3][[1, 4]] = 0
+    inputs = [t.clone().requires_grad_() for t in given]
+    out = update.generated_update(*inputs[:4], SCALE, base=inputs[4], eps=0.0, impl=impl)
+    out.backward(weighting(out))
+    assert torch.equal(out[[1, 4]], given[4][[1, 4]]) and inputs[3].grad[[1, 4]].all()
+    for mine, exact in zip(inputs, gradients_in_fp64(given, weighting(out)), strict=True):
+        assert_close(mine.grad, *exact)
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.9])

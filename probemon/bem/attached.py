@@ -89,8 +89,8 @@ class _Thread(threading.local):
 class Bem(nn.Module):
     """An adapter and its parameters: `controller`, and `updates` by site. `attach` and `detach` put it on its host and take it off.
 
-    Its parameters are its own: the host's do not change, and are not frozen by it. `impl`: how updates are computed, "reference", "triton" or "auto",
-    which chooses here and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's error is
+    Its parameters are its own: the host's do not change, and are not frozen by it. `impl`: how updates, and the codes of steps of one column, are
+    computed, "reference", "triton" or "auto", which chooses here and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's error is
     raised. `checkpoint_controller`: the controller is computed again in the backward pass, and little of it kept.
     """
 
@@ -105,12 +105,12 @@ class Bem(nn.Module):
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
         read = layers[config.read_layer]
-        self.impl, self.impl_why = choose_impl(impl, [device_of(site.module) for site in self.sites])
+        self.impl, self.impl_why = choose_impl(impl, [device_of(module) for module in (read, *(site.module for site in self.sites))])
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.seed)  # in a fork: what is sampled afterwards is the same as without an adapter
             self.controller = Controller(hidden_size(host), config).to(device_of(read), torch.float32)
             self.updates = make_updates(self.sites, config)
-        self.controller.checkpointed = checkpoint_controller
+        self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
         self.governor = Governor(config, self.sites, self.updates)
         self._signature = list(inspect.signature(decoder.forward).parameters)

@@ -18,9 +18,10 @@ confidence of the token's chunk, `sigmoid(g / exp(t))`, with g from what the chu
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +104,13 @@ class Controller(nn.Module):
     """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace them.
 
     `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden states and the
-    codes is computed again in the backward pass and not kept (Chen et al. 2016).
+    codes is computed again in the backward pass and not kept (Chen et al. 2016). `fused`: a forward of one column is one step of
+    `probemon.kernels.bem_controller`, in Triton; not where it is checkpointed.
     """
 
     guard: Guard | None = None
     checkpointed = False
+    fused = False
 
     def __init__(self, hidden_size: int, config: BemConfig) -> None:
         super().__init__()
@@ -140,11 +143,15 @@ class Controller(nn.Module):
     def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
         """As `forward`, without a guard. An error leaves the state as if these columns had not been read."""
         before = self.resume(state)
-        if state.room == 0 and state.n_columns:
+        again = self.checkpointed and torch.is_grad_enabled()
+        fused = self.fused and not again and real.shape[1] == 1
+        if state.room == 0 and state.n_columns and not fused:  # the kernel sees for itself which rows complete a chunk
             # On a GPU this waits, once in N steps of decoding; the others then have a fraction of the work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
         inside = real.shape[1] <= state.room
-        if self.checkpointed and torch.is_grad_enabled():
+        if fused:
+            made = self._step(before, hidden, real, state.level)
+        elif again:
             made = checkpoint(self._route, before, hidden, real, state.level, not inside, use_reentrant=False, preserve_rng_state=False)
         else:
             made = self._route(before, hidden, real, state.level, not inside)
@@ -168,6 +175,18 @@ class Controller(nn.Module):
         if self.token is not None:
             token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
         return z, carry, self._codes(prefix, chunk, token, confidence, before.n, real, level, torch.zeros_like(real))
+
+    def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
+        """As `_route`, of one column, by the kernel."""
+        kernel: Any = importlib.import_module("probemon.kernels.bem_controller")
+        config = self.config
+        under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
+        settings = kernel.StepSettings(config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over)
+        carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
+        made = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
+        levels = made.level if level is None else level[:, None]
+        codes = Codes(made.prefix, made.chunk, made.token, levels, made.confidence, made.chunk_index, made.boundary, torch.zeros_like(real))
+        return made.z, Carry(*made.carry), codes
 
     def static(self, real: Tensor, state: ControllerState) -> Codes:
         """Codes of 1 for the columns that a state has not read yet, real `[B, T]` bool, with what is known without the routers."""
@@ -292,3 +311,12 @@ class Controller(nn.Module):
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))
+
+
+def _named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """As `named_parameters()`, more cheaply: a step of decoding asks for them every time, since they may have been replaced."""
+    found: dict[str, Tensor] = {prefix + name: weight for name, weight in module._parameters.items() if weight is not None}
+    for name, child in module._modules.items():
+        if child is not None:
+            found |= _named_weights(child, f"{prefix}{name}.")
+    return found

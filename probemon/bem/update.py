@@ -24,7 +24,7 @@ Update = Callable[..., Tensor]
 
 def reference(x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Eager torch: as `generated_update`."""
-    if eps is not None:
+    if eps:  # of eps = 0 nothing is left out: what is computed of codes of zero is zero, and they have a gradient
         rows = (~(codes.abs() <= eps).all(dim=1)).nonzero()[:, 0]  # not abs > eps: a NaN is not left out, so that it is seen
         if len(rows) < len(x):
             kept = x.new_zeros(len(x), len(U)) if base is None else base
@@ -43,7 +43,7 @@ def _triton() -> Update:
 
 
     def fused(x: Tensor, *given: object, base: Tensor | None, eps: float | None) -> Tensor:
-        # Leaving out rows of zeros alone is exact. Under autocast a base is narrower than its x.
+        # With 0 it leaves out rows of zeros, which is exact, and gives their codes the gradient that they have. Under autocast a base is narrower than its x.
         return kernel(x if base is None else x.to(base.dtype), *given, base=base, eps=eps or 0.0)
 
     return fused
@@ -65,8 +65,8 @@ def generated_update(
 ) -> Tensor:  # fmt: skip
     """x [M, in], V [in, r], U [out, r], codes [M, r] -> [M, out] in the dtype of x; with `base` [M, out], base plus it, in its dtype.
 
-    With `eps`, rows of which every `|c| <= eps` are left out: their update is zero, and has no gradient. What that changes is bounded
-    by `error_bound`. On a GPU the reference then waits for the number of rows. Raises `ConfigError`, `KernelUnavailable`.
+    With `eps` over 0, rows of which every `|c| <= eps` are left out: their update is zero, and has no gradient. What that changes is bounded
+    by `error_bound`. An eps of 0 changes nothing. On a GPU the reference then waits for the number of rows. Raises `ConfigError`, `KernelUnavailable`.
     """
     if impl == "reference":
         return reference(x, V, U, codes, scale, base=base, eps=eps)

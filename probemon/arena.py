@@ -77,15 +77,18 @@ class Arena(Protocol):
 class ResidentArena:
     """The whole pack, slot = probe. On a CPU this is the mapped pack itself, on a GPU one upload.
 
-    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`).
+    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`). The weights of
+    several packs of one architecture lie one after another, in memory of the arena's own.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], device: torch.device, check: Callable[[Ints], None]) -> None:
-        self.weights: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in weights.items()}
+    def __init__(self, weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], device: torch.device, check: Callable[[Ints], None]) -> None:
+        self._sources = [weights] if isinstance(weights, Mapping) else list(weights)
+        self.weights: Mapping[str, Tensor] = (
+            {name: tensor.to(device) for name, tensor in self._sources[0].items()} if len(self._sources) == 1 else _stacked(self._sources, device)
+        )
         self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
-        self._source = weights
         self._check = check
-        self._n = len(weights["w1"])
+        self._n = len(self.weights["w1"])
         self.checked = np.zeros(self._n, dtype=bool)
         self._pins: Counter[int] = Counter()
         self._hits = 0
@@ -120,13 +123,17 @@ class ResidentArena:
     def stats(self) -> ArenaStats:
         """Every slot is taken, from the start."""
         moved = any(tensor.device.type != "cpu" for tensor in self.weights.values())
-        n_bytes = sum(t.numel() * t.element_size() for t in self._source.values()) if moved else 0
+        n_bytes = sum(t.numel() * t.element_size() for t in self.weights.values()) if moved else 0
         return ArenaStats(self._n, 0, len(self._pins), self._hits, 0, 0, n_bytes)
 
     def check_integrity(self) -> None:
-        """The weights are those of the pack."""
-        for name, tensor in self.weights.items():
-            assert torch.equal(tensor.cpu(), self._source[name]), name
+        """The weights are those of the pack, or of the packs one after another."""
+        first = 0
+        for source in self._sources:
+            for name, tensor in source.items():
+                assert torch.equal(self.weights[name][first : first + len(tensor)].cpu(), tensor), name
+            first += len(source["w1"])
+        assert first == self._n, (first, self._n)
 
 
 class PagedArena:
@@ -294,6 +301,19 @@ class PagedArena:
         for probe, state in self._store.get_many(held.tolist()).items():
             for name, tensor in state.items():
                 assert torch.equal(self.weights[name][int(self._slot_of[probe])].cpu(), tensor), (probe, name)
+
+
+def _stacked(sources: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """One after another on the device: each is copied once, to its place."""
+    n = sum(len(source["w1"]) for source in sources)
+    with torch.inference_mode(False):  # else they could not be filled outside of that mode
+        made = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}
+    first = 0
+    for source in sources:
+        for name, tensor in source.items():
+            made[name][first : first + len(tensor)].copy_(tensor)
+        first += len(source["w1"])
+    return made
 
 
 def _take_back(pins: Counter[int], probes: Sequence[int] | Ints) -> None:

@@ -3,6 +3,7 @@
     plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
     step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
     step.active, step.scores, step.dropped, retain(plan, step)
+    asking = descending(plan, n_rows, retained)         # the same, asked for its pairs round by round: several can go in step
 
 N rows are descended together, round by round, as masks `[N, P]`. Only a row that meets
 `max_loaded_probes` is admitted probe by probe.
@@ -10,10 +11,10 @@ N rows are descended together, round by round, as masks `[N, P]`. Only a row tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from probemon.types import CascadeConfig, Floats
 
 # Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.
 ScorePairs = Callable[[Ints, Ints], Floats]
+Made = TypeVar("Made")
+# What yields (rows, probes), is sent the own scores of these pairs, and in the end returns what it made of them.
+Asking = Generator[tuple[Ints, Ints], Floats, Made]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class CascadePlan:
     def start(self) -> Ints:
         """Ascending ids of `always`."""
         return np.flatnonzero(self.always)
+
+    def reaching(self, floor: float) -> CascadePlan:
+        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score never rises downward."""
+        return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor))) if self.path_rule else self
 
     @classmethod
     def of(
@@ -108,28 +116,52 @@ class Descent:
 
 def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
     """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or `max_rounds`."""
+    return driven(descending(plan, n_rows, retained), score)
+
+
+def driven(asking: Asking[Made], score: ScorePairs) -> Made:
+    """What comes of it when every pair that it asks for is scored by `score`."""
+    try:
+        pairs = next(asking)
+        while True:
+            pairs = asking.send(score(*pairs))
+    except StopIteration as done:
+        made: Made = done.value
+        return made
+
+
+def descending(plan: CascadePlan, n_rows: int, retained: Mask | None) -> Asking[Descent]:
+    """`descend`, for whom it asks: the pairs of one round are yielded at once."""
     scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
 
-    def fill(which: Mask) -> None:
+    def fill(which: Mask) -> Asking[None]:
         rows, probes = np.nonzero(which)
         if len(rows):
-            scores[rows, probes] = score(rows, probes)
+            scores[rows, probes] = yield rows, probes
             if plan.path_rule:
                 plan.tree.times_best_parent_of(scores, rows, probes)
 
-    active, dropped = _rounds(plan, n_rows, retained, scores, fill)
+    active, dropped = yield from _rounds(plan, n_rows, retained, scores, fill)
     return Descent(active, dropped, scores)
 
 
 def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
     """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the search."""
-    active, dropped = _rounds(plan, len(everything), retained, everything, lambda which: None)
+
+    def known(which: Mask) -> Asking[None]:
+        yield from ()
+
+    active, dropped = driven(_rounds(plan, len(everything), retained, everything, known), _nobody)
     return Descent(active, dropped, np.where(active, everything, np.float32(0)))
 
 
+def _nobody(rows: Ints, probes: Ints) -> Floats:
+    raise AssertionError("every score is known")
+
+
 def _rounds(
-    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], None]
-) -> tuple[Mask, Mask]:
+    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], Asking[None]]
+) -> Asking[tuple[Mask, Mask]]:
     """Active and dropped probes; `fill(mask)` makes the scores of newly active ones present in `scores`."""
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
@@ -138,7 +170,7 @@ def _rounds(
         if plan.path_rule:
             active = tree.close(active)
     dropped = np.zeros_like(active)
-    fill(active)
+    yield from fill(active)
     frontier = active
     rounds = 0
     while config.max_rounds is None or rounds < config.max_rounds:
@@ -154,7 +186,7 @@ def _rounds(
                 wanted[row] = _admit(plan, new[row].copy(), active[row], expanded[row], scores[row], dropped[row])
         active = active | wanted
         dropped &= ~active
-        fill(wanted)
+        yield from fill(wanted)
         frontier = wanted
         rounds += 1
     return active, dropped

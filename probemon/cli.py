@@ -1,6 +1,7 @@
 """The command line.
 
     probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
+    probemon watch demo probes/wordnet-smollm2-135m --pack probes/wordnet-smollm2-135m-mlp
     probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
     probemon inspect probes/wordnet-smollm2-135m
 
@@ -24,10 +25,13 @@ from rich.table import Table
 from probemon.cli_calibrate import calibrate
 from probemon.cli_corpus import analyze
 from probemon.cli_diff import diff
+from probemon.cli_import import importing
+from probemon.cli_pack import hierarchy
+from probemon.cli_pack import pack as packs
 from probemon.cli_report import report
 from probemon.cli_routing import routing
 from probemon.errors import ConfigError, ProbemonError
-from probemon.loading import load_aloud, use_threads
+from probemon.loading import MORE_PACKS, load_aloud, use_threads
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -39,8 +43,10 @@ _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examp
 _OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (analyze, report, diff, calibrate, routing):
+for command in (analyze, report, diff, calibrate, routing, hierarchy):
     app.command()(command)
+app.add_typer(importing, name="import")
+app.add_typer(packs, name="pack")
 
 
 @app.callback()
@@ -52,6 +58,7 @@ def callback() -> None:
 def watch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
     pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
+    more_packs: Annotated[list[str] | None, typer.Option("--pack", metavar="PACK", help=MORE_PACKS)] = None,
     prompt: Annotated[str, typer.Option(help="What to say to the model.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 48,
     plain: Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")] = False,
@@ -62,17 +69,17 @@ def watch(
     threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
 ) -> None:
-    """Generate from MODEL and show the concepts of PACK token by token."""
+    """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once."""
     if not prompt.strip():
         raise ConfigError("the prompt is empty: say something with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
+    from probemon.group import open_packs
     from probemon.kernels import check_device
-    from probemon.pack import ProbePack
 
     check_device(device)
     use_threads(threads)
-    opened = ProbePack.from_pretrained(pack)  # first: it takes milliseconds, the model seconds
+    opened = open_packs([pack, *(more_packs or ())])  # first: it takes milliseconds, the model seconds
     say = Console(stderr=True)
     host, tokenizer = load_aloud(model, device)
     from probemon.live import LiveView, PlainView, View, summary

@@ -1,6 +1,7 @@
 """Commands on corpora: analyze.
 
     probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
+    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --pack probes/wordnet-smollm2-135m-mlp --out both/
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from probemon.documents import MAX_CHARS
 from probemon.errors import ConfigError
-from probemon.loading import load_aloud, use_threads, window_of
+from probemon.loading import MORE_PACKS, load_aloud, use_threads, window_of
 from probemon.windows import Reading
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def analyze(
     pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
     source: Annotated[str, typer.Argument(metavar="INPUT", help="A text file (a document a line), .jsonl, .parquet, a folder (a file each), or - for standard input.")],
     out: Annotated[Path, typer.Option(help="Where the analysis is written. One that is not finished, of the same input and settings, is gone on with.")],
+    more_packs: Annotated[list[str] | None, typer.Option("--pack", metavar="PACK", help=MORE_PACKS)] = None,
     floor: Annotated[str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")] = "fired",
     window: Annotated[int, typer.Option(help="Longest input of the model in tokens; 0: 1024, or what it takes.")] = 0,
     overlap: Annotated[int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")] = -1,
@@ -52,15 +54,15 @@ def analyze(
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Score every token of a corpus and write the concepts above the floor to OUT, in parquet.
+    """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet; with --pack those of several packs.
 
     With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
     """
     from probemon.documents import read_documents
+    from probemon.group import open_packs
     from probemon.kernels import check_device
     from probemon.manager import DynamicProbeManager
     from probemon.offline import Tables, kernel_of
-    from probemon.pack import ProbePack
 
     rank, world_size = _ranks()
     least: float | str = floor if floor == "fired" else _number("floor", floor)
@@ -70,10 +72,10 @@ def analyze(
     if ray:
         from probemon.distributed import Job
 
-        job = Job(model, pack, str(out), device, dtype, None, {"audit_rate": audit_rate}, least, reading, not no_text, strict)
+        job = Job(model, [pack, *(more_packs or ())], str(out), device, dtype, None, {"audit_rate": audit_rate}, least, reading, not no_text, strict)
         _told(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
-    opened = ProbePack.from_pretrained(pack)
+    opened = open_packs([pack, *(more_packs or ())])
     read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
     Tables(opened, least, not no_text)  # and so is a wrong floor
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))

@@ -10,7 +10,6 @@ The host is stopped after the last layer that the pack reads: what comes after c
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,10 +111,7 @@ class CorpusScorer:
             raise ConfigError(f"{type(host).__name__} is training, and drops at random: call model.eval()")
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
-        self._plan = manager.plan
-        if floor is not None and manager.pack.score_rule == "path":
-            # A path score never rises downward, so a descent that goes on above the floor reaches all that is above it, not only what fires.
-            self._plan = dataclasses.replace(manager.plan, expand_threshold=np.fmin(manager.plan.expand_threshold, np.float32(floor)))
+        self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
         self.window = reading.window_for(type(host).__name__, getattr(text_config(host), "max_position_embeddings", None))
         self.host = host
         self._decoder, _ = find_layers(host)
@@ -243,7 +239,7 @@ class CorpusScorer:
         with torch.inference_mode():
             _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
             everything = self.manager.score_all(states) if exhaustive else None
-        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.config.report_top_k), everything))
+        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), everything))
 
 
 def may_be_left(host: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +24,9 @@ from probemon.analysis import MANIFEST, Analysis
 from probemon.corpus import CorpusScorer
 from probemon.documents import MAX_CHARS, Document, Source, read_documents
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.group import AnyPack, open_packs
 from probemon.loading import load_model
 from probemon.offline import Progress, Tables, check_apart, check_known, environment, identity, kernel_of, write
-from probemon.pack import ProbePack
 from probemon.windows import Reading, Shard, shards
 
 _SPOOL = ".spool"
@@ -36,11 +36,12 @@ _SPOOL = ".spool"
 class Job:
     """What a worker needs: names and paths that mean the same on every machine, and the settings of `DynamicProbeManager` and `analyze`.
 
+    `pack`: one, or several ("NAME=pack" gives one a name of your own).
     `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that `probemon analyze` takes.
     """
 
     model: str
-    pack: str
+    pack: str | Sequence[str]
     out: str
     device: str = "cpu"
     dtype: str = "bfloat16"
@@ -50,6 +51,10 @@ class Job:
     reading: Reading = field(default_factory=Reading)
     keep_text: bool = True
     strict: bool = False
+
+    def opened(self) -> AnyPack:
+        """The pack, or the group of several."""
+        return open_packs([self.pack] if isinstance(self.pack, str) else self.pack)
 
 
 def analyze_dataset(
@@ -77,7 +82,7 @@ def analyze_dataset(
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
     # Chosen once, so that every worker's kernel is the same one.
     settings = {**job.settings, **kernel_of(out)}
-    manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
+    manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
     Tables(manager.pack, job.floor, job.keep_text)  # a wrong floor is to be told before anything is started
     read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
@@ -127,7 +132,7 @@ class _Worker:
 
         torch.set_num_threads(threads)  # Ray sets 1
         model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
-        manager = DynamicProbeManager(ProbePack.from_pretrained(job.pack), device=job.device, **settings)
+        manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
         tables = Tables(manager.pack, job.floor, job.keep_text)
         self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
         self._tables = tables

@@ -1,6 +1,6 @@
 """Engine: hidden states in, a descent out, by whichever way of evaluating is cheaper.
 
-    engine = Engine(pack, arena, device, impl)
+    engine = Engine(pack, PairScorer([pack], arena, device, impl, resident=True))
     inputs = engine.inputs({"resid_post.15": hidden})             # hidden [N, D]
     engine.choose(plan, "auto")                                   # measures, then says what it picked
     outcome = engine.evaluate(plan, inputs, retained, keep=np.arange(len(inputs)))
@@ -16,24 +16,23 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.arena import Arena, PagedArena, ResidentArena
-from probemon.cascade import CascadePlan, Descent, apply_rule, collect, descend, retain
+from probemon.arena import ResidentArena
+from probemon.cascade import Asking, CascadePlan, Descent, apply_rule, collect, descending, driven, retain
 from probemon.errors import ConfigError, ProbeLoadError
 from probemon.hierarchy import Ints, Mask
-from probemon.kernels import prepare_input, score_probes
 from probemon.pack import ProbePack
-from probemon.paging import Fetcher
-from probemon.types import Floats, InputSpec
+from probemon.scoring import Inputs, PairScorer
+from probemon.types import Floats
 
 if TYPE_CHECKING:
     from probemon.kernels.device_step import Arrived, DeviceSteps
+    from probemon.paging import Fetcher
 
 STRATEGIES = ("auto", "descent", "exhaustive")
 _BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
@@ -41,34 +40,7 @@ _FEW = _BATCH // 4  # rows that a step may have, and be evaluated as a step
 _PLANS = 4  # of runs with rules of their own, ready on the device at once
 _REPEATS = 7
 _EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation; a larger pack's time is scaled up
-_BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Prepared inputs `[I * N, D]`, one block of N for each of the pack's inputs, and which of the N states are finite."""
-
-    values: Tensor
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    def take(self, which: Ints) -> Inputs:
-        """Some of the states."""
-        at = torch.from_numpy(which).to(self.values.device)
-        blocks = [x.index_select(0, at) for x in self.values.split(self.n)]
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which))
-
-    @cached_property
-    def finite(self) -> np.ndarray:
-        """Mask `[N]`; looked at when it is asked for, since on a GPU that waits."""
-        finite = np.ones(self.n, dtype=bool)
-        for x in self.values.split(self.n) if self.n else ():  # a hidden state that is not finite is not finite after normalisation either
-            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
-            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
-                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
-        return finite
+BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
 
 
 @dataclass(frozen=True)
@@ -97,121 +69,160 @@ class Choice:
     why: str
 
 
-class Engine:
-    """Scores pairs of (state, probe) wherever the arena holds the probe, and descends."""
+class Evaluator(Protocol):
+    """What a manager asks: `Engine` for one pack, `probemon.together.Together` for several. Each has inputs and plans of its own kind."""
 
-    def __init__(
-        self, pack: ProbePack, arena: Arena, device: torch.device, impl: str, *, resident: bool, late: bool = False, prefetch: float = 0.0
-    ) -> None:
-        self.pack, self.arena, self.device, self.impl = pack, arena, device, impl
-        self._resident, self._waits, self._prefetch = resident, not late, prefetch
-        self.fetcher = Fetcher(arena.fetch) if isinstance(arena, PagedArena) and late else None
-        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True)) if isinstance(arena, PagedArena) and prefetch else None
-        self._input = pack.input_index.numpy()
+    choice: Choice
+
+    def inputs(self, hidden: Mapping[str, Tensor]) -> Any:
+        """Normalised and rounded hidden states, `[N, D]` at every site."""
+        ...
+
+    def everything(self, inputs: Any) -> Floats:
+        """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
+        ...
+
+    def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+        ...
+
+    def evaluate(self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+        ...
+
+    def batch_size(self) -> int:
+        """States worth evaluating at once."""
+        ...
+
+    def choose(self, plan: Any, strategy: str) -> Choice:
+        """Set `choice`: as told, or by measuring."""
+        ...
+
+    def check_room(self, plan: Any, what: str) -> None:
+        """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
+        ...
+
+    def background_errors(self) -> list[Exception]:
+        """What loads in the background met and nobody was told yet."""
+        ...
+
+
+class Engine:
+    """Descends one pack; `scorer` has the scores of its probes, which the arena numbers from `first` on."""
+
+    def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
+        self.pack, self.scorer, self.first = pack, scorer, first
+        self.arena, self.impl, self._resident = scorer.arena, scorer.impl, scorer.resident
+        self._input = scorer.block_of(pack)
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
         self._device: dict[int, tuple[CascadePlan, DeviceSteps | None]] = {}
+        self.side: Any = None  # the stream of steps on the device, where several engines share one
         self.n_overflowed = 0  # states that the device could not finish
-        if impl == "numba" and resident:
+        if self.impl == "numba" and self._resident:
             from probemon.kernels import numba_cpu
 
-            self._numba, self._net = numba_cpu, numba_cpu.CompiledNet.of(arena.weights)
+            self._numba, self._net = numba_cpu, numba_cpu.CompiledNet.of(self.arena.weights)
         self.choice = Choice("descent", "descent", "not measured")
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """What loads in the background, where nobody waits for weights."""
+        return self.scorer.fetcher
+
+    @property
+    def foreseer(self) -> Fetcher | None:
+        """What loads ahead, if anything does."""
+        return self.scorer.foreseer
 
     def background_errors(self) -> list[Exception]:
         """What loads in the background met and nobody was told yet."""
-        return [error for fetcher in (self.fetcher, self.foreseer) if fetcher is not None and (error := fetcher.take_error()) is not None]
+        return self.scorer.background_errors()
+
+    def check_room(self, plan: CascadePlan, what: str) -> None:
+        """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
+        self.scorer.check_room(len(plan.start), what)
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
-        """Normalised and rounded hidden states, `[N, D]` at every site of the pack."""
-        blocks = [self._prepare(hidden[spec.site].to(self.device), spec) for spec in self.pack.inputs]
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]))
+        """Normalised and rounded hidden states, `[N, D]` at every site of the scorer."""
+        return self.scorer.inputs(hidden)
 
-    def _prepare(self, hidden: Tensor, spec: InputSpec) -> Tensor:
-        if self.impl != "triton":
-            return prepare_input(hidden, spec, self.pack.input_dtype)
-        from probemon.kernels.triton_fused import normalise_triton
+    def pairs(self, n: int, rows: Ints, probes: Ints) -> tuple[Ints, Ints]:
+        """Pairs of N states and this pack's probes, as the scorer numbers inputs and probes."""
+        at = self._input[probes] * n + rows if len(self.scorer.specs) > 1 else rows
+        return at, probes + self.first if self.first else probes
 
-        return normalise_triton(hidden, spec.norm, spec.eps, self.pack.input_dtype)
+    def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask | None = None) -> Floats:
+        """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once.
 
-    def own_scores(self, inputs: Inputs, rows: Ints, probes: Ints) -> Floats:
-        """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once."""
-        n = len(inputs)
-        at = self._input[probes] * n + rows if len(self.pack.inputs) > 1 else rows
-        with self.arena.lock:
-            if self._resident:
-                for _ in self.arena.waves(probes):
-                    return self._score(inputs, at, probes)
-            distinct, pair_of = np.unique(probes, return_inverse=True)
-            scores = np.empty(len(probes), dtype=np.float32)
-            for wave, slots in self.arena.waves(distinct):
-                slot_of = np.full(len(distinct), -1, dtype=np.int64)
-                slot_of[wave] = slots
-                slot = slot_of[pair_of]
-                here = np.flatnonzero(slot >= 0)
-                scores[here] = self._score(inputs, at[here], slot[here])
-            return scores
-
-    def scores_of_held(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask) -> Floats:
-        """`own_scores` that waits for no weights: NaN where they are not there, marked in `late [N, P]`, and fetched in the background."""
-        assert isinstance(self.arena, PagedArena) and self.fetcher is not None
-        self.fetcher.raise_error()
-        n = len(inputs)
-        scores = np.full(len(probes), np.nan, dtype=np.float32)
-        with self.arena.lock:
-            distinct, pair_of = np.unique(probes, return_inverse=True)
-            slot = self.arena.held(distinct)[pair_of]
-            here = np.flatnonzero(slot >= 0)
-            if len(here):
-                at = self._input[probes[here]] * n + rows[here] if len(self.pack.inputs) > 1 else rows[here]
-                scores[here] = self._score(inputs, at, slot[here])
-        missing = np.asarray(slot < 0)
+        With `late [N, P]` no weights are waited for: NaN where they are not there, marked in `late`.
+        """
+        at, numbers = self.pairs(len(inputs), rows, probes)
+        if late is None:
+            return self.scorer.score(inputs.values, at, numbers)
+        scores, missing = self.scorer.score_held(inputs.values, at, numbers)
         late[rows[missing], probes[missing]] = True
-        self.fetcher.ask(np.unique(probes[missing]).tolist())
         return scores
+
+    def late(self, n: int, retained: Mask | None) -> Mask | None:
+        """Where to mark what is late of N states; None where it is waited for, as for a prompt: nothing of it would be there yet."""
+        return None if self.fetcher is None or retained is None else np.zeros((n, self.pack.n_probes), dtype=bool)
 
     def everything(self, inputs: Inputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by the pack's score rule."""
-        n, p = len(inputs), self.pack.n_probes
+        return driven(self.asking_everything(len(inputs)), lambda rows, probes: self.own_scores(inputs, rows, probes))
+
+    def asking_everything(self, n: int) -> Asking[Floats]:
+        """`everything`, for whom it asks: all pairs at once."""
+        p = self.pack.n_probes
         rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
         probes = self._every if n == 1 else np.tile(self._every, n)
-        own = self.own_scores(inputs, rows, probes).reshape(n, p)
+        own = (yield rows, probes).reshape(n, p)
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
     def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
         """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
-        on_device = self._on_device(plan, len(retained), retained) if self.choice.step == "descent" else None
+        on_device = self.on_device(plan, len(retained), retained) if self.choice.step == "descent" else None
         if on_device is None:
             return self.evaluate(plan, self.inputs(hidden), retained, keep)
         with on_device.beside(*hidden.values()):
             inputs = self.inputs(hidden)
             under_way = on_device.enqueue(inputs.values, retained)
-        return lambda: self._arrived(plan, inputs, under_way.wait(), retained, keep)
+        return lambda: self.arrived(plan, inputs, under_way.wait(), retained, keep)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
         """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+        late = self.late(len(inputs), retained)
+        asking = self.evaluating(plan, inputs, retained, keep, strategy, late)
+        return driven(asking, lambda rows, probes: self.own_scores(inputs, rows, probes, late))
+
+    def strategy(self, n: int, retained: Mask | None) -> str:
+        """How N states are evaluated by choice."""
+        return self.choice.step if retained is not None or n < _FEW else self.choice.batch
+
+    def evaluating(
+        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None, late: Mask | None
+    ) -> Asking[Outcome]:
+        """`evaluate`, for whom it asks, who marks in `late` what is. What is compiled, or all on the device, asks nothing."""
         n = len(inputs)
-        strategy = strategy or (self.choice.step if retained is not None or n < _FEW else self.choice.batch)
-        if strategy == "descent" and (on_device := self._on_device(plan, n, retained)) is not None:
+        strategy = strategy or self.strategy(n, retained)
+        if strategy == "descent" and (on_device := self.on_device(plan, n, retained)) is not None:
             before = np.zeros((n, self.pack.n_probes), dtype=bool) if retained is None else retained
             with on_device.beside():
                 under_way = on_device.enqueue(inputs.values, before)
-            return self._arrived(plan, inputs, under_way.wait(), before, keep)
+            return self.arrived(plan, inputs, under_way.wait(), before, keep)
         finite = inputs.finite
         everything = strategy == "exhaustive"
-        late: Mask | None = None
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
         elif everything:
-            step = apply_rule(plan, self.everything(inputs), retained)
-        elif self._waits or retained is None:  # a prompt is waited for: nothing of it would be there yet
-            step = descend(plan, n, retained, lambda rows, probes: self.own_scores(inputs, rows, probes))
+            step = apply_rule(plan, (yield from self.asking_everything(n)), retained)
         else:
-            missing: Mask = np.zeros((n, self.pack.n_probes), dtype=bool)
-            step = descend(plan, n, retained, lambda rows, probes: self.scores_of_held(inputs, rows, probes, missing))
-            by_parent = np.isnan(step.scores) & missing.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
-            late = np.asarray(missing | (step.active & by_parent))
+            step = yield from descending(plan, n, retained)
+        if late is not None:
+            by_parent = np.isnan(step.scores) & late.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
+            late = np.asarray(late | (step.active & by_parent))
             step.active[late], step.scores[late] = False, 0
         all_seen = finite.all()
         if not all_seen:
@@ -238,13 +249,12 @@ class Engine:
 
     def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
         """Have the children fetched of the last state's probes that nearly opened."""
-        assert self.foreseer is not None
         last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
         below = plan.expand_threshold[probes[last]] - values[last]
-        near = probes[last][(below >= 0) & (below <= self._prefetch)]
-        self.foreseer.ask(sorted({int(child) for p in near for child in plan.tree.children(int(p))}))
+        near = probes[last][(below >= 0) & (below <= self.scorer.prefetch)]
+        self.scorer.foresee(sorted({self.first + int(child) for p in near for child in plan.tree.children(int(p))}))
 
-    def _on_device(self, plan: CascadePlan, n: int, retained: Mask | None) -> DeviceSteps | None:
+    def on_device(self, plan: CascadePlan, n: int, retained: Mask | None) -> DeviceSteps | None:
         """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
         if self.impl != "triton" or not self._resident or n >= _FEW:
             return None
@@ -253,8 +263,10 @@ class Engine:
             from probemon.kernels.device_step import DeviceSteps
             from probemon.kernels.triton_cascade import DeviceCascade
 
-            steps = DeviceSteps(DeviceCascade(plan, self.arena.weights, self._input), self.pack.n_probes) if DeviceCascade.fits(plan) else None
-            for _ in self.arena.waves(self._every):  # whatever will be reached: weights are looked at before their first use
+            mine = slice(self.first, self.first + self.pack.n_probes)
+            weights = {name: tensor[mine] for name, tensor in self.arena.weights.items()}
+            steps = DeviceSteps(DeviceCascade(plan, weights, self._input), self.pack.n_probes, self.side) if DeviceCascade.fits(plan) else None
+            for _ in self.arena.waves(self._every + self.first):  # whatever will be reached: weights are looked at before their first use
                 pass
             if len(self._device) >= _PLANS:
                 self._device.pop(next(iter(self._device)), None)
@@ -264,7 +276,7 @@ class Engine:
             return None
         return steps
 
-    def _arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
+    def arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
         """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
         finite = found.finite  # looked at on the device: `inputs.finite` would wait for the host model
         n, again = len(inputs), np.flatnonzero(found.overflowed & finite)
@@ -279,7 +291,7 @@ class Engine:
         step.active[rows, found.probes], step.scores[rows, found.probes] = True, found.values
         if len(again):
             self.n_overflowed += len(again)
-            exact = descend(plan, len(again), retained[again], lambda rows, probes: self.own_scores(inputs, again[rows], probes))
+            exact = driven(descending(plan, len(again), retained[again]), lambda rows, probes: self.own_scores(inputs, again[rows], probes))
             step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
         step.active[~finite] = False
         kept, released = retain(plan, step, keep)
@@ -305,7 +317,7 @@ class Engine:
 
     def batch_size(self) -> int:
         """States worth evaluating at once."""
-        return max(1, _BATCH_CELLS // self.pack.n_probes)
+        return max(1, BATCH_CELLS // self.pack.n_probes)
 
     def choose(self, plan: CascadePlan, strategy: str) -> Choice:
         """Set `choice`: as told, or by timing both on the pack's golden states (on random ones where it has none)."""
@@ -328,10 +340,13 @@ class Engine:
         golden = self.pack.golden_hidden
         if golden is not None and len(golden):
             repeated = golden[torch.arange(_BATCH) % len(golden)]
-            return {site: repeated[:, i] for i, site in enumerate(self.pack.sites)}, "golden"
-        generator = torch.Generator().manual_seed(0)
-        size = (_BATCH, self.pack.architecture.hidden_size)
-        return {site: torch.randn(size, generator=generator) for site in self.pack.sites}, "random"
+            states, kind = {site: repeated[:, i] for i, site in enumerate(self.pack.sites)}, "golden"
+        else:
+            generator = torch.Generator().manual_seed(0)
+            size = (_BATCH, self.pack.architecture.hidden_size)
+            states, kind = {site: torch.randn(size, generator=generator) for site in self.pack.sites}, "random"
+        # What other packs of the scorer read has to be there, and is not asked for.
+        return {spec.site: next(iter(states.values())) for spec in self.scorer.specs} | states, kind
 
     def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
         n = len(inputs)
@@ -356,11 +371,6 @@ class Engine:
         scaled = times[0] * self.pack.n_probes / len(some) + times[1]
         name = "exhaustive" if scaled < times[2] else "descent"
         return name, f"{name} ({scaled * 1e3:.2f} ms against {times[2] * 1e3:.2f} ms by descent)"
-
-    def _score(self, inputs: Inputs, rows: Ints, slots: Ints) -> Floats:
-        rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)
-        scores: Floats = score_probes(inputs.values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
-        return scores
 
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:

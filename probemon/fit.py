@@ -1,6 +1,6 @@
 """Whether a pack fits a host: its shapes, its weights, and what was put around them.
 
-    check_host(pack, model, strict=False)
+    check_host(pack, model, strict=False)              # of a group, every pack
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ import warnings
 from typing import Any
 
 from probemon.errors import HostMismatch
+from probemon.group import AnyPack, PackGroup
 from probemon.host import find_layers, fingerprint, hidden_size, host_state
 from probemon.pack import ProbePack
 
 
-def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the pack cannot read this host; another checkpoint warns, or raises if `strict`."""
+def check_host(pack: AnyPack, model: Any, *, strict: bool) -> None:
+    """Raise `HostMismatch` where a pack cannot read this host; another checkpoint warns, or raises if `strict`."""
+    problems = [text for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) for text in _problems(one, model, strict)]
+    if problems and strict:
+        raise HostMismatch(f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True")
+    for problem in problems:
+        warnings.warn(problem, UserWarning, stacklevel=4)
+
+
+def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     _, layers = find_layers(model)
     stated = pack.manifest["host"]
     size, expected = hidden_size(model), pack.architecture.hidden_size
@@ -37,7 +46,4 @@ def check_host(pack: ProbePack, model: Any, *, strict: bool) -> None:
         problems.append(f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}{changed}): scores may mean nothing")
     if now.adapters != tuple(stated.get("adapters", ())):
         problems.append(f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters', ()))}: scores may mean something else")
-    if problems and strict:
-        raise HostMismatch(f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True")
-    for problem in problems:
-        warnings.warn(problem, UserWarning, stacklevel=4)
+    return problems

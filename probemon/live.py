@@ -137,7 +137,7 @@ def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
     text = Text()
     for name in above:
         text.append(f"{name} > ", style="dim")
-    return text.append(concept.name, style=style(concept))
+    return text.append(concept.path[-1], style=style(concept))
 
 
 def strength_bar(concept: ConceptScore) -> Text:

@@ -16,6 +16,8 @@ from rich.console import Console
 from probemon.errors import ConfigError
 from probemon.windows import Window
 
+MORE_PACKS = "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two have the same."
+
 
 def use_threads(threads: int) -> None:
     """Set torch's threads; 0 leaves what it chose. Raises `ConfigError`."""

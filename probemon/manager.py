@@ -7,6 +7,7 @@
     scores = manager.score_tokens(hidden)                 # one document, hidden [T, D]
     everything = manager.score_all(hidden)                # fp32 [T, P]
     manager.analyze(model, tokenizer, documents, out="scores/", resume=True)
+    both = DynamicProbeManager([pack_a, pack_b])          # one attach, one result; concepts are "name of pack:id"
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.arena import Arena, PagedArena, ResidentArena
+from probemon.arena import Arena
 from probemon.audit import check_rate, compare
-from probemon.cascade import CascadePlan, expand_thresholds
-from probemon.engine import Engine, Inputs, Outcome
+from probemon.cascade import CascadePlan
+from probemon.engine import Engine, Evaluator, Outcome
 from probemon.errors import ConfigError
+from probemon.group import AnyPack, PackGroup, one_or_several
 from probemon.hierarchy import Ints, Mask
-from probemon.kernels import check_device, check_impl, choose_impl
+from probemon.kernels import check_device
 from probemon.pack import ProbePack
-from probemon.records import Layout
+from probemon.parts import Part, choose_for, engines_of, parts_of
 from probemon.run import MonitorRun
-from probemon.store import PackSource, ProbeStore
+from probemon.scoring import Inputs
 from probemon.stream import TokenEvent, stream, stream_async
+from probemon.together import JointArena, JointInputs, JointPlan, Together
 from probemon.types import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scores
 
 if TYPE_CHECKING:
@@ -39,10 +42,11 @@ if TYPE_CHECKING:
     from probemon.telemetry.recorder import RoutingSettings
 
 Hidden = Tensor | Mapping[str, Tensor]
+Plan = CascadePlan | JointPlan
 
 
 class DynamicProbeManager:
-    """Scores hidden states with a pack, descending its hierarchy.
+    """Scores hidden states with a pack, or several, descending their hierarchies.
 
     `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of `CascadeConfig` by name:
     base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes, unload_threshold,
@@ -53,49 +57,41 @@ class DynamicProbeManager:
     setting of these five changes a score. `late=True` does: a step of generation then leaves out probes whose weights are
     not on the device, which arrive in the background, and counts them (`coverage.late`, within `dropped`).
     `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.audit`).
+
+    Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives alone. `manager.pack` is then
+    a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only one has it. Every pack keeps its own thresholds, recommendations and limits
+    (`manager.config` is by name of pack); a setting given by name holds for each of them: `max_loaded_probes=100` is 100 of each, but `always_on` names
+    concepts of any. `arena_bytes` and `cache_bytes` are of all together: each architecture has room for what is always active, and of the rest its share by size.
     Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def __init__(
-        self, pack: ProbePack, *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
+        self, pack: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack], *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
         cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", audit_rate: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
-        self.pack = pack
-        recommended = {name: value for name, value in pack.recommended.items() if name != "load_threshold"}  # that one is what "auto" means
-        self.config = CascadeConfig.of({**recommended, **settings})
+        self.pack = one_or_several(pack)
+        group = self.pack if isinstance(self.pack, PackGroup) else None
+        self._parts = [Part.of(self.pack, settings)] if isinstance(self.pack, ProbePack) else parts_of(self.pack, settings)
+        configs = [part.config for part in self._parts]
+        self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
+        self.report_top_k = max(config.report_top_k for config in configs)
         self.audit_rate = check_rate(audit_rate)
         self.device = check_device(device)
-        chosen, self.impl_why = (impl, "as asked") if impl else choose_impl(self.device, pack.weights)
-        self.impl = check_impl(chosen, self.device, pack.dtype)
-        self._alert = pack.alert_threshold.numpy()
-        self._thresholds = expand_thresholds(
-            pack.tree, pack.score_rule, self.config.load_threshold, self._alert, pack.expand_threshold.numpy(),
-            pack.recommended.get("load_threshold"),
-        )  # fmt: skip
+        self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
+        self._alert = self.pack.alert_threshold.numpy()
+        self._hidden_size = self._parts[0].pack.architecture.hidden_size
         self.plan = self.plan_with(())
-        resident = arena_bytes is None or arena_bytes >= pack.weight_bytes()
-        self.arena: Arena
-        if resident:
-            self.arena = ResidentArena(pack.weights, self.device, pack.check_finite)
-        else:
-            n_slots = self._n_slots(arena_bytes or 0)
-            n_registered = cache_bytes // Layout.of(pack.weights).n_bytes if self.device.type == "cuda" else 0
-            source = PackSource(pack, n_registered=min(pack.n_probes, n_registered))
-            self.arena = PagedArena(ProbeStore(source, max_bytes=cache_bytes), like=pack.weights, n_slots=n_slots, device=self.device)
-            self.arena.pin(np.flatnonzero(self.plan.always))
-        if not (isinstance(prefetch, (int, float)) and not isinstance(prefetch, bool) and 0 <= prefetch <= 1):
-            raise ConfigError(f"prefetch is {prefetch!r}: give a margin of score from 0 (nothing is prefetched) to 1")
-        if not isinstance(late, bool):
-            raise ConfigError(f"late is {late!r}: True or False")
-        if (late or prefetch) and resident:
-            raise ConfigError("late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower arena_bytes")
-        self.engine = Engine(pack, self.arena, self.device, self.impl, resident=resident, late=late, prefetch=prefetch)
+        engines = engines_of(self._parts, self.device, self.impl, arena_bytes=arena_bytes, cache_bytes=cache_bytes, late=late, prefetch=prefetch)
+        self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
+        self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
 
-    def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
+    def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
-        always_on = [self.pack.find(concept) for concept in (*self.config.always_on, *extra)]
-        return CascadePlan.of(self.pack.tree, self.pack.score_rule, self.config, self._thresholds, always_on)
+        if not isinstance(self.pack, PackGroup):
+            return self._parts[0].plan_with(extra)
+        own = self.pack.split([self.pack.find(concept) for concept in extra])
+        return JointPlan.of(self.pack, [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)])
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
@@ -127,7 +123,7 @@ class DynamicProbeManager:
             row, scores = self.step(row, {site: x[t : t + 1] for site, x in sites.items()})
             kept = row.retained
             parts.append(scores)
-        return Scores.join(parts, self.pack.n_probes, self.config.report_top_k)
+        return Scores.join(parts, self.pack.n_probes, self.report_top_k)
 
     def score_all(self, hidden: Hidden) -> Tensor:
         """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where the hidden state is not finite."""
@@ -178,7 +174,7 @@ class DynamicProbeManager:
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 
     def score_prompt(
-        self, plan: CascadePlan, sites: Mapping[str, Tensor], last: Sequence[int], *, audit: Mask | None = None, strategy: str | None = None
+        self, plan: Plan, sites: Mapping[str, Tensor], last: Sequence[int], *, audit: Mask | None = None, strategy: str | None = None
     ) -> tuple[Mask, list[Scores]]:
         """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them.
 
@@ -195,14 +191,14 @@ class DynamicProbeManager:
         return kept, parts
 
     def evaluate(
-        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, audit: Mask | None = None, strategy: str | None = None
+        self, plan: Plan, inputs: Inputs | JointInputs, retained: Mask | None, keep: Ints, audit: Mask | None = None, strategy: str | None = None
     ) -> tuple[Scores, Mask]:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
         found = self.engine.evaluate(plan, inputs, retained, keep, strategy)
         return self._told(found, None if audit is None else self._audited(inputs, found, audit))
 
     def begin(
-        self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
+        self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
     ) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
         """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""
         keep = np.arange(len(retained))
@@ -211,7 +207,7 @@ class DynamicProbeManager:
         outcome = self.engine.begin(plan, hidden, retained, keep)
         return (lambda: self._told(outcome())) if callable(outcome) else self._told(outcome)
 
-    def _audited(self, inputs: Inputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
+    def _audited(self, inputs: Inputs | JointInputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
         """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
         at = np.flatnonzero(audit & found.finite)
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
@@ -235,20 +231,13 @@ class DynamicProbeManager:
             released=found.n_released, late=found.n_late, unseen=unseen, **(audited or dict.fromkeys(AUDITED, none)),
         )  # fmt: skip
         return Scores(
-            ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.config.report_top_k,
+            ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.report_top_k,
         ), found.kept  # fmt: skip
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _n_slots(self, arena_bytes: int) -> int:
-        one = -(-self.pack.weight_bytes() // self.pack.n_probes)
-        n_always = int(self.plan.always.sum())
-        if arena_bytes // one <= n_always:
-            raise ConfigError(
-                f"arena_bytes is {arena_bytes}, room for {arena_bytes // one} probes; {n_always} are always active and one "
-                f"more is needed: give at least {(n_always + 1) * one}"
-            )
-        return arena_bytes // one
+    def _evaluator(self, engines: Sequence[Engine]) -> Evaluator:
+        return Together(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
 
     def _sites(self, hidden: Hidden) -> dict[str, Tensor]:
         if isinstance(hidden, Tensor):
@@ -260,8 +249,8 @@ class DynamicProbeManager:
             if site not in hidden:
                 raise ConfigError(f"hidden has no site {site!r}, which the pack reads; it has {list(hidden)}")
             shape = tuple(hidden[site].shape)
-            if len(shape) != 2 or shape[1] != self.pack.architecture.hidden_size:
-                raise ConfigError(f"hidden at {site} has shape {shape}, expected [N, {self.pack.architecture.hidden_size}]")
+            if len(shape) != 2 or shape[1] != self._hidden_size:
+                raise ConfigError(f"hidden at {site} has shape {shape}, expected [N, {self._hidden_size}]")
             lengths.add(shape[0])
         if len(lengths) != 1:
             raise ConfigError(f"hidden states of the sites have different lengths {sorted(lengths)}")

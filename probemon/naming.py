@@ -19,14 +19,17 @@ Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 
 class Names:
-    """Ids are unique, names may repeat."""
+    """Ids are unique, names may repeat. `also`: further names by probe, which a concept goes by where they are unambiguous."""
 
-    def __init__(self, pack: str, concepts: Sequence[Mapping[str, Any]], path: Callable[[int], list[str]]) -> None:
+    def __init__(
+        self, pack: str, concepts: Sequence[Mapping[str, Any]], path: Callable[[int], list[str]], also: Sequence[tuple[str, ...]] | None = None
+    ) -> None:
         self._pack, self._concepts, self._path = pack, concepts, path
         self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
+        self._texts = [(concept["id"], concept["name"], *(also[i] if also else ())) for i, concept in enumerate(concepts)]
         self._by_name: dict[str, list[int]] = {}
-        for i, concept in enumerate(concepts):
-            for name in {concept["id"], concept["name"]}:
+        for i, texts in enumerate(self._texts):
+            for name in set(texts):
                 self._by_name.setdefault(name, []).append(i)
 
     def find(self, concept: object) -> int:
@@ -62,7 +65,7 @@ class Names:
             pattern = concept
         else:
             return [self.find(concept)]
-        found = [i for i, c in enumerate(self._concepts) if pattern.fullmatch(c["id"]) or pattern.fullmatch(c["name"])]
+        found = [i for i, texts in enumerate(self._texts) if any(map(pattern.fullmatch, texts))]
         if not found:
             shown = concept if isinstance(concept, str) else pattern.pattern
             raise UnknownConcept(f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids")

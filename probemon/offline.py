@@ -26,8 +26,10 @@ from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
+from probemon.group import AnyPack, PackGroup
 from probemon.host import fingerprint, host_state
-from probemon.pack import CONCEPTS, PROBES, ProbePack
+from probemon.pack import CONCEPTS, PROBES
+from probemon.types import CascadeConfig
 from probemon.windows import Reading, Shard, shards
 
 if TYPE_CHECKING:
@@ -115,18 +117,25 @@ def give_back() -> None:
 def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     """All that a row depends on beside the documents: two analyses with the same are one analysis."""
     manager, host, reading = scorer.manager, scorer.host, scorer.reading
-    files, state = manager.pack.manifest["files"], host_state(host)
+    state, config = host_state(host), manager.config
     backend = getattr(scorer.tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(scorer.tokenizer.get_vocab().items()))
     return {
-        "pack": {"name": manager.pack.name, "concepts": files[CONCEPTS]["sha256"], "probes": files[PROBES]["sha256"]},
+        "pack": _identified(manager.pack),
         "host": {"model": state.model, "dtype": state.dtype, "fingerprint": fingerprint(host), "adapters": state.adapters, "quantisation": state.quantisation, "device": host.device.type},
         "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32],
-        "cascade": dataclasses.asdict(manager.config),
+        "cascade": dataclasses.asdict(config) if isinstance(config, CascadeConfig) else {name: dataclasses.asdict(one) for name, one in config.items()},
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
         "audit_rate": manager.audit_rate, "floor": table.floor, "keep_text": table.keep_text,
     }  # fmt: skip
+
+
+def _identified(pack: AnyPack) -> dict[str, Any]:
+    if isinstance(pack, PackGroup):
+        return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
+    files = pack.manifest["files"]
+    return {"name": pack.name, "concepts": files[CONCEPTS]["sha256"], "probes": files[PROBES]["sha256"]}
 
 
 def environment() -> dict[str, Any]:
@@ -144,7 +153,7 @@ def environment() -> dict[str, Any]:
 class Tables:
     """The tables of a scored shard, for a pack and a floor. Raises `ConfigError` for a floor that is none."""
 
-    def __init__(self, pack: ProbePack, floor: float | str, keep_text: bool) -> None:
+    def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
         if floor != "fired" and (isinstance(floor, (str, bool)) or not isinstance(floor, (int, float)) or not 0 <= floor < 1):
             raise ConfigError(f"floor is {floor!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack")
         if floor == "fired" and np.isnan(pack.alert_threshold.numpy()).all():

@@ -18,8 +18,8 @@ import numpy as np
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
+from probemon.group import AnyPack
 from probemon.hierarchy import Ints, Mask
-from probemon.pack import ProbePack
 from probemon.record import FORGOTTEN, Tokens
 from probemon.types import PHASES, Coverage, HostState, Scores
 
@@ -42,7 +42,7 @@ class ConceptScore:
     token: str = ""
 
 
-def describe(pack: ProbePack, probe: int, score: float, **where: Any) -> ConceptScore:
+def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
     """A probe and its score, in words."""
     concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
     return ConceptScore(
@@ -52,7 +52,7 @@ def describe(pack: ProbePack, probe: int, score: float, **where: Any) -> Concept
     )  # fmt: skip
 
 
-def leading(pack: ProbePack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
+def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
     """The firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of the list."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
     fired = sorted((describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe))
@@ -85,7 +85,7 @@ class Result:
     """
 
     def __init__(
-        self, pack: ProbePack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_after: HostState | None = None, requests: tuple[str, ...] = ()
+        self, pack: AnyPack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_after: HostState | None = None, requests: tuple[str, ...] = ()
     ) -> None:  # fmt: skip
         self.pack, self.host, self.requests = pack, host, requests
         self.host_changed = host_after is not None and host_after != host

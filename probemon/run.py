@@ -27,12 +27,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from probemon.aggregate import Aggregator, named
 from probemon.align import Placed
-from probemon.arena import PagedArena
 from probemon.audit import sample
 from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
-    ArenaFull,
     CallbackFailed,
     ConceptRaised,
     ConfigError,
@@ -144,12 +142,7 @@ class MonitorRun:
         if action not in ACTIONS and not callable(action):
             raise ConfigError(f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)")
         plan = self.manager.plan_with([*(rule.probe for rule in self._rules), *probes])
-        arena = self.manager.arena
-        if isinstance(arena, PagedArena) and int(plan.always.sum()) >= arena.stats().n_slots:
-            raise ArenaFull(
-                f"with {', '.join(pack.concepts[probe]['id'] for probe in probes)} (and ancestors) {int(plan.always.sum())} probes are always active, "
-                f"the arena has {arena.stats().n_slots} slots and needs one more: raise arena_bytes"
-            )
+        self.manager.engine.check_room(plan, ", ".join(pack.concepts[probe]["id"] for probe in probes))
         if self._watcher.open:
             self.manager.arena.pin(np.flatnonzero(plan.always))
             self.manager.arena.unpin(np.flatnonzero(self._plan.always))
@@ -292,7 +285,7 @@ class MonitorRun:
         if not len(placed):
             return None
         assert recording.retained is not None
-        n_probes, report_top_k = self.manager.pack.n_probes, self.manager.config.report_top_k
+        n_probes, report_top_k = self.manager.pack.n_probes, self.manager.report_top_k
         rows = placed.rows
         audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         origin = rows if generation is None or generation.origin is None or placed.phase == PROMPT else generation.origin[rows]

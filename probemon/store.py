@@ -73,6 +73,24 @@ class PackSource:
         return [made[i] for i in range(len(at))]
 
 
+class JoinedSource:
+    """The probes of several sources, numbered one source after another. `sizes`: how many each has."""
+
+    def __init__(self, sources: Sequence[ProbeSource], sizes: Sequence[int]) -> None:
+        self._sources, self._ends = list(sources), np.cumsum(sizes)
+
+    def load(self, probes: Sequence[int]) -> list[StateDict]:
+        """State dicts in the order asked, each source asked once."""
+        at = np.asarray(probes, dtype=np.int64)
+        of = np.searchsorted(self._ends, at, side="right")
+        made: dict[int, StateDict] = {}
+        for which in np.unique(of).tolist():
+            here = np.flatnonzero(of == which)
+            first = int(self._ends[which - 1]) if which else 0
+            made.update(zip(here.tolist(), self._sources[which].load((at[here] - first).tolist()), strict=True))
+        return [made[i] for i in range(len(at))]
+
+
 class FileSource:
     """One `torch.save`d state dict a probe (keys as in a pack), read by threads, `weights_only=True` always."""
 

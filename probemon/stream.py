@@ -25,7 +25,7 @@ import numpy as np
 from probemon.align import Placed
 from probemon.errors import ConfigError
 from probemon.generation import read_call
-from probemon.pack import ProbePack
+from probemon.group import AnyPack
 from probemon.record import LAST
 from probemon.result import ConceptScore, Result, leading
 from probemon.types import GENERATED, PHASES, Coverage, Scores
@@ -46,7 +46,7 @@ class TokenEvent:
     token: str
     phase: str
     scores: Scores
-    pack: ProbePack
+    pack: AnyPack
     result: Result | None = None
 
     @property

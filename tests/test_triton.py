@@ -201,5 +201,5 @@ def test_a_score_of_zero_is_kept_before_what_is_no_number():
 def test_two_plans_of_one_engine_keep_their_own_cascades(pack):
     manager = DynamicProbeManager(pack, impl="triton", strategy="descent")
     other = manager.plan_with(["c39"])
-    plans = [manager.engine._on_device(plan, 1, None).cascade._plan for plan in (manager.plan, other, manager.plan)]
+    plans = [manager.engine.on_device(plan, 1, None).cascade._plan for plan in (manager.plan, other, manager.plan)]
     assert plans[0] is manager.plan and plans[1] is other and plans[2] is manager.plan

@@ -47,13 +47,13 @@ class Arrived:
 
 
 class DeviceSteps:
-    """Steps of one plan; any number at once, each in buffers of its own, which are used again."""
+    """Steps of one plan; any number at once, each in buffers of its own, which are used again. `side`: a stream to share with those of other plans."""
 
-    def __init__(self, cascade: DeviceCascade, n_probes: int) -> None:
+    def __init__(self, cascade: DeviceCascade, n_probes: int, side: Any = None) -> None:
         self.cascade, self._n_probes = cascade, n_probes
         self._free: dict[tuple[int, int, torch.dtype], list[_Buffers]] = {}
         self._lock = threading.Lock()
-        self._side = torch.cuda.Stream(cascade.device) if cascade.device.type == "cuda" else None
+        self._side = torch.cuda.Stream(cascade.device) if side is None and cascade.device.type == "cuda" else side
         self.n_captured = self.n_uploaded = 0  # graphs made, and steps whose retained sets were not those on the device
         self.captures = self._side is not None
 

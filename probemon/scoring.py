@@ -1,0 +1,145 @@
+"""PairScorer: scores of (hidden state, probe) pairs over one arena, wherever it holds the probes.
+
+    scorer = PairScorer([pack], arena, device, impl, resident=True)
+    inputs = scorer.inputs({"resid_post.15": hidden})             # hidden [N, D]
+    scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
+
+Packs of one architecture and dtype may share an arena: their probes are numbered there one pack after another, what they read is prepared
+once, and pairs of all of them are scored by one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.arena import Arena, PagedArena
+from probemon.errors import ArenaFull
+from probemon.hierarchy import Ints, Mask
+from probemon.kernels import prepare_input, score_probes
+from probemon.pack import ProbePack
+from probemon.paging import Fetcher
+from probemon.types import Floats, InputSpec
+
+# What was normalised and rounded already, by what it is and to which dtype.
+Prepared = dict[tuple[InputSpec, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Prepared inputs `[I * N, D]`, one block of N for each of the scorer's inputs, and which of the N states are finite."""
+
+    values: Tensor
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def take(self, which: Ints) -> Inputs:
+        """Some of the states."""
+        at = torch.from_numpy(which).to(self.values.device)
+        blocks = [x.index_select(0, at) for x in self.values.split(self.n)]
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which))
+
+    @cached_property
+    def finite(self) -> np.ndarray:
+        """Mask `[N]`; looked at when it is asked for, since on a GPU that waits."""
+        finite = np.ones(self.n, dtype=bool)
+        for x in self.values.split(self.n) if self.n else ():  # a hidden state that is not finite is not finite after normalisation either
+            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
+            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
+                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
+        return finite
+
+
+class PairScorer:
+    """`arena` holds the probes of `packs`, one pack after another; `specs`: what they read, each once; `late`: nobody waits for weights."""
+
+    def __init__(
+        self, packs: Sequence[ProbePack], arena: Arena, device: torch.device, impl: str, *, resident: bool, late: bool = False, prefetch: float = 0.0
+    ) -> None:
+        self.arena, self.device, self.impl = arena, device, impl
+        self.resident, self.prefetch = resident, prefetch
+        self.specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
+        self.n_probes = sum(pack.n_probes for pack in packs)
+        self._dtype = packs[0].input_dtype
+        self.fetcher = Fetcher(arena.fetch) if isinstance(arena, PagedArena) and late else None
+        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True)) if isinstance(arena, PagedArena) and prefetch else None
+
+    def block_of(self, pack: ProbePack) -> Ints:
+        """Of each probe of a pack the block of the inputs that it reads, `[P]`."""
+        return np.asarray([self.specs.index(spec) for spec in pack.inputs], dtype=np.int64)[pack.input_index.numpy()]
+
+    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
+        """Normalised and rounded hidden states, `[N, D]` at every site. What is in `prepared` is not made again, what is made is put there."""
+        made: Prepared = {} if prepared is None else prepared
+        blocks = []
+        for spec in self.specs:
+            key = spec, self._dtype
+            if key not in made:
+                made[key] = self._prepare(hidden[spec.site].to(self.device), spec)
+            blocks.append(made[key])
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]))
+
+    def _prepare(self, hidden: Tensor, spec: InputSpec) -> Tensor:
+        if self.impl != "triton":
+            return prepare_input(hidden, spec, self._dtype)
+        from probemon.kernels.triton_fused import normalise_triton
+
+        return normalise_triton(hidden, spec.norm, spec.eps, self._dtype)
+
+    def score(self, values: Tensor, at: Ints, probes: Ints) -> Floats:
+        """Own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, probes as the arena numbers them."""
+        with self.arena.lock:
+            if self.resident:
+                for _ in self.arena.waves(probes):
+                    return self._score(values, at, probes)
+            distinct, pair_of = np.unique(probes, return_inverse=True)
+            scores = np.empty(len(probes), dtype=np.float32)
+            for wave, slots in self.arena.waves(distinct):
+                slot_of = np.full(len(distinct), -1, dtype=np.int64)
+                slot_of[wave] = slots
+                slot = slot_of[pair_of]
+                here = np.flatnonzero(slot >= 0)
+                scores[here] = self._score(values, at[here], slot[here])
+            return scores
+
+    def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
+        """`score` that waits for no weights: NaN where they are not there, which of the pairs these are, and they are fetched in the background."""
+        assert isinstance(self.arena, PagedArena) and self.fetcher is not None
+        self.fetcher.raise_error()
+        scores = np.full(len(probes), np.nan, dtype=np.float32)
+        with self.arena.lock:
+            distinct, pair_of = np.unique(probes, return_inverse=True)
+            slot = self.arena.held(distinct)[pair_of]
+            here = np.flatnonzero(slot >= 0)
+            if len(here):
+                scores[here] = self._score(values, at[here], slot[here])
+        missing = np.asarray(slot < 0)
+        self.fetcher.ask(np.unique(probes[missing]).tolist())
+        return scores, missing
+
+    def foresee(self, probes: Iterable[int]) -> None:
+        """Have these fetched, since they may be wanted next."""
+        assert self.foreseer is not None
+        self.foreseer.ask(probes)
+
+    def check_room(self, n_always: int, what: str) -> None:
+        """Raise `ArenaFull` where so many probes that are always active leave a paged arena no slot for another."""
+        n_slots = self.arena.stats().n_slots
+        if not self.resident and n_always >= n_slots and n_slots < self.n_probes:
+            raise ArenaFull(f"with {what} (and ancestors) {n_always} probes are always active, the arena has {n_slots} slots and needs one more: raise arena_bytes")
+
+    def background_errors(self) -> list[Exception]:
+        """What loads in the background met and nobody was told yet."""
+        return [error for fetcher in (self.fetcher, self.foreseer) if fetcher is not None and (error := fetcher.take_error()) is not None]
+
+    def _score(self, values: Tensor, rows: Ints, slots: Ints) -> Floats:
+        rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)
+        scores: Floats = score_probes(values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
+        return scores

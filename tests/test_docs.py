@@ -154,7 +154,7 @@ def test_tree_in_the_architecture_is_the_tree():
     text = (ROOT / "docs/architecture.md").read_text()
     block = text.split("```")[1]
     told = set(re.findall(r"^  (\w+(?:\.py|/))", block, flags=re.MULTILINE))
-    there = {f.name for f in (ROOT / "probemon").glob("*.py")} | {"kernels/", "report_page/", "telemetry/", "bem/"}
+    there = {f.name for f in (ROOT / "probemon").glob("*.py")} | {"kernels/", "report_page/", "telemetry/", "bem/", "importers/"}
     assert told == there - {"__init__.py"}
     for path in re.findall(r"`((?:tests|scripts|docs)/[\w./]+)`", text + README):
         assert (ROOT / path).exists(), path

@@ -174,8 +174,12 @@ def host_state(model: Any) -> HostState:
     merged: set[str] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
+    tuned: dict[type, bool] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
     for module in model.modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters") and hasattr(module, "base_layer"):  # a layer of PEFT's
+        kind = type(module)
+        if kind not in tuned:
+            tuned[kind] = hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
+        if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
             disabled |= bool(module.disable_adapters)
@@ -190,7 +194,7 @@ def host_state(model: Any) -> HostState:
     return HostState(
         model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=by_row or (tuple(sorted(adapters)) if not disabled else ()),
         adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
-        devices=tuple(sorted({"offloaded" if p.device.type == "meta" else str(p.device) for p in parameters})),
+        devices=tuple(sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})),
         n_ranks=int(getattr(model, "tp_size", None) or 1),
     )  # fmt: skip
 

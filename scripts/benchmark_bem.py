@@ -77,7 +77,7 @@ def main() -> int:
     differs = difference({name: hosts[name] for name in ("bare", "lora", *kinds)}, tokens)
     rows: list[dict[str, Any]] = []
     for batch, length in QUICK if arguments.quick else GRID:
-        rows += cell(hosts, tokens, batch, length, 5 if batch * length > 1024 else 9)
+        rows += cell(hosts, tokens, batch, length, 5 if batch * length > 1024 else 21 if batch * length < 512 else 9)
     for batch, length in QUICK[:1] if arguments.quick else GRID:
         rows += memory(batch, length, arguments.device)
     found = {

@@ -80,6 +80,23 @@ def test_the_cost_of_a_corpus_is_what_was_measured():
     assert memory["n_tokens"] > 1_000_000 and memory["growth_pct"] < 10
 
 
+def test_the_cost_of_a_routed_adapter_is_what_was_measured():
+    page, found = (ROOT / "docs/bem.md").read_text(), result("bem.json")
+    assert "\n".join(figures.bem_claims(found)) in page and "\n".join(figures.bem_grid(found)) in page
+    assert {row["length"] for row in found["rows"]} == {128, 256, 512, 2048} and found["suite"] == "grid"
+    hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
+    routed, lora = found["difference"]["bem, eager"], found["difference"]["lora"]
+    assert f"takes at most {100 * hooks:.1f} % of a forward" in page and f"({found['checked']['host_cached_vs_full_max']:.2g})" in page
+    assert f"{routed['kl_to_bare']:.4f} nats for the routed adapter, {lora['kl_to_bare']:.4f} for" in page
+    assert f"{routed['same_top']:.1%} and {lora['same_top']:.1%} of {found['difference']['n_tokens']} tokens" in page
+    assert found["checked"]["u0_max_difference"] == 0
+
+
+def test_kept_code_buffers_gain_as_little_as_is_said():
+    for row in result("code_buffers.json")["rows"]:  # "as fast" in a step; in a prompt a small part of governance
+        assert row["new_over_kept"] < 1.1 if row["n_tokens"] <= 8 else abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"]
+
+
 def test_quality_is_what_was_measured():
     page, found = (ROOT / "docs/quality.md").read_text(), result("quality.json")
     assert "\n".join(figures.rules(found)) in page and "\n".join(figures.retained(found)) in page

@@ -179,7 +179,10 @@ def test_codes_are_those_of_their_own_tokens(level, options):
                 assert mine.chunk[0] == t // 4 and abs(mine.confidence[0] - float(codes.confidence[0, t])) < 1e-5
     total = {stream["level"]: stream for stream in monitor.report()["streams"]}
     n_decided = sum(-(-(out.shape[1] - 1 - start) // 4) for start in starts)
-    assert total["chunk"]["code_reuse_rate"] == pytest.approx(1 - n_decided / len(tokens)) and total["token"]["code_reuse_rate"] == 0
+    # Chunk codes steer from the token limit on, by the prompts' length none do; reuse is of those that steer.
+    steered = [t for start in starts for t in range(9, out.shape[1] - 1 - start)] if level == "position" else []
+    assert total["chunk"]["n_tokens"] == len(tokens) and total["chunk"]["n_steering"] == len(steered) and total["token"].get("code_reuse_rate", 0) == 0
+    assert total["chunk"].get("code_reuse_rate") == (pytest.approx(sum(t % 4 > 0 for t in steered) / len(steered)) if steered else None)
     assert all(stream["kv_invalidations"] == 0 for stream in total.values())
     chunk = [line for record in records for line in record.lines() if line["level"] == "chunk"]
     assert sum(line["n_tokens"] for line in chunk) == len(tokens) and sum(line["boundary"] for line in chunk) == n_decided
@@ -248,3 +251,41 @@ def test_a_controller_that_gives_no_codes_is_a_typed_error():
     model.model.layers[0].register_forward_pre_hook(lambda module, args: controller(args[0]) is None)
     with RoutingMonitor(model, bem=controller), torch.no_grad(), pytest.raises(NotSupportedHost, match="expected prefix, chunk or token"):
         model(PROMPT)
+
+
+def test_short_rows_and_codes_that_steer_nothing_raise_no_alarm():
+    """In a row's first chunk every chunk code is the learned one, and a level that no site takes may do as it likes: neither is a collapse."""
+    model = make_model()
+    with make_bem(model, chunk_tokens=16, prefix_tokens=16, token_limit=64) as bem, RoutingMonitor(model, bem=bem, window=64) as monitor, torch.no_grad():
+        for i in range(400):
+            model(torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(i)))
+    report = monitor.report()
+    chunk = next(stream for stream in report["streams"] if stream["level"] == "chunk")
+    assert report["n_tokens"] == 3200 and chunk["n_steering"] == 0 and "variation" not in chunk and "code_reuse_rate" not in chunk
+    assert not [alert for alert in report["alerts"] if "chunk" in alert]
+
+
+def test_an_adapter_of_rank_one_is_watched():
+    model = make_model()
+    with make_bem(model, rank=1) as bem, RoutingMonitor(model, bem=bem) as monitor:
+        model.generate(BATCH, **PADDED)
+    for stream in monitor.report()["streams"]:
+        assert stream["n_tokens"] > 20 and stream["code_norm"] > 0 and "effective_rank" not in stream
+
+
+def test_an_adapter_that_comes_and_goes_under_a_monitor_leaves_nothing():
+    model = make_model()
+    before, bem = set(vars(model)), make_bem(model)
+    expected = model.generate(BATCH, **PADDED)
+    with RoutingMonitor(model, bem=bem) as monitor:
+        bem.detach()
+        bem.attach()
+        assert torch.equal(model.generate(BATCH, **PADDED), expected)
+    assert monitor.report()["n_tokens"] > 20
+    assert torch.equal(model.generate(BATCH, **PADDED), expected)
+    bem.detach()
+    assert set(vars(model)) == before
+    bem.attach()
+    assert torch.equal(model.generate(BATCH, **PADDED), expected)
+    bem.detach()
+    assert set(vars(model)) == before

@@ -117,6 +117,7 @@ class Bem(nn.Module):
         self._groups = {site.chunked for site in self.sites}
         self._states, self._thread, self._stack = States(), _Thread(), ExitStack()
         self._owner = _Owner()
+        self._lock, self._n_generating = threading.Lock(), 0
 
     # -- on and off ------------------------------------------------------------------------------
 
@@ -153,8 +154,10 @@ class Bem(nn.Module):
         with ExitStack() as stack:
             forget_compiled(host)
             stack.callback(forget_compiled, host)
-            self._owner.open = True
-            stack.callback(setattr, self._owner, "open", False)
+            # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
+            owner = self._owner = _Owner()
+            owner.open = True
+            stack.callback(setattr, owner, "open", False)
             stack.callback(self._states.clear)
             _ATTACHED.add(decoder)
             stack.callback(_ATTACHED.discard, decoder)
@@ -172,11 +175,17 @@ class Bem(nn.Module):
                     shadow(stack, self._owner, host, "get_compiled_call", self._uncompiled)
                 if self.config.level == "auto":
                     shadow(stack, self._owner, host, "_expand_inputs_for_generation", self._expand)
+            stack.callback(setattr, owner, "open", False)  # before the shadows go: what of them lies under another's is then passed by
             self._stack = stack.pop_all()
         return self
 
     def detach(self) -> None:
-        """Take it off; what is left of it on the host and on caches is nothing. Its parameters stay, and it can be attached again."""
+        """Take it off; what is left of it on the host and on caches is nothing. Its parameters stay, and it can be attached again.
+
+        Raises `BemError` while a generate() runs, in whatever thread: half of its output would be steered.
+        """
+        if self._n_generating:
+            raise BemError(f"{self._n_generating} generate() of this host is under way: detach when it has returned, else part of its output is steered and part is not")
         self._stack.close()
 
     def __enter__(self) -> Bem:
@@ -198,7 +207,10 @@ class Bem(nn.Module):
     # -- kept ------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all."""
+        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a parameter that is not finite: what is there stays."""
+        for name, tensor in self.state_dict().items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise BemError(f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from before")
         write_saved(Path(folder), self.config, self._host[0], self.sites, self.state_dict())
 
     @classmethod
@@ -239,6 +251,8 @@ class Bem(nn.Module):
         mine = self._thread
         mine.generations.append(None)
         mine.prepared = False
+        with self._lock:
+            self._n_generating += 1
         try:
             out = original(*args, **kwargs)
             self._due()
@@ -246,6 +260,8 @@ class Bem(nn.Module):
         finally:
             mine.generations.pop()
             mine.prepared, mine.mask, mine.forward = False, None, None
+            with self._lock:
+                self._n_generating -= 1
 
     def _expand(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Here `generate` has its whole prompt and mask, a row for each sequence it will run."""

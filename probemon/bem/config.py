@@ -85,10 +85,10 @@ class BemConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("rank", "width", "prefix_tokens", "chunk_tokens"):
-            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "give 1 or more")
+        for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):  # what is sized by these stays within memory
+            self._check(name, _is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
-            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "give 0 or more")
+            self._check(name, _is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63, "give 0 or more, within 63 bits")
         for name in ("alpha", "max_norm"):
             self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "give a number over 0")
         for name in ("ema", "dropout"):

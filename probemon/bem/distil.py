@@ -127,6 +127,8 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     Raises `ConfigError` for another method, no tokens, or "constant" where codes vary; `NotSupportedHost` for a site without a weight
     of its own to add to; `BemError` where the adapter is off.
     """
+    if bem.config.sparse_eps:
+        raise ConfigError(f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves any out. Attach it with sparse_eps=None")
     if method not in (None, *METHODS):
         raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
     names = {site.key: _name(bem, site) for site in bem.sites}

@@ -54,6 +54,11 @@ class Saved:
         wrong = [name for name in {*own, *self.tensors} if name not in own or name not in self.tensors or own[name].shape != self.tensors[name].shape]
         if wrong:
             raise BemFileError(f"{self.folder / WEIGHTS}: tensor {min(wrong)!r} is missing, unknown or of another shape than {SETTINGS} says: copy the folder again")
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() != own[name].is_floating_point() and tensor.dtype != torch.int8:
+                raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder again")
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(own[name].dtype)).all()):
+                raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} holds numbers that {own[name].dtype} has not: save it in that dtype")
         module.load_state_dict(dict(self.tensors))
 
 
@@ -86,7 +91,7 @@ def read_saved(folder: Path) -> Saved:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BemFileError(f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
         raise BemFileError(f"{path}: format is {settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected {FORMAT!r}")
@@ -96,6 +101,9 @@ def read_saved(folder: Path) -> Saved:
     stated = files.get(WEIGHTS) if isinstance(files, dict) else None
     if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict) or not isinstance(stated, dict):
         raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
+    if missing:
+        raise BemFileError(f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: {again}")
     try:
         made = BemConfig.from_dict(config)
     except ConfigError as error:

@@ -44,7 +44,8 @@ class Decisions:
 
     `raw [S, n, E]` fp32: as the router gave it (logits, scalings, a code); `weights [S, n, E]` fp64: its distribution, each sums to 1; None of codes,
     which are none. `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it, most first. `decided [S, n]`: False where the decision of a
-    token before it was used again. `chunk [n]`: of codes, which chunk the token is in. `confidence`, `sigma1`, `delta_rel_norm` `[n]` (NaN: not told), `fallback [n]`.
+    token before it was used again. `steering [S, n]`: of codes, False where no site takes that level there, and in a row's first chunk, whose code is a learned
+    constant (None: True for all). `chunk [n]`: of codes, which chunk the token is in. `confidence`, `sigma1`, `delta_rel_norm` `[n]` (NaN: not told), `fallback [n]`.
     """
 
     raw: Singles
@@ -57,6 +58,7 @@ class Decisions:
     delta_rel_norm: Singles
     fallback: Mask
     chunk: Ints | None = None
+    steering: Mask | None = None
 
     @classmethod
     def of(cls, raw: Singles, weights: Numbers | None, top_idx: Ints, top_w: Singles, **more: object) -> Decisions:
@@ -79,7 +81,8 @@ class Decisions:
         by_stream = {name: getattr(self, name)[:, which] for name in ("raw", "top_idx", "top_w", "decided")}
         by_token = {name: getattr(self, name)[which] for name in ("confidence", "sigma1", "delta_rel_norm", "fallback")}
         weights, chunk = None if self.weights is None else self.weights[:, which], None if self.chunk is None else self.chunk[which]
-        return dataclasses.replace(self, **by_stream, **by_token, weights=weights, chunk=chunk)
+        steering = None if self.steering is None else self.steering[:, which]
+        return dataclasses.replace(self, **by_stream, **by_token, weights=weights, chunk=chunk, steering=steering)
 
     @staticmethod
     def join(parts: list[Decisions]) -> Decisions:
@@ -91,7 +94,7 @@ class Decisions:
             values = [getattr(part, name) for part in parts]
             return None if values[0] is None else np.concatenate(values, axis=axis)
 
-        axes = {"raw": 1, "weights": 1, "top_idx": 1, "top_w": 1, "decided": 1, "confidence": 0, "sigma1": 0, "delta_rel_norm": 0, "fallback": 0, "chunk": 0}
+        axes = {"raw": 1, "weights": 1, "top_idx": 1, "top_w": 1, "decided": 1, "confidence": 0, "sigma1": 0, "delta_rel_norm": 0, "fallback": 0, "chunk": 0, "steering": 1}
         return Decisions(**{name: together(name, axis) for name, axis in axes.items()})  # type: ignore[arg-type]
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from probemon.bem.config import CHUNK_KINDS
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host import find_layers, xlora_of
 from probemon.tap import Site
@@ -167,17 +168,20 @@ class BemController:
     """A BEM controller, whose forward returns the codes it has made for all sites: `prefix`, `chunk`, `token` `[B, T, r]` (None: not in use), `confidence`
     `[B, T]`, `chunk_index` `[B, T]`, `boundary` `[B, T]`; where it tells them, also `sigma1`, `delta_rel_norm`, `fallback` `[B, T]`.
 
-    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token.
+    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where it tells the `level [B, T]` that sites take, a stream's codes
+    steer the tokens of its own (chunk codes all if queries, keys or values are sites); none of the first chunk, but for token codes.
     """
 
     kind, codes, n_chosen = BEM, True, 1
     _LEVELS = ("prefix", "chunk", "token")
-    _BESIDE = ("confidence", "chunk_index", "boundary", "sigma1", "delta_rel_norm", "fallback")
+    _BESIDE = ("confidence", "chunk_index", "boundary", "sigma1", "delta_rel_norm", "fallback", "level")
 
     def __init__(self, controller: Any) -> None:
         if not isinstance(controller, nn.Module):
             raise ConfigError(f"bem is {type(controller).__name__}: give what attach_bem returned, or its controller")
         self.sites = [Site("bem", controller, self._read)]
+        kinds = getattr(getattr(controller, "config", None), "sites", CHUNK_KINDS)
+        self._always = "chunk" if set(kinds) & set(CHUNK_KINDS) else ""
         self._levels: tuple[str, ...] = ()
         self._beside: tuple[str, ...] = ()
 
@@ -211,7 +215,11 @@ class BemController:
         if "fallback" in beside:
             more["fallback"] = beside["fallback"] != 0
         chunk = beside["chunk_index"].astype(np.int64)
-        return Decisions.of(raw, None, top, np.take_along_axis(raw, top, axis=-1), decided=decided, chunk=chunk, **more)
+        steering = np.stack([
+            (np.ones_like(boundary) if "level" not in beside or level == self._always else beside["level"] == self._LEVELS.index(level)) & ((chunk > 0) | (level == "token"))
+            for level in self._levels
+        ])  # fmt: skip
+        return Decisions.of(raw, None, top, np.take_along_axis(raw, top, axis=-1), decided=decided, chunk=chunk, steering=steering, **more)
 
 
 def _softmax(logits: Numbers) -> Numbers:

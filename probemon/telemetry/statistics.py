@@ -33,17 +33,19 @@ _FLAT = 1e-6  # a code's variance over its mean square under which it does not v
 class RoutingStatistics:
     """Of S routers over E experts, or over codes of E dimensions (`codes`). `n_chosen`: how many of a token's `top_idx` count as load.
 
-    A decision that is not finite is left out and counted in `n_bad [S]`.
+    A decision that is not finite is left out and counted in `n_bad [S]`. How codes vary, and are reused, is of the tokens that they steer (`Decisions.steering`), `n_steering [S]`.
+    Of codes of one dimension there is no rank to speak of.
     """
 
     def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
-        if n_streams < 1 or n_experts < 2 or not 1 <= n_chosen <= n_experts:
+        if n_streams < 1 or n_experts < (1 if codes else 2) or not 1 <= n_chosen <= n_experts:
             raise ConfigError(f"{n_streams} streams of {n_experts} experts, {n_chosen} chosen: give 1 or more, 2 or more, and 1 to as many as there are experts")
         self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
+        self._log_e = math.log(max(2, n_experts))  # of one dimension, which is no distribution, nothing that is divided by it is told
         one, each = (n_streams,), (n_streams, n_experts)
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
         shapes = {
-            "n": one, "n_bad": one, "n_reused": one, "n_pairs": one, "n_flips": one, "n_invalidated": one, "n_fallback": one, "n_confident": one,
+            "n": one, "n_bad": one, "n_steering": one, "n_reused": one, "n_pairs": one, "n_flips": one, "n_invalidated": one, "n_fallback": one, "n_confident": one,
             "load": each, "_entropy": one, "_weights": each, "_confidence": one, "_codes": each, "_products": pairs, "_norm": one,
         }  # fmt: skip
         self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
@@ -70,7 +72,9 @@ class RoutingStatistics:
         n_good, sums = good.sum(axis=1), self._sums
         sums["n"] += n_good
         sums["n_bad"] += good.shape[1] - n_good
-        sums["n_reused"] += (good & ~decisions.decided).sum(axis=1)
+        steering = good if decisions.steering is None else good & decisions.steering
+        sums["n_steering"] += steering.sum(axis=1)
+        sums["n_reused"] += (steering & ~decisions.decided).sum(axis=1)
         sums["n_pairs"] += (good & (told.flips >= 0)).sum(axis=1)
         sums["n_flips"] += (good & (told.flips == 1)).sum(axis=1)
         sums["n_invalidated"] += (good & told.changed).sum(axis=1)
@@ -83,10 +87,10 @@ class RoutingStatistics:
         sums["load"] += np.bincount(chosen.ravel(), minlength=self.n_streams * self.n_experts).reshape(self.n_streams, self.n_experts)
         if decisions.weights is not None:
             weights = decisions.weights if good.all() else np.where(good[:, :, None], decisions.weights, 0.0)
-            sums["_entropy"] += _whole(entropy(weights) / math.log(self.n_experts), _SHARE).sum(axis=1)
+            sums["_entropy"] += _whole(entropy(weights) / self._log_e, _SHARE).sum(axis=1)
             sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
         if self.codes:
-            codes, norm = np.where(good[:, :, None], raw, 0.0), np.where(good, norm, 0.0)
+            codes, norm = np.where(steering[:, :, None], raw, 0.0), np.where(good, norm, 0.0)
             sums["_codes"] += _whole(codes, _CODE).sum(axis=1)
             for begin in range(0, codes.shape[1], 512):  # a prompt's products are many
                 some = codes[:, begin : begin + 512]
@@ -136,7 +140,7 @@ class RoutingStatistics:
 
     def marginal_entropy(self) -> Numbers:
         """Entropy of the mean distribution, in units of log E."""
-        return self._distribution(np.where(self.n > 0, entropy(self.marginal()) / math.log(self.n_experts), np.nan))
+        return self._distribution(np.where(self.n > 0, entropy(self.marginal()) / self._log_e, np.nan))
 
     def mutual_information(self) -> Numbers:
         """Of token and expert: how much of the marginal's entropy is not the decisions' own, in units of log E."""
@@ -153,7 +157,7 @@ class RoutingStatistics:
 
     def load_spread(self) -> Numbers:
         """The same of the load: a soft router may give all a share, and choose the same ones always."""
-        return self._over_chosen(np.where(self.n > 0, entropy(self.load_shares()) / math.log(self.n_experts), np.nan))
+        return self._over_chosen(np.where(self.n > 0, entropy(self.load_shares()) / self._log_e, np.nan))
 
     def load_shares(self) -> Numbers:
         """Of all that was chosen, each expert's part, `[S, E]`."""
@@ -183,7 +187,7 @@ class RoutingStatistics:
 
     def code_reuse_rate(self) -> Numbers:
         """Share of the tokens for which nothing was decided anew."""
-        return self._code(_ratio(self.n_reused, self.n))
+        return self._code(_ratio(self.n_reused, self.n_steering))
 
     def kv_invalidations(self) -> Numbers:
         """Tokens whose code was another though nothing was decided: keys and values before them were computed with an older one."""
@@ -207,7 +211,7 @@ class RoutingStatistics:
 
     def covariance(self) -> Numbers:
         """Of the codes over tokens, `[S, E, E]`."""
-        n = np.maximum(self.n, 1)[:, None]
+        n = np.maximum(self.n_steering, 1)[:, None]
         mean = self._codes / (n * _CODE)
         return self._products / (n[:, :, None] * _CODE) - mean[:, :, None] * mean[:, None, :]
 
@@ -220,12 +224,12 @@ class RoutingStatistics:
         """Variance of the codes over their mean square: 0 where all are one, 1 where they vary about nothing."""
         if not self.codes:
             return self._code(np.full(self.n_streams, np.nan))
-        square = np.trace(self._products, axis1=1, axis2=2) / (np.maximum(self.n, 1) * _CODE)
-        return np.where(self.n > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
+        square = np.trace(self._products, axis1=1, axis2=2) / (np.maximum(self.n_steering, 1) * _CODE)
+        return np.where(self.n_steering > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
 
     def effective_rank(self) -> Numbers:
         """exp of the entropy of the covariance's eigenvalues: in how many dimensions the codes vary; 0 where they do not."""
-        if not self.codes:
+        if not self.codes or self.n_experts == 1:
             return np.full(self.n_streams, np.nan)
         eigenvalues = np.maximum(np.linalg.eigvalsh(self.covariance()), 0.0)
         shares = _or_zero(eigenvalues, eigenvalues.sum(axis=1)[:, None])
@@ -234,7 +238,7 @@ class RoutingStatistics:
 
     def rank_entropy(self) -> Numbers:
         """log of the effective rank, in units of log E; 0 for a rank under 1."""
-        return np.log(np.maximum(self.effective_rank(), 1.0)) / math.log(self.n_experts)
+        return np.log(np.maximum(self.effective_rank(), 1.0)) / self._log_e
 
     def latency_p95_us(self) -> float:
         """Microseconds that 95 % of the decisions' captures took at most."""
@@ -248,7 +252,7 @@ class RoutingStatistics:
         for i in range(self.n_streams):
             known = {name: numbers[i] for name, numbers in values.items() if not math.isnan(numbers[i])}
             more = {"variances": variances[i]} if self.codes else {}
-            found.append({"n_tokens": int(self.n[i]), "n_not_finite": int(self.n_bad[i]), **known, **more, "load": self.load[i].tolist()})
+            found.append({"n_tokens": int(self.n[i]), "n_not_finite": int(self.n_bad[i]), **({"n_steering": int(self.n_steering[i])} if self.codes else {}), **known, **more, "load": self.load[i].tolist()})
         return found
 
     # -- inside ----------------------------------------------------------------------------------
@@ -260,7 +264,7 @@ class RoutingStatistics:
         return values if self.codes else np.full(self.n_streams, np.nan)
 
     def _over_chosen(self, values: Numbers) -> Numbers:
-        none = math.log(self.n_chosen) / math.log(self.n_experts)
+        none = math.log(self.n_chosen) / self._log_e
         return (values - none) / (1 - none) if none < 1 else np.full(self.n_streams, np.nan)
 
 

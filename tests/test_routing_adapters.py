@@ -289,3 +289,23 @@ def test_an_adapter_that_comes_and_goes_under_a_monitor_leaves_nothing():
     assert torch.equal(model.generate(BATCH, **PADDED), expected)
     bem.detach()
     assert set(vars(model)) == before
+
+
+def test_sizes_of_what_is_applied_are_recorded():
+    """Against the dense updates of the codes that the sites were given, in fp64."""
+    model = make_model()
+    with make_bem(model, sites=("q", "o", "down"), spectral_cap=0.4) as bem:
+        applied = []
+        apply = bem.governor.apply
+        bem.governor.apply = lambda codes: applied.append(apply(codes)) or applied[-1]
+        with RoutingMonitor(model, bem=bem) as monitor, torch.no_grad():
+            _, records = collect(monitor)
+            model(torch.tensor([[1, 44, 3, 17, 8, 9]]), use_cache=False)
+        lines = {line["pos_start"]: line for line in records[0].lines() if line["level"] == "token"}
+        weights = sum(float(site.module.weight.detach().double().square().sum()) for site in bem.sites) ** 0.5
+        for t in range(6):
+            dense = [bem.config.scale * (bem.updates[site.key].U.detach() * applied[0][site.key][t]).double() @ bem.updates[site.key].V.detach().double().T for site in bem.sites]
+            norms = [float(torch.linalg.matrix_norm(one)) for one in dense]
+            largest = dense[int(np.argmax(norms))]
+            assert lines[t]["sigma1"] == pytest.approx(float(torch.linalg.matrix_norm(largest, 2)), rel=1e-4) and lines[t]["sigma1"] <= 0.4 * (1 + 1e-4)
+            assert lines[t]["delta_rel_norm"] == pytest.approx(sum(norm**2 for norm in norms) ** 0.5 / weights, rel=1e-4)

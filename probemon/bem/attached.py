@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from probemon.bem.config import BemConfig
-from probemon.bem.controller import Controller
+from probemon.bem.controller import Codes, Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks, choose_impl
 from probemon.bem.governance import Governor
 from probemon.bem.int8 import make_int8
@@ -68,6 +68,14 @@ class _Forward:
     real: Tensor
     applied: dict[str, Tensor] | None = None
     reached: set[Site] = field(default_factory=set)
+
+
+class Steered(nn.Module):
+    """Gives on the codes of a forward, with the sizes of what is applied: for who watches. It is called where a hook is on it."""
+
+    def forward(self, codes: Codes, sizes: tuple[Tensor, Tensor]) -> Codes:
+        sigma1, relative = (size.view(codes.level.shape) for size in sizes)
+        return codes.replace(sigma1=sigma1, delta_rel_norm=relative)
 
 
 class _Owner:
@@ -115,6 +123,7 @@ class Bem(nn.Module):
         self.governor = Governor(config, self.sites, self.updates)
         self._signature = list(inspect.signature(decoder.forward).parameters)
         self._groups = {site.chunked for site in self.sites}
+        self.steered = Steered()
         self._states, self._thread, self._stack = States(), _Thread(), ExitStack()
         self._owner = _Owner()
         self._lock, self._n_generating = threading.Lock(), 0
@@ -352,6 +361,8 @@ class Bem(nn.Module):
             codes = self.controller(hidden.to(self.controller.query.device), forward.real, forward.state)
             given = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in self._groups}
             forward.applied = self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in given.items()})
+            if self.steered._forward_hooks:
+                self.steered(codes, self.governor.sizes(forward.applied))
 
     def _steer(self, site: Site, update: SiteUpdate, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         forward = self._opened()

@@ -41,7 +41,8 @@ class Codes:
 
     `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`. `confidence [B, T]`, already in the
     codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk. `fallback [B, T]` bool: tokens
-    whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their confidence is NaN where none was computed.
+    whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their confidence is NaN where none was computed. `sigma1`, `delta_rel_norm`
+    `[B, T]`: of what is applied, after governance (`Governor.sizes`); only in what `Bem.steered` gives, where somebody listens.
     """
 
     prefix: Tensor | None
@@ -52,6 +53,8 @@ class Codes:
     chunk_index: Tensor
     boundary: Tensor
     fallback: Tensor
+    sigma1: Tensor | None = None
+    delta_rel_norm: Tensor | None = None
 
     def of(self, level: str) -> Tensor:
         """Codes of "prefix", "chunk" or "token" `[B, T, r]`. Raises `ConfigError` for one that no site uses."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
 
+_MOST = 1 << 14  # matrices at once
 _CELLS = 1 << 24  # of matrices whose singular values are found at once: bounds the memory of a long prompt
 
 
@@ -73,6 +74,7 @@ class Governor:
         self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
         self._kept = _Kept([], {}, {})
+        self._host_norm: float | None = None
 
     @torch.no_grad()
     def _matrices_now(self, device: torch.device) -> _Kept:
@@ -102,6 +104,37 @@ class Governor:
             r_u, r_v = (torch.stack([factor.to(device) for factor in side]) for side in zip(*pairs, strict=True))
             kept.factors[chunked] = (r_u, r_v)
         return kept.factors[chunked]
+
+    @torch.no_grad()
+    def sizes(self, applied: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of codes by site key `[M, r]` as they are applied: `sigma1 [M]`, the largest singular value of the update that is largest in the Frobenius norm, and
+        `delta_rel_norm [M]`, the Frobenius norm of all updates together over that of the weights they are added to (NaN where a site has no weight of its own).
+        """
+        any_codes = next(iter(applied.values()))
+        grams = self._matrices_now(any_codes.device).grams
+        whole, largest = torch.zeros_like(any_codes[:, 0]), torch.full_like(any_codes[:, 0], -1.0)
+        sigma = torch.zeros_like(largest)
+        for chunked, group in self._groups.items():
+            if not group:
+                continue
+            codes = torch.stack([applied[site.key] for site in group]).to(grams[chunked].dtype)
+            squares = ((codes @ grams[chunked]) * codes).sum(dim=-1).clamp(min=0)
+            whole = whole + squares.sum(dim=0).to(whole)
+            most, at = squares.max(dim=0)
+            r_u, r_v = self._factors(chunked, codes.device)
+            mine = codes[at, torch.arange(len(at), device=at.device)]
+            found = torch.cat([sigma1(c, r_u[i], r_v[i]) for c, i in zip(mine.split(_MOST), at.split(_MOST), strict=True)])
+            more = most.to(largest) > largest
+            sigma, largest = torch.where(more, found.to(sigma), sigma), torch.where(more, most.to(largest), largest)
+        return sigma, whole.sqrt() / self._weights_norm()
+
+    def _weights_norm(self) -> float:
+        """Frobenius norm of the host's weights at all sites together, found once."""
+        if self._host_norm is None:
+            weights = [getattr(site.module, "weight", None) for site in self._updates]
+            squares = [float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan for weight in weights]
+            self._host_norm = math.sqrt(sum(squares))
+        return self._host_norm
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
         """Codes `[.., r]` for sites that take chunk codes (True) and for the others (False) -> by site key, within the limits.

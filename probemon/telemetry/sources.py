@@ -56,7 +56,7 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     if xlora is not None:
         found.append(XLoraClassifier(xlora[0]))
     if bem is not None:
-        found.append(BemController(getattr(bem, "controller", bem)))
+        found.append(BemController(bem))
     if not found:
         raise NotSupportedHost(
             f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight [experts, hidden size] and top_k) nor X-LoRA. "
@@ -176,11 +176,12 @@ class BemController:
     _LEVELS = ("prefix", "chunk", "token")
     _BESIDE = ("confidence", "chunk_index", "boundary", "sigma1", "delta_rel_norm", "fallback", "level")
 
-    def __init__(self, controller: Any) -> None:
-        if not isinstance(controller, nn.Module):
-            raise ConfigError(f"bem is {type(controller).__name__}: give what attach_bem returned, or its controller")
-        self.sites = [Site("bem", controller, self._read)]
-        kinds = getattr(getattr(controller, "config", None), "sites", CHUNK_KINDS)
+    def __init__(self, bem: Any) -> None:
+        if not isinstance(bem, nn.Module):
+            raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
+        # Of a whole adapter, where what is applied is known too.
+        self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
+        kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
         self._always = "chunk" if set(kinds) & set(CHUNK_KINDS) else ""
         self._levels: tuple[str, ...] = ()
         self._beside: tuple[str, ...] = ()

@@ -113,7 +113,7 @@ class Bem(nn.Module):
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
         read = layers[config.read_layer]
-        self.impl, self.impl_why = choose_impl(impl, [device_of(module) for module in (read, *(site.module for site in self.sites))])
+        self.impl, self.impl_why = choose_impl(impl, [device_of(module) for module in (read, *(site.module for site in self.sites))], config)
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.seed)  # in a fork: what is sampled afterwards is the same as without an adapter
             self.controller = Controller(hidden_size(host), config).to(device_of(read), torch.float32)

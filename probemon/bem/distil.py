@@ -32,7 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
-from probemon.bem.losses import Batch, codes_taken, frozen, host_inputs, host_of, mode, real_tokens, silenced, watched
+from probemon.bem.losses import (
+    Batch,
+    codes_taken,
+    frozen,
+    host_inputs,
+    host_of,
+    learner,
+    mode,
+    real_tokens,
+    silenced,
+    watched,
+)
 from probemon.bem.sites import Site, SiteUpdate, device_of
 from probemon.bem.training import History, TrainSettings, fit
 from probemon.errors import BemError, ConfigError, NotSupportedHost
@@ -127,6 +138,7 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     Raises `ConfigError` for another method, no tokens, or "constant" where codes vary; `NotSupportedHost` for a site without a weight
     of its own to add to; `BemError` where the adapter is off.
     """
+    learner(bem)
     if bem.config.sparse_eps:
         raise ConfigError(f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves any out. Attach it with sparse_eps=None")
     if method not in (None, *METHODS):

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from probemon.bem.config import BemConfig
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.memory import is_out_of_memory
 from probemon.bem.state import Carry, ControllerState
@@ -238,13 +239,20 @@ class FallbackGuard:
             self.told = replace(self.told, **sums, last_error=last_error or self.told.last_error)
 
 
-def choose_impl(impl: str, devices: Sequence[torch.device]) -> tuple[str, str]:
+MOST_RANK, MOST_WIDTH = 64, 1024  # that the kernels have; here too, so that choosing needs no Triton
+
+
+def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:
     """What computes the updates of sites on `devices`, and why. "auto" takes the kernel where every site is on a GPU and a trial of it runs.
 
     Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
     """
+    too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
+    sizes = f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and width {config.width}"
+    if impl == "triton" and too_large:
+        raise ConfigError(f"{sizes}: use impl='reference'")
     if impl == "auto":
-        chosen, why = _best_impl(devices)
+        chosen, why = ("reference", sizes) if too_large else _best_impl(devices)
         LOG.info("updates are computed by %s: %s", chosen, why)
         return chosen, why
     for device in set(devices):

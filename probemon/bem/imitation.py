@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.losses import Batch, codes_taken, frozen, host_inputs, host_of, real_tokens, watched
+from probemon.bem.losses import Batch, codes_taken, frozen, host_inputs, host_of, learner, real_tokens, watched
 from probemon.bem.training import History, TrainSettings, fit
 from probemon.errors import ConfigError
 from probemon.host import find_layers
@@ -28,6 +28,7 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> Hist
 
     Raises `ConfigError` for experts out of reach (a norm of `max_norm` or more), `BemError` as `train`.
     """
+    learner(bem)
     for batch in batches:
         check_experts(bem, batch)
 

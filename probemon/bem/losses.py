@@ -152,6 +152,13 @@ def host_of(bem: Bem) -> Any:
     return bem._host[0]
 
 
+def learner(bem: Bem) -> Bem:
+    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back teach the controller nothing, and nobody would be told."""
+    if bem.fallback is not None:
+        raise ConfigError("the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without fallback= to train or distil it")
+    return bem
+
+
 def host_inputs(batch: Batch) -> dict[str, Tensor]:
     """What of a batch the host is given; the rest is for losses and rewards."""
     return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
-from probemon.bem.losses import Batch, frozen, host_inputs, host_of, real_tokens
+from probemon.bem.losses import Batch, frozen, host_inputs, host_of, learner, real_tokens
 from probemon.bem.training import History, TrainSettings, fit
 from probemon.errors import BemError, ConfigError
 
@@ -166,6 +166,7 @@ def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, 
 
     Batches have one number of rows. Raises `ConfigError` for a reward that is not one finite number a row, `BemError` as `train`.
     """
+    learner(bem)
     generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
     taken: list[Tensor] = []
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
-from probemon.bem.losses import Batch, LossWeights, adapter_losses, host_inputs, host_of, mode
+from probemon.bem.losses import Batch, LossWeights, adapter_losses, host_inputs, host_of, learner, mode
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -90,6 +90,7 @@ def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: 
         found = adapter_losses(bem, batch, weights)
         return found.total, found.terms
 
+    learner(bem)
     with mode(host_of(bem), training=True):
         return fit(list(bem.parameters()), loss_of, batches, settings)
 

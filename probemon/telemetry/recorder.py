@@ -60,6 +60,9 @@ class RoutingSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
             raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise ConfigError(f"{rule!r} is no rule: give Rule(...) of probemon.telemetry.alerts, or leave rules out")
 
 
 @dataclass(frozen=True)

@@ -107,3 +107,10 @@ def test_sizes_that_the_kernels_do_not_have_are_told_when_attached():
 def test_rules_that_are_none_are_told_at_once():
     with pytest.raises(ConfigError, match="'collapse' is no rule"):
         RoutingSettings(rules=("collapse",))
+
+
+def test_learning_makes_gradients_wherever_it_is_called():
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
+        history = train(bem, LESSONS, TrainSettings(n_steps=2, lr=1e-2))
+        assert not torch.is_grad_enabled()
+    assert history.losses[1] < history.losses[0]

@@ -105,7 +105,7 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
-    with _seeded(parameters, settings.seed):
+    with _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
         for step in range(settings.n_steps):
             optimiser.zero_grad()
             loss, terms = loss_of(batches[next(order)])

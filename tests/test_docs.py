@@ -92,6 +92,12 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     assert found["checked"]["u0_max_difference"] == 0
 
 
+def test_false_alarms_of_routing_are_what_was_counted():
+    found, page = result("routing_alarms.json"), (ROOT / "docs/bem.md").read_text()
+    assert f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most {found['false_alarms_per_window_at_most']:.5f} a window" in page
+    assert found["steps"] >= 100_000
+
+
 def test_kept_code_buffers_gain_as_little_as_is_said():
     for row in result("code_buffers.json")["rows"]:  # "as fast" in a step; in a prompt a small part of governance
         assert row["new_over_kept"] < 1.1 if row["n_tokens"] <= 8 else abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"]

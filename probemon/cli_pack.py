@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 pack = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Make packs of packs: merge, subset, rename; diff; and push.")
 
+_MAX_JSON_BYTES = 64 << 20
 _NEW = "The new pack: a folder that is not there yet."
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
 
@@ -94,9 +95,14 @@ def diff(
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `ConfigError`."""
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ConfigError(f"{path} has {size:,} bytes, at most {_MAX_JSON_BYTES:,} are read")
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({str(error).splitlines()[0][:200]})") from None
+    except ConfigError:
+        raise
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({str(error)[:200]})") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}: give a JSON object")
     return found

@@ -242,6 +242,6 @@ def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
 def _card(name: str, how: str, packs: Sequence[ProbePack]) -> str:
     """A card that says what it was made of, with the parents' cards below."""
     made_of = "\n".join(f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}" for pack in packs)
-    cards = [(pack.directory / CARD).read_text(encoding="utf-8") for pack in packs if (pack.directory / CARD).is_file()]
+    cards = [(pack.directory / CARD).read_text(encoding="utf-8", errors="replace") for pack in packs if (pack.directory / CARD).is_file()]
     below = "".join(f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards)
     return f"# {name}\n\n{how}:\n\n{made_of}\n{below}"

@@ -20,6 +20,7 @@ from probemon.errors import HierarchyError
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+MAX_LEVEL = 2**15 - 1  # results keep levels in 16 bits, and what is sized by levels stays small
 
 
 class ConceptTree:
@@ -51,6 +52,8 @@ class ConceptTree:
                 f"probe {child} (level {self.level[child]}) is not below its parent {parent} "
                 f"(level {self.level[parent]}): a level must be greater than every parent's"
             )
+        if n and (self.level.min() < 0 or self.level.max() > MAX_LEVEL):
+            raise HierarchyError(f"levels must lie in 0..{MAX_LEVEL}, found {self.level.min()}..{self.level.max()}")
         if n and (np.diff(self.level) < 0).any():
             raise HierarchyError("probes must be numbered by level: write the pack with ProbePack.write")
         order = np.lexsort((edge_parent, idx))

@@ -74,6 +74,7 @@ def find(
     if manifest_sha256 is not None:
         if not (folder / MANIFEST).is_file():
             raise PackError(f"{folder} holds no {MANIFEST}: it is not a probe pack")
+        packfile.check_inside(folder / MANIFEST)
         _check_pin(folder, manifest_sha256)
         for file, stated in _listed(folder).items():
             _check_file(folder / file, stated)
@@ -228,12 +229,17 @@ def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
 
 def _card(pack: ProbePack) -> bytes:
     """The pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that is no YAML."""
+    import yaml  # huggingface_hub's own
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
     from huggingface_hub.utils import validate_repo_id
 
     path = pack.directory / CARD
     try:
         text = path.read_bytes().decode() if path.is_file() else f"# {pack.name}\n"
+        block = REGEX_YAML_BLOCK.search(text)
+        if block is not None and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2))):
+            raise ValueError("its metadata refers to itself, and what refers to itself often enough has no end")
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n\n{text}")
         data: Any = card.data
         data.library_name = data.library_name or _LIBRARY

@@ -16,13 +16,15 @@ from probemon.types import NORMS
 FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
+# What is read at most. JSON may take twenty times its size while it is read, the concepts line by line.
+MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, with every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        manifest = json.loads(_read(path, MAX_MANIFEST_BYTES))
+    except (RecursionError, ValueError) as error:  # a text of another encoding, brackets without end, a number of thousands of digits
         raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
@@ -56,14 +58,14 @@ def read_concepts(path: Path) -> list[dict[str, Any]]:
     """One concept a line. Raises `PackCorrupt` naming the line."""
     concepts = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path, MAX_CONCEPTS_BYTES)
     except UnicodeDecodeError as error:
         raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
     # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             concept = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (RecursionError, ValueError) as error:
             raise PackCorrupt(f"{path} line {number} is not valid JSON ({error}): fetch the pack again") from None
         if not isinstance(concept, dict) or not {"id", "name", "level", "parents"} <= set(concept):
             raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
@@ -74,3 +76,10 @@ def read_concepts(path: Path) -> list[dict[str, Any]]:
         concepts.append(concept)
     return concepts
 
+
+def _read(path: Path, max_bytes: int) -> str:
+    """A text in UTF-8. Raises `PackCorrupt` for a file that is longer, before it is read."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise PackCorrupt(f"{path} has {size:,} bytes, at most {max_bytes:,} are read: fetch the pack again")
+    return path.read_text(encoding="utf-8")

@@ -117,6 +117,7 @@ class ProbePack:
             if not directory.is_dir():
                 raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}")
             raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
+        packfile.check_inside(directory / MANIFEST)
         manifest = read_manifest(directory / MANIFEST)
         for file, stated in manifest["files"].items():
             packfile.check_size(directory / file, stated["size"])
@@ -126,6 +127,7 @@ class ProbePack:
         if verify:
             for file, stated in manifest["files"].items():
                 packfile.check_hash(directory / file, stated["sha256"])
+        packfile.check_card(directory / CARD)
         concepts = read_concepts(directory / CONCEPTS)
         pack = cls(directory, manifest, concepts, packfile.map_tensors(directory / PROBES))
         if verify:

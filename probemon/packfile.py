@@ -20,17 +20,38 @@ from torch import Tensor
 
 from probemon.errors import PackCorrupt
 
+MAX_CARD_BYTES = 16 << 20
 _NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8}
 
 
+def check_inside(path: Path) -> None:
+    """Raise `PackCorrupt` where a pack's file is a link that leads out of its folder: whoever made the pack would have another's file read, and copied on.
+
+    In the hub's cache a snapshot's files are links to the blobs beside it, and these are the pack's own.
+    """
+    if path.is_symlink():
+        real, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
+        own = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
+        if not any(real.is_relative_to(place) for place in own):
+            raise PackCorrupt(f"{path} is a link that leads out of the pack: copy the pack with the files that it links to (cp -rL), if you trust it")
+
+
 def check_size(path: Path, size: int) -> None:
-    """Raise `PackCorrupt` unless the file is there and has `size` bytes."""
+    """Raise `PackCorrupt` unless the file is there, in the pack's own folder, and has `size` bytes."""
+    check_inside(path)
     if not path.is_file():
         raise PackCorrupt(f"{path} is missing: fetch the pack again")
     found = path.stat().st_size
     if found != size:
         what = "truncated" if found < size else "longer than it was"
         raise PackCorrupt(f"{path} is {what}: {found} bytes, the manifest says {size}: fetch the pack again")
+
+
+def check_card(path: Path) -> None:
+    """Raise `PackCorrupt` where a pack's card, which the manifest need not list, is a link out of the pack or longer than any card."""
+    check_inside(path)
+    if path.is_file() and path.stat().st_size > MAX_CARD_BYTES:
+        raise PackCorrupt(f"{path} has {path.stat().st_size:,} bytes, a card at most {MAX_CARD_BYTES:,}: fetch the pack again")
 
 
 def sha256(path: Path) -> str:

@@ -322,5 +322,6 @@ def _json(what: str, value: object, indent: int | None = None) -> bytes:
 def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
-    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # of one value alone, torch calls any stride contiguous, and will not view it
+    raw: Any = flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy()
+    return memoryview(raw)

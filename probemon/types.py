@@ -39,8 +39,9 @@ class InputSpec:
             raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
         if not isinstance(self.site, str):
             raise PackError(f"site {self.site!r}: expected a name such as 'resid_post.15'")
-        if not _is_number(self.eps) or not 0 <= self.eps < math.inf:
+        if not _is_number(self.eps) or not 0 <= self.eps < 1e38:  # of fp32; a whole number can be larger than any float
             raise PackError(f"eps {self.eps!r} of {self.site}: expected a small number, 0 or more")
+        object.__setattr__(self, "eps", float(self.eps))  # torch takes no whole number past 64 bits
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -206,3 +206,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert (tmp_path / "large/probes.safetensors").stat().st_size > 128 << 20
     assert int(done.stdout) * 1024 < 32 << 20
+
+
+def test_one_value_of_an_odd_stride_is_written_like_any_other():
+    from probemon.packwriter import _bytes_of
+
+    odd = torch.arange(9)[4:5].as_strided((1,), (3,), 4)
+    assert odd.is_contiguous() and bytes(_bytes_of(odd)) == (4).to_bytes(8, "little")

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import pickletools
+import reprlib
 import stat
 import zipfile
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ MAX_JSON_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 2 << 20
 _MAX_MEMBERS = 1 << 16
 _MAX_DIMS = 8
+_MAX_VALUES, _MAX_DEPTH = 1 << 18, 64
 _STORAGES = {
     "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "DoubleStorage": torch.float64,
     "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
@@ -127,6 +129,7 @@ class Folder:
     def _check(self, path: Path) -> Path:
         try:
             real = path.resolve()
+            path.exists()  # a name that is too long for a file system, say
         except (OSError, RuntimeError, ValueError) as error:
             raise ImportRefused(f"{path} cannot be followed ({error})") from None
         if not real.is_relative_to(self._real):
@@ -218,7 +221,7 @@ class _Reader:
         tag, kind, key, _, numel = pid
         name = kind.name.removeprefix("torch ") if isinstance(kind, _Global) else None
         if tag != "storage" or name not in _STORAGES or not isinstance(key, str) or not _is_count(numel):
-            raise ImportRefused(f"{self.path} refers to {pid!r}, which is no storage of torch.save")
+            raise ImportRefused(f"{self.path} refers to {reprlib.repr(pid)}, which is no storage of torch.save")
         if key not in self.storages:
             dtype = _STORAGES[name]
             info = self.file.getinfo(f"{self.root}data/{key}")
@@ -235,7 +238,7 @@ class _Reader:
         if not isinstance(storage, _Storage) or not _is_count(offset) or not isinstance(size, tuple) or not isinstance(stride, tuple):
             raise ImportRefused(f"{self.path}: a tensor is not described as torch.save does it: {_AGAIN}")
         if len(size) != len(stride) or len(size) > _MAX_DIMS or not all(_is_count(value) for value in (*size, *stride)):
-            raise ImportRefused(f"{self.path}: a tensor has size {size} and strides {stride}: {_AGAIN}")
+            raise ImportRefused(f"{self.path}: a tensor has size {reprlib.repr(size)} and strides {reprlib.repr(stride)}: {_AGAIN}")
         numel = math.prod(size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
         self.stated_bytes += numel * storage.dtype.itemsize
@@ -251,6 +254,12 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
+def _known(name: str) -> bool:
+    """Whether a global "module word" is one of a state dict's."""
+    module, _, word = name.partition(" ")
+    return name in _CALLS or (module == "torch" and word in _STORAGES)
+
+
 class _Machine:
     """The instructions of a pickle that a state dict needs, over plain values. Method: the opcodes' documentation in Python's pickletools."""
 
@@ -261,9 +270,12 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
+        self._data = data
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
-                return self._stack.pop()
+                found = self._stack.pop()
+                self._check_plain(found)
+                return found
             self._do(opcode.name, argument)
         raise ImportRefused(f"{self._path}: its pickle has no end: {_AGAIN}")
 
@@ -311,9 +323,20 @@ class _Machine:
             case "BUILD":  # attributes of an OrderedDict, such as the versions of modules
                 stack.pop()
             case _:
-                # INST names its global itself; of the others the instruction says enough.
-                what = f"the global {argument!r}" if name == "INST" else f"the instruction {name}"
-                raise ImportRefused(f"{self._path} is a pickle with {what}, which no state dict needs: it may run code and is not read")
+                raise ImportRefused(f"{self._path} is a pickle with the instruction {name}{self._asking()}, which no state dict needs: it may run code and is not read")
+
+    def _check_plain(self, found: Any) -> None:
+        """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or prints such a thing never ends."""
+        n, waiting = 0, [(found, 0)]
+        while waiting:
+            value, depth = waiting.pop()
+            n += 1
+            if n > _MAX_VALUES or depth > _MAX_DEPTH:
+                raise ImportRefused(f"{self._path} holds values within values, over {_MAX_DEPTH} deep or {_MAX_VALUES:,} in all: that is no probe")
+            if isinstance(value, (_Global, _Storage)):
+                raise ImportRefused(f"{self._path} holds a part of a tensor by itself: {_AGAIN}")
+            if isinstance(value, (dict, list, tuple)):
+                waiting += [(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)]
 
     def _to_mark(self) -> list[Any]:
         at = self._marks.pop()
@@ -328,13 +351,30 @@ class _Machine:
     def _set(self, pairs: list[Any]) -> None:
         if type(self._stack[-1]) is not dict:
             raise ImportRefused(f"{self._path}: its pickle sets items of what is no dict: {_AGAIN}")
+        # A key is hashed, and a tuple within tuples without end would be hashed without end.
+        if not all(isinstance(key, (str, int)) for key in pairs[::2]):
+            raise ImportRefused(f"{self._path}: its pickle names a value by what is neither text nor number: {_AGAIN}")
         self._stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _global(self, name: str) -> _Global:
         module, _, word = name.partition(" ")
-        if name not in _CALLS and not (module == "torch" and word in _STORAGES):
+        if not _known(name):
             raise ImportRefused(f"{self._path} is a pickle that asks for {module}.{word}, which no state dict needs: it may run code and is not read")
         return _Global(name)
+
+    def _asking(self) -> str:
+        """The first global that the whole pickle asks for beyond those of a state dict, in words; "" where there is none."""
+        words: list[str] = []
+        try:
+            for opcode, argument, _ in pickletools.genops(self._data):
+                if isinstance(argument, str) and opcode.name not in ("GLOBAL", "INST"):
+                    words = [*words[-1:], argument]
+                found = argument if opcode.name in ("GLOBAL", "INST") else " ".join(words) if opcode.name == "STACK_GLOBAL" else ""
+                if found and not _known(found):
+                    return f", that asks for {found.replace(' ', '.', 1)[:200]}"
+        except Exception:  # it is broken further on
+            pass
+        return ""
 
     def _call(self, called: Any, arguments: Any) -> Any:
         """What the three functions of a state dict make of their arguments, made here."""

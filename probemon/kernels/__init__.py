@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 IMPLS = ("reference", "cpu", "numba", "triton")
 _NUMBA = (torch.float32, torch.bfloat16, torch.int8)
+_BLOCK_BYTES = 64 << 20
 _TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
 
 
@@ -126,11 +127,14 @@ def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack, weights:
     weights = pack.weights if weights is None else weights
     n = len(next(iter(hidden.values())))
     own = torch.empty(n, pack.n_probes)
+    # The reference copies every weight it reads: so many probes at a time that this stays bounded.
+    block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
     for i, spec in enumerate(pack.inputs):
         probes = (pack.input_index == i).nonzero()[:, 0]
         x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
-        for row in range(n):
-            own[row, probes] = score_reference(x, weights, torch.full_like(probes, row), probes)
+        for some in probes.split(block):
+            for row in range(n):
+                own[row, some] = score_reference(x, weights, torch.full_like(some, row), some)
     if pack.score_rule == "path":
         return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
     return own

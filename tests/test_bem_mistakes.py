@@ -41,12 +41,12 @@ def test_an_adapter_is_not_taken_off_in_the_middle_of_a_generation():
 def test_what_falls_back_is_not_learned_from():
     with attach_bem(make_model(), BemConfig(**SMALL), fallback=FallbackPolicy()) as bem:
         for learn in (lambda: train(bem, LESSONS, TrainSettings(n_steps=1)), lambda: imitate(bem, LESSONS, TrainSettings(n_steps=1)), lambda: distil(bem, LESSONS)):
-            with pytest.raises(ConfigError, match="FallbackPolicy.*without fallback="):
+            with pytest.raises(ConfigError, match=r"FallbackPolicy.*without fallback="):
                 learn()
 
 
 def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
-    with attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem, pytest.raises(ConfigError, match="sparse_eps is 0.9"):
+    with attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem, pytest.raises(ConfigError, match=r"sparse_eps is 0.9"):
         distil(bem, LESSONS)
 
 
@@ -85,7 +85,7 @@ def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_
             attach_bem(model, tmp_path)
     (tmp_path / "bem.json").write_text(text)
     forged(tmp_path, tensor=lambda u: torch.full_like(u, 1e300, dtype=torch.float64))
-    with pytest.raises(BemFileError, match="numbers that torch.float32 has not"):
+    with pytest.raises(BemFileError, match=r"numbers that torch.float32 has not"):
         attach_bem(model, tmp_path)
     forged(tmp_path, tensor=lambda u: torch.ones_like(u, dtype=torch.bool))
     with pytest.raises(BemFileError, match=r"is torch.bool, expected torch.float32"):

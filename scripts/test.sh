@@ -10,4 +10,4 @@ if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/n
 fi
 echo "== ruff"; .venv/bin/ruff check .
 echo "== mypy"; .venv/bin/mypy
-echo "== pytest"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+echo "== pytest"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -250,10 +250,10 @@ def test_killed_at_any_moment_it_ends_with_the_same_rows(tmp_path):
     expected, totals = tables(tmp_path / "whole")
     assert totals["documents"] == 600 and totals["rows"] > 1000
     out, made = tmp_path / "killed", []
-    for n_files in (0, 1, 3, 47, 101):  # five a shard: at the very start, in the first, in later ones
+    for n_files in (0, 3, 101):  # five a shard: at the very start, in the first, in a later one
         run_program(out, kill_at=n_files)
         made.append(len(list((out / "shards").glob("*.json"))))
-    assert made[0] == 0 < made[3] < made[4] < 30, made
+    assert made[0] == made[1] == 0 < made[2] < 30, made
     run_program(out)
     assert tables(out) == (expected, totals)
     left = sorted(path.name for path in (out / "shards").iterdir())

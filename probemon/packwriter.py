@@ -45,7 +45,7 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
     """The path, where a pack may be written to it. Raises `PackError` where something is there already."""
     target = Path(path)
     if target.exists() and not overwrite:
-        raise PackError(f"{target} exists: choose another path or pass overwrite=True")
+        raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
     return target
 
 

@@ -193,7 +193,7 @@ def test_metadata_that_cannot_be_read_is_one_error_and_nothing_is_written(model,
 def test_a_copy_replaces_nothing_unless_asked_and_a_damaged_pack_is_not_copied_or_pushed(hub, model, tmp_path):
     made = make_pack(tmp_path / "pack", model)
     (tmp_path / "copy").mkdir()
-    with pytest.raises(PackError, match=r"copy exists: choose another path or pass overwrite=True"):
+    with pytest.raises(PackError, match=r"copy exists: choose another path, or overwrite it"):
         made.save_pretrained(tmp_path / "copy")
     probes = tmp_path / "pack" / "probes.safetensors"
     changed = bytearray(probes.read_bytes())

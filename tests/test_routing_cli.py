@@ -111,6 +111,25 @@ def test_the_live_frame_shows_text_routers_and_alerts():
     assert f"{streams[1]['decision_entropy']:.2f}" in last and load_bars(streams[1]["load"]).plain in last
 
 
+def test_the_live_frame_of_an_adapter_shows_its_codes():
+    console = Console(record=True, width=120, height=30, force_terminal=True, file=io.StringIO())
+    view = LiveRouting(console, title="an adapter routing")
+    model = make_model()
+    with make_bem(model) as bem, view, RoutingMonitor(model, bem=bem, window=4) as monitor:
+        monitor.listen(lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report))
+        model.generate(PROMPT, **GREEDY)
+    report = monitor.report()
+    console.print(view.render(report))
+    frame = console.export_text()
+    last = frame[frame.rindex("an adapter routing") :]
+    assert "".join(f"<{i}>" for i in range(report["n_tokens"])) in last.replace("\n", "") and f"{report['n_tokens']} tokens" in last
+    lines = {stream["level"]: next(line for line in last.splitlines() if f" {stream['level']} " in line) for stream in report["streams"]}
+    assert set(lines) == {"chunk", "token"}
+    for stream in report["streams"]:
+        for figure in (f"{stream['code_norm']:.2f}", f"{stream['confidence']:.2f}", f"{stream['effective_rank']:.1f}", f"{stream['code_reuse_rate']:.1%}", load_bars(stream["variances"]).plain):
+            assert figure in lines[stream["level"]].split("│")[1], (figure, lines)
+
+
 def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
     console = Console(record=True, width=100, height=16, force_terminal=True, file=io.StringIO())
     report = {

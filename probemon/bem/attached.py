@@ -38,7 +38,7 @@ from probemon.bem.saved import check_host, read_saved, write_saved
 from probemon.bem.sites import Site, SiteUpdate, device_of, find_sites, make_updates
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
-from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import AlignmentError, BemError, BemStateError, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
 from probemon.reading import _n_cached as n_cached
 from probemon.shadow import shadow
@@ -56,7 +56,7 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
     """
     if isinstance(config, (str, Path)):
         return Bem.from_pretrained(model, config, strict=strict, **how)
-    return Bem(model, config or BemConfig(), **how).attach()
+    return Bem(model, BemConfig() if config is None else config, **how).attach()
 
 
 @dataclass(eq=False)
@@ -106,6 +106,10 @@ class Bem(nn.Module):
         self, model: Any, config: BemConfig, *, impl: str = "reference", fallback: FallbackPolicy | None = None, checkpoint_controller: bool = False
     ) -> None:
         super().__init__()
+        if not isinstance(config, BemConfig):
+            raise ConfigError(f"config is a {type(config).__name__}: give a BemConfig, which BemConfig.from_dict makes of a dict, or the folder of a saved adapter")
+        if fallback is not None and not isinstance(fallback, FallbackPolicy):
+            raise ConfigError(f"fallback is {fallback!r}: give a FallbackPolicy, or None for no fallback")
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
@@ -252,6 +256,9 @@ class Bem(nn.Module):
                 f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_cached(cache, {})} columns and a controller of "
                 f"{self.config.width}: it is of another cache or adapter"
             )
+        if (state.level is None) != (self.config.level != "auto"):
+            told = "has no level of its rows, which this adapter decides" if state.level is None else "has a level of its rows, and this adapter's is fixed"
+            raise BemStateError(f"the state {told} (level={self.config.level!r}): it is of another adapter")
         self._states.put(cache, state)
 
     # -- one generate() --------------------------------------------------------------------------
@@ -388,6 +395,11 @@ class Bem(nn.Module):
         forward = self._opened()
         self._thread.forward = None
         n_layers = int(text_config(self._host[0]).num_hidden_layers)  # fewer while drafts are made by the first of them
+        if n_layers <= self.config.read_layer:
+            raise NotSupportedDecoding(
+                f"drafts are made by the first {n_layers} layers, and the controller reads the input of layer {self.config.read_layer}: give assistant_early_exit "
+                f"of {self.config.read_layer + 1} or more, or an earlier read_layer"
+            )
         missed = [site.name for site in self.sites if site.layer < n_layers and site not in forward.reached]
         if missed:
             raise BemError(

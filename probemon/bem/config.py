@@ -9,7 +9,6 @@ What is here is saved with the adapter. How it is computed (`impl`) is chosen wh
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from probemon.errors import ConfigError, UnknownSetting, closest
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
+MAX_NORM = 256.0  # of any code: the largest that its statistics can count
 # Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes alone.
 CHUNK_KINDS = ("q", "k", "v")
 
@@ -86,24 +86,24 @@ class BemConfig:
 
     def __post_init__(self) -> None:
         for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):  # what is sized by these stays within memory
-            self._check(name, _is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
+            self._check(name, is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
-            self._check(name, _is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63, "give 0 or more, within 63 bits")
-        for name in ("alpha", "max_norm"):
-            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "give a number over 0")
+            self._check(name, is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63, "give 0 or more, within 63 bits")
+        self._check("alpha", is_number(self.alpha) and self.alpha > 0, "give a number over 0")
+        self._check("max_norm", is_number(self.max_norm) and 0 < self.max_norm <= MAX_NORM, f"give a number over 0, at most {MAX_NORM:g}")
         for name in ("ema", "dropout"):
-            self._check(name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1")
+            self._check(name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1")
         for name in ("spectral_cap", "trust_region"):
             value = getattr(self, name)
-            self._check(name, value is None or (_is_number(value) and value > 0), "give a number over 0, or None for no limit")
-        self._check("sparse_eps", self.sparse_eps is None or (_is_number(self.sparse_eps) and self.sparse_eps >= 0), "give 0 or more, or None to compute all")
+            self._check(name, value is None or (is_number(value) and value > 0), "give a number over 0, or None for no limit")
+        self._check("sparse_eps", self.sparse_eps is None or (is_number(self.sparse_eps) and self.sparse_eps >= 0), "give 0 or more, or None to compute all")
         kinds = isinstance(self.sites, tuple) and len(self.sites) > 0 and all(kind in KINDS for kind in self.sites)
         self._check("sites", kinds and len(set(self.sites)) == len(self.sites), f"give a tuple of some of {', '.join(KINDS)}, each once")
         self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
-        limits = isinstance(self.auto_limits, tuple) and len(self.auto_limits) == 2 and all(_is_int(limit) for limit in self.auto_limits)
+        limits = isinstance(self.auto_limits, tuple) and len(self.auto_limits) == 2 and all(is_int(limit) for limit in self.auto_limits)
         self._check("auto_limits", limits and 0 <= self.auto_limits[0] <= self.auto_limits[1], "give two numbers of tokens, the smaller first")
         if self.layers is not None:
-            fine = isinstance(self.layers, tuple) and len(self.layers) > 0 and all(_is_int(layer) and layer >= self.read_layer for layer in self.layers)
+            fine = isinstance(self.layers, tuple) and len(self.layers) > 0 and all(is_int(layer) and layer >= self.read_layer for layer in self.layers)
             self._check("layers", fine and len(set(self.layers)) == len(self.layers), f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once")
         if self.prefix_tokens % self.chunk_tokens:
             raise ConfigError(
@@ -117,9 +117,11 @@ class BemConfig:
             raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is a whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> bool:
+    """Whether it is a finite number of fp32, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38

@@ -220,6 +220,8 @@ def _read(bem: Bem, batches: Sequence[Batch]) -> dict[str, _Moments]:
     with mode(host_of(bem), training=False):
         for batch in batches:
             real = real_tokens(batch)
+            if not bool(real.any()):
+                continue
             with watched(bem) as seen, _inputs(bem.sites) as inputs:
                 decoder(**host_inputs(batch), use_cache=False)
             applied = bem.governor.apply(codes_taken(bem, seen[-1]))

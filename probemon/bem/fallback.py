@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from probemon.bem.config import BemConfig
+from probemon.bem.config import BemConfig, is_int, is_number
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.memory import is_out_of_memory
 from probemon.bem.state import Carry, ControllerState
@@ -64,12 +64,12 @@ class FallbackPolicy:
 
     def __post_init__(self) -> None:
         for name in ("n_baseline", "window", "n_failures", "n_successes"):
-            value = getattr(self, name)
-            self._check(name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "give 1 or more")
+            self._check(name, is_int(getattr(self, name)) and getattr(self, name) >= 1, "give 1 or more")
         self._check("n_failures", self.n_failures <= self.window, f"give at most the window of {self.window} calls, or it never opens")
-        self._check("min_confidence", 0 <= self.min_confidence < 1, "give a number from 0, under 1")
-        self._check("latency_factor", self.latency_factor is None or 1 < self.latency_factor < math.inf, "give a number over 1, or None for no limit")
-        self._check("open_seconds", 0 <= self.open_seconds < math.inf, "give 0 or more")
+        self._check("min_confidence", is_number(self.min_confidence) and 0 <= self.min_confidence < 1, "give a number from 0, under 1")
+        self._check("latency_factor", self.latency_factor is None or (is_number(self.latency_factor) and self.latency_factor > 1), "give a number over 1, or None for no limit")
+        self._check("open_seconds", is_number(self.open_seconds) and self.open_seconds >= 0, "give 0 or more")
+        self._check("clock", callable(self.clock), "give what returns seconds, such as time.perf_counter")
 
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:
@@ -264,7 +264,7 @@ def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
     where = sorted(set(devices), key=str)
     other = next((device for device in where if device.type != "cuda"), None)
     if other is not None:
-        return "reference", f"the kernel is for GPUs, and a site is on {other}"
+        return "reference", f"the kernels are for GPUs, and a site or the layer that is read is on {other}"
     for device in where:
         try:
             x, v, codes = (torch.ones(2, n, device=device) for n in (16, 16, 2))

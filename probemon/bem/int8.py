@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.sites import device_of
-from probemon.errors import BemError, MissingExtra
+from probemon.errors import BemError, ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     from probemon.bem.attached import Bem
@@ -52,8 +52,12 @@ class Int8Update(nn.Module):
 def quantize(bem: Bem) -> Bem:
     """The same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing are as they were, states its own.
 
-    Raises `MissingExtra`; `BemError` for one that is int8 already.
+    Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
     """
+    from probemon.bem.attached import Bem  # which needs this file
+
+    if not isinstance(bem, Bem):
+        raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if any(isinstance(update, Int8Update) for update in bem.updates.values()):
         raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
     made = type(bem)(bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed)

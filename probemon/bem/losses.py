@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -154,6 +155,8 @@ def host_of(bem: Bem) -> Any:
 
 def learner(bem: Bem) -> Bem:
     """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back teach the controller nothing, and nobody would be told."""
+    if not isinstance(bem, Bem):
+        raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if bem.fallback is not None:
         raise ConfigError("the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without fallback= to train or distil it")
     return bem
@@ -181,11 +184,8 @@ def watched(bem: Bem) -> Iterator[list[Codes]]:
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it before it is trained")
     seen: list[Codes] = []
-    handle = bem.controller.register_forward_hook(lambda controller, args, codes: seen.append(codes))
-    try:
+    with on_codes(bem, seen.append):
         yield seen
-    finally:
-        handle.remove()
     if not seen:
         raise BemError("a forward of the host did not pass the controller: detach the adapter and attach it again")
 
@@ -194,11 +194,23 @@ def watched(bem: Bem) -> Iterator[list[Codes]]:
 def silenced(bem: Bem) -> Iterator[None]:
     """For the time of the block, every code is 0: the host alone, bit for bit, while caches keep what the controller knows of them."""
 
-    def silence(controller: nn.Module, args: Any, codes: Codes) -> Codes:
+    def silence(codes: Codes) -> Codes:
         levels = {name: getattr(codes, name) for name in ("prefix", "chunk", "token")}
         return codes.replace(**{name: torch.zeros_like(code) for name, code in levels.items() if code is not None})
 
-    handle = bem.controller.register_forward_hook(silence)
+    with on_codes(bem, silence):
+        yield
+
+
+@contextmanager
+def on_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
+    """For the time of the block, `call(codes)` at every forward of this thread; what it returns is taken in their place. Other threads generate as they did."""
+    mine = threading.get_ident()
+
+    def hook(controller: nn.Module, args: Any, codes: Codes) -> Codes | None:
+        return call(codes) if threading.get_ident() == mine else None
+
+    handle = bem.controller.register_forward_hook(hook)
     try:
         yield
     finally:

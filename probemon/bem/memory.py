@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from probemon.bem.config import is_int, is_number
 from probemon.errors import ConfigError
 
 LOG = logging.getLogger("probemon")
@@ -90,8 +91,8 @@ def with_batch_backoff(call: Callable[[slice], T], n: int, *, size: int | None =
     A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. What runs out for a single row is
     raised; pressure never stops a single row. Raises `ConfigError`.
     """
-    if n < 0 or (size is not None and size < 1) or not 0 < limit <= 1:
-        raise ConfigError(f"n is {n}, size {size}, limit {limit}: give n from 0, a size of at least 1, a limit over 0, at most 1")
+    if not is_int(n) or n < 0 or (size is not None and (not is_int(size) or size < 1)) or not is_number(limit) or not 0 < limit <= 1:
+        raise ConfigError(f"n is {n!r}, size {size!r}, limit {limit!r}: give n from 0, a size of at least 1, a limit over 0, at most 1")
     now, at, n_out, n_pressed = min(size or n, n), 0, 0, 0
     results: list[T] = []
     sizes: list[int] = []

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
-from probemon.bem.losses import Batch, frozen, host_inputs, host_of, learner, real_tokens
+from probemon.bem.losses import Batch, frozen, host_inputs, host_of, learner, on_codes, real_tokens
 from probemon.bem.training import History, TrainSettings, fit
 from probemon.errors import BemError, ConfigError
 
@@ -104,7 +104,7 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
     """For the time of the block, forwards without a cache are steered by what the policy draws; `acts [B, T]` bool: at which tokens."""
     seen: list[Acted] = []
 
-    def act(controller: nn.Module, args: tuple[Any, ...], codes: Codes) -> Codes:
+    def act(codes: Codes) -> Codes:
         wanted, level = codes.adaptive(), _level(codes)
         decides = _decisions(codes, level, acts)
         actions = wanted.detach().clone()
@@ -119,11 +119,8 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
 
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
-    handle = bem.controller.register_forward_hook(act)
-    try:
+    with on_codes(bem, act):
         yield seen
-    finally:
-        handle.remove()
 
 
 def _level(codes: Codes) -> Tensor:
@@ -164,9 +161,11 @@ class _Baseline:
 def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, settings: TrainSettings, *, baseline_decay: float = 0.9) -> PolicyHistory:
     """Train the controller of an attached adapter to be rewarded.
 
-    Batches have one number of rows. Raises `ConfigError` for a reward that is not one finite number a row, `BemError` as `train`.
+    Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row, `BemError` as `train`.
     """
     learner(bem)
+    if len(sizes := {len(batch["input_ids"]) for batch in batches}) > 1:
+        raise ConfigError(f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards are kept a row")
     generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
     taken: list[Tensor] = []
 

@@ -4,12 +4,14 @@
     saved = read_saved(folder)                        # raises BemFileError
     check_host(saved, model, strict=False)            # raises HostMismatch
 
-Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed.
+Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed; the settings have a hash of
+their own, for an adapter with another number in them is another adapter.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import tempfile
@@ -80,7 +82,8 @@ def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Sit
         "model": type(model).__name__, "hidden_size": hidden_size(model), "n_layers": len(layers), "fingerprint": fingerprint(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }  # fmt: skip
-    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": dataclasses.asdict(config), "host": host, "files": {WEIGHTS: stated}}
+    hashed: dict[str, Any] = {"config": dataclasses.asdict(config), "host": host, "files": {WEIGHTS: stated}}
+    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
     write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
@@ -89,6 +92,7 @@ def read_saved(folder: Path) -> Saved:
     path, again = folder / SETTINGS, "copy the folder again"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
+        found = settings_hash({key: settings.get(key) for key in ("config", "host", "files")}) if isinstance(settings, dict) else None
     except FileNotFoundError:
         raise BemFileError(f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes") from None
     except (OSError, RecursionError, ValueError) as error:
@@ -101,6 +105,8 @@ def read_saved(folder: Path) -> Saved:
     stated = files.get(WEIGHTS) if isinstance(files, dict) else None
     if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict) or not isinstance(stated, dict):
         raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
+    if settings.get("sha256") != found:
+        raise BemFileError(f"{path} is not as save_pretrained wrote it (its hash differs): {again}; to change a setting, make a BemConfig with it and save that adapter")
     missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
     if missing:
         raise BemFileError(f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: {again}")
@@ -121,6 +127,11 @@ def read_saved(folder: Path) -> Saved:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BemFileError(f"{weights}: tensor {name!r} is not finite: train it again")
     return Saved(folder, made, host, tensors)
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """SHA-256 of what of `bem.json` is hashed: its config, host and files."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:

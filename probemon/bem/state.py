@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from probemon.bem.config import LEVELS
 from probemon.errors import BemStateError
 
 
@@ -119,6 +120,8 @@ class ControllerState:
             raise BemStateError(f"tensors {shapes} are not a controller's state: expected z [B, L, w] and real [B, L] bool, as state.tensors() gives them")
         if level is not None and level.shape != z.shape[:1]:
             raise BemStateError(f"level has shape {tuple(level.shape)} for {len(z)} rows: expected one for each")
+        if level is not None and (level.dtype != torch.int64 or not bool(((level >= 0) & (level < len(LEVELS))).all())):
+            raise BemStateError(f"levels are {level.tolist()} ({level.dtype}): expected int64 indices into {', '.join(LEVELS)}")
         state = cls(len(z), level)
         state._pieces, state.n_columns = [(z, real)], z.shape[1]
         return state

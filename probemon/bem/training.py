@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
+from probemon.bem.config import is_int, is_number
 from probemon.bem.losses import Batch, LossWeights, adapter_losses, host_inputs, host_of, learner, mode
 from probemon.errors import BemError, ConfigError
 
@@ -44,9 +45,10 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         for name, fine, remedy in (
-            ("n_steps", self.n_steps >= 1, "give 1 or more"), ("lr", 0 < self.lr < math.inf, "give a number over 0"),
-            ("n_warmup", self.n_warmup >= 0, "give 0 or more"), ("weight_decay", 0 <= self.weight_decay < math.inf, "give 0 or more"),
-            ("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "give a number over 0, or None for no limit"),
+            ("n_steps", is_int(self.n_steps) and self.n_steps >= 1, "give 1 or more"), ("lr", is_number(self.lr) and self.lr > 0, "give a number over 0"),
+            ("n_warmup", is_int(self.n_warmup) and self.n_warmup >= 0, "give 0 or more"), ("weight_decay", is_number(self.weight_decay) and self.weight_decay >= 0, "give 0 or more"),
+            ("max_grad_norm", self.max_grad_norm is None or (is_number(self.max_grad_norm) and self.max_grad_norm > 0), "give a number over 0, or None for no limit"),
+            ("seed", is_int(self.seed) and 0 <= self.seed < 1 << 63, "give 0 or more, within 63 bits"),
         ):  # fmt: skip
             if not fine:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
@@ -128,6 +130,8 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
+            if "labels" not in batch:
+                raise ConfigError(f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be counted")
             labels = batch["labels"][:, 1:].flatten()
             logits = model(**host_inputs(batch), use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))

@@ -60,6 +60,8 @@ class RoutingSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
             raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
+        if self.memory is not None and not callable(self.memory):
+            raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ConfigError(f"{rule!r} is no rule: give Rule(...) of probemon.telemetry.alerts, or leave rules out")
@@ -93,13 +95,13 @@ class RoutingRecorder:
         self.n_unseen = self.n_tokens = 0
         self.n_alerts = 0  # raised so far
         self._settings, self._guard = settings, guard
-        self._memory = settings.memory or memory_of(model.device)
+        self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
         self._tallies: dict[int, Tally] = {}
         self._followed: weakref.WeakKeyDictionary[Recording, dict[int, _Followed]] = weakref.WeakKeyDictionary()
         self._deliveries: list[Delivery] = []
         self._listeners: list[Listener] = []
         self._on_alert: list[Callable[[Alert], object]] = []
-        self._lock = threading.RLock()
+        self._lock, self._closed = threading.RLock(), False
         self._reading = threading.local()
         self.sites = [_timed(site, self._reading) for source in self.sources for site in source.sites]  # for a Watcher
 
@@ -107,6 +109,8 @@ class RoutingRecorder:
 
     def add_sink(self, sink: Any, *, max_batches: int = 1024) -> Delivery:
         """Send every record to a sink (`RoutingJsonLines`, `RoutingParquet`, `CallbackSink`), in a thread of its own, until the block ends."""
+        if self._closed:
+            raise ConfigError("the block has ended, so this sink would be given nothing: add it before")
         if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
             raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.telemetry.records")
         self._deliveries.append(Delivery(sink, [], max_batches=max_batches))
@@ -160,6 +164,7 @@ class RoutingRecorder:
 
     def close(self) -> list[Exception]:
         """Finish the sinks; what they failed with."""
+        self._closed = True
         for delivery in self._deliveries:
             delivery.close()
             stats = delivery.stats()
@@ -210,6 +215,24 @@ class RoutingRecorder:
             for number, followed in self._followed.pop(recording, {}).items():
                 if followed.waiting:
                     self._settle(number, recording, followed.waiting)
+
+    def _guarded_memory(self, memory: Memory) -> Memory:
+        """The same, where what it raises ends no generation: then how much is in use is unknown, 0 of 0."""
+
+        def guarded() -> tuple[int, int]:
+            found = (0, 0)
+
+            def ask() -> None:
+                nonlocal found
+                used, whole = memory()
+                if not (isinstance(used, int) and isinstance(whole, int) and used >= 0 and whole > 0):
+                    raise ConfigError(f"memory gave {used!r} of {whole!r}: give two whole numbers, bytes in use and bytes there are")
+                found = (used, whole)
+
+            self._guard("memory", ask)
+            return found
+
+        return guarded
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from probemon.bem.config import MAX_NORM
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints
 from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy
@@ -25,7 +26,7 @@ from probemon.telemetry.sketch import LogSketch
 
 _SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
 _CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8
-_LARGEST = 256.0  # norm of a code beyond which it is no code: its products would leave no room in 64 bits
+_LARGEST = MAX_NORM  # of a code: beyond it its products would leave no room in 64 bits
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
 

@@ -125,7 +125,7 @@ def bem_claims(found: dict[str, Any]) -> list[str]:
 
 
 def bem_grid(found: dict[str, Any]) -> list[str]:
-    """Each cell: milliseconds and tokens a second, and highest memory, by method."""
+    """Each cell: how far predictions are moved, milliseconds and tokens a second, and highest memory, by method."""
     lines = ["| rows x tokens | what | bare | LoRA | routed adapter | over the LoRA | with telemetry | over without |", "|---|---|---|---|---|---|---|---|"]
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in found["rows"]:
@@ -135,6 +135,9 @@ def bem_grid(found: dict[str, Any]) -> list[str]:
         if part == "memory":
             told = [f"{rows[name]['peak_bytes'] / 1e9:.2f} GB" for name in ("bare", "lora", bem)]
             lines.append(f"| {batch} x {length} | highest memory | " + " | ".join(told) + f" | {rows[bem]['over_lora_pct']:+.1f} % | | |")
+        elif part == "difference":
+            told = [f"{rows[name]['kl_to_bare']:.4f} nats, {rows[name]['same_top']:.1%}" for name in ("lora", bem)]
+            lines.append(f"| {batch} x {length} | KL to the bare host, same likeliest token | | " + " | ".join(told) + " | | | |")
         else:
             told = [f"{rows[name]['median_ms']:,.0f} ms ({rows[name]['tokens_per_second']:,}/s)" for name in ("bare", "lora", bem)]
             watched = f"{rows[beside]['median_ms']:,.0f} ms | {rows[beside][f'over_{bem}_pct']:+.1f} %"

@@ -87,10 +87,7 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     assert "\n".join(figures.bem_claims(found)) in page and "\n".join(figures.bem_grid(found)) in page
     assert {row["length"] for row in found["rows"]} == {128, 256, 512, 2048} and found["suite"] == "grid"
     hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
-    routed, lora = found["difference"]["bem, eager"], found["difference"]["lora"]
     assert f"takes at most {100 * hooks:.1f} % of a forward" in page and f"({found['checked']['host_cached_vs_full_max']:.2g})" in page
-    assert f"{routed['kl_to_bare']:.4f} nats for the routed adapter, {lora['kl_to_bare']:.4f} for" in page
-    assert f"{routed['same_top']:.1%} and {lora['same_top']:.1%} of {found['difference']['n_tokens']} tokens" in page
     assert found["checked"]["u0_max_difference"] == 0
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     rows = []
     with torch.inference_mode(), weighted(attach_bem(model, BemConfig(sites=SITES))) as bem:
         n_sites, rank = len(bem.sites), bem.config.rank
-        for n in sorted({batch * length for batch, length in GRID} | {batch for batch, _ in GRID}):
+        for n in sorted({batch * length for batch, length, _ in GRID} | {batch for batch, _, _ in GRID}):
             codes, scales = 1 + torch.randn(n, rank), torch.rand(n_sites, n, 1)
             kept = [torch.empty(n, rank) for _ in range(n_sites)]
             ways: dict[str, Callable[[], object]] = {

@@ -75,7 +75,7 @@ def main() -> int:
     host = model.to(arguments.device)
     kinds = bem_kinds(arguments.device)
     hosts = {"bare": host, **{name: adapted(name, copy.deepcopy(host)) for name in ("lora", *kinds, *(kind + TELEMETRY for kind in kinds))}}
-    reuse = routing(hosts[kinds[-1]], tokens, 500 if arguments.quick else 1000)
+    reuse = routing(hosts[kinds[-1]], tokens, 700 if arguments.quick else 1000)
     rows: list[dict[str, Any]] = []
     for batch, length, n_rounds in QUICK if arguments.quick else GRID:
         rows += difference({name: hosts[name] for name in ("bare", "lora", *kinds)}, tokens, batch, length)

@@ -89,6 +89,8 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
     assert f"takes at most {100 * hooks:.1f} % of a forward" in page and f"({found['checked']['host_cached_vs_full_max']:.2g})" in page
     assert found["checked"]["u0_max_difference"] == 0
+    quick = result("bem_quick.json")
+    assert quick["suite"] == "quick" and quick["seconds"] < 300 and f"in {quick['seconds']:.0f} s" in page and set(quick["claims"]) == set(found["claims"])
 
 
 def test_false_alarms_of_routing_are_what_was_counted():

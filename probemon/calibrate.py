@@ -32,7 +32,8 @@ from probemon.aggregate import Aggregator, Each, named, over
 from probemon.errors import CalibrationError, ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.intervals import at_most, lower_bound, upper_bound
-from probemon.pack import CARD, PROBES, ProbePack
+from probemon.manifest import CARD, PROBES
+from probemon.pack import ProbePack
 from probemon.types import Floats
 
 if TYPE_CHECKING:

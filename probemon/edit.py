@@ -23,8 +23,9 @@ from torch import Tensor
 from probemon.embed import common, embed
 from probemon.errors import PackError
 from probemon.hierarchy import Ints
+from probemon.manifest import CARD, PROBES
 from probemon.naming import Wanted
-from probemon.pack import CARD, PROBES, ProbePack
+from probemon.pack import ProbePack
 from probemon.packwriter import PackWriter, check_target
 
 _BLOCK_BYTES = 64 << 20
@@ -43,7 +44,7 @@ def merge(
     named = list(packs.items()) if isinstance(packs, Mapping) else [("", pack) for pack in packs]
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
-    all_packs = [pack for _, pack in named]
+    all_packs = [opened(pack) for _, pack in named]
     for what in ("dtype", "score_rule"):
         found = {str(getattr(pack, what)): pack.name for pack in all_packs}
         if len(found) > 1:
@@ -54,7 +55,7 @@ def merge(
     for prefix, pack in named:
         concepts += _qualified(pack, prefix)
     ids = [concept["id"] for concept in concepts]
-    twice = sorted({concept for concept, n in zip(*np.unique(ids, return_counts=True), strict=True) if n > 1})
+    twice = sorted({str(concept) for concept, n in zip(*np.unique(ids, return_counts=True), strict=True) if n > 1})
     if twice:
         raise PackError(
             f"{len(twice)} ids are in more than one pack ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): "
@@ -93,6 +94,7 @@ def subset(
     another one, so that is refused. Expand thresholds that were calibrated on the whole are cleared. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
+    pack = opened(pack)
     chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
     if not chosen:
         raise PackError("no concept is chosen: give ids, names or patterns")
@@ -129,6 +131,7 @@ def rename(
     Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
     """
     check_target(path, overwrite)
+    pack = opened(pack)
     if name is None and not concepts:
         raise PackError("nothing is renamed: give a name for the pack, or concepts")
     lines = [dict(concept) for concept in pack.concepts]
@@ -153,6 +156,13 @@ def rename(
         recommended={**pack.recommended, **({"always_on": [new_ids.get(str(key), key) for key in pack.recommended["always_on"]]} if "always_on" in pack.recommended else {})},
         quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
     )  # fmt: skip
+
+
+def opened(pack: object) -> ProbePack:
+    """The same. Raises `PackError` for what is no pack, such as its path."""
+    if not isinstance(pack, ProbePack):
+        raise PackError(f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or ProbePack.from_pretrained(name)")
+    return pack
 
 
 def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from probemon import packfile
 from probemon.errors import ConfigError, PackCorrupt, PackError, ProbemonError
-from probemon.manifest import read_manifest
-from probemon.pack import CARD, CONCEPTS, MANIFEST, PROBES, ProbePack
+from probemon.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
+from probemon.pack import ProbePack
 from probemon.packwriter import check_target
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
 from probemon.group import AnyPack, PackGroup
 from probemon.host import fingerprint, host_state
-from probemon.pack import CONCEPTS, PROBES
+from probemon.manifest import CONCEPTS, PROBES
 from probemon.types import CascadeConfig
 from probemon.windows import Reading, Shard, shards
 
@@ -156,8 +156,9 @@ class Tables:
     def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
         if floor != "fired" and (isinstance(floor, (str, bool)) or not isinstance(floor, (int, float)) or not 0 <= floor < 1):
             raise ConfigError(f"floor is {floor!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack")
-        if floor == "fired" and np.isnan(pack.alert_threshold.numpy()).all():
-            raise ConfigError(f"{pack.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
+        for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
+            if np.isnan(one.alert_threshold.numpy()).all():
+                raise ConfigError(f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
         self.pack, self.floor, self.keep_text = pack, floor, bool(keep_text)
         self.lowest = None if isinstance(floor, str) else float(floor)
         self._concepts = [concept["id"] for concept in pack.concepts]

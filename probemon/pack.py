@@ -27,7 +27,7 @@ from probemon.errors import (
     ProbemonError,
 )
 from probemon.hierarchy import ConceptTree
-from probemon.manifest import read_concepts, read_manifest
+from probemon.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_concepts, read_manifest
 from probemon.naming import Names, Wanted
 from probemon.types import Architecture, InputSpec, input_dtype
 
@@ -42,7 +42,6 @@ _VECTORS = {
 MATRICES = ("w1", "w2", "w3")
 _FINITE_BYTES = 64 << 20
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
-MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 
 # What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
 GoldenScorer = Callable[["ProbePack", Tensor], Tensor]
@@ -168,6 +167,10 @@ class ProbePack:
                 raise PackCorrupt(f"{where}: {AGGREGATED}{name} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and torch.float32 ({n},)")
         if n and not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
+        said = {"architecture": self.architecture.as_dict(), "dtype": next(name for name, dtype in DTYPES.items() if dtype is self.dtype)}
+        for name, value in said.items():
+            if self.manifest.get(name, value) != value:
+                raise PackCorrupt(f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack again")
         if self.manifest["host"].get("hidden_size") not in (None, d):
             raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
         if self.golden_hidden is not None and self.golden_scores is not None:

@@ -66,6 +66,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where int8 is compared with another dtype, or states of
     different sizes are read: no weight has a counterpart then.
     """
+    sizes = [pack.architecture.hidden_size for pack in (a, b)]
+    if sizes[0] != sizes[1]:
+        raise PackError(f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no weight of one has a counterpart in the other")
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         raise PackError(f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8 pack was made from")
     architecture = common([a.architecture, b.architecture])

@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from probemon.errors import PackCorrupt
+from probemon.errors import PackCorrupt, PackError
+from probemon.manifest import CARD, MANIFEST, read_manifest
 
 MAX_CARD_BYTES = 16 << 20
+_OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
 _NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8}
 
 
@@ -108,11 +110,31 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     path.chmod(0o644)
 
 
+def check_replaceable(target: Path) -> None:
+    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else: what is replaced is gone, and may be all that somebody has."""
+    another = "choose another path, or move it away"
+    if target.is_symlink() or not target.is_dir():
+        raise PackError(f"{target} is a {'link' if target.is_symlink() else 'file'}, no pack that could be overwritten: {another}")
+    if Path.cwd().resolve().is_relative_to(target.resolve()):
+        raise PackError(f"{target} is the folder that this is run in: {another}")
+    there = sorted(entry.name for entry in target.iterdir())
+    if not there:
+        return
+    try:
+        listed = set(read_manifest(target / MANIFEST)["files"]) if MANIFEST in there else set()
+    except (OSError, PackError) as error:
+        raise PackError(f"{target} is no whole pack ({error}), so it is not overwritten: {another}") from None
+    foreign = [name for name in there if name not in {MANIFEST, CARD, *listed, *_OF_THE_HUB} or (target / name).is_dir() != (name == ".cache")]
+    if not listed or foreign:
+        raise PackError(f"{target} holds {foreign[0] if foreign else 'no pack'}, which is no part of a pack and would be lost: {another}")
+
+
 def replace_directory(made: Path, target: Path) -> None:
-    """Move a finished directory to its place; an older one there is put back if that fails."""
-    if not target.exists():
+    """Move a finished directory to its place; an older pack there is put back if that fails. Raises as `check_replaceable`."""
+    if not os.path.lexists(target):
         made.rename(target)
         return
+    check_replaceable(target)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
     aside.rmdir()
     target.rename(aside)

@@ -33,8 +33,8 @@ from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import prepare_input
 from probemon.kernels.reference import score_reference
-from probemon.manifest import FORMAT, FORMAT_VERSION, SCORE_RULES
-from probemon.pack import AGGREGATED, CARD, CONCEPTS, DTYPES, MANIFEST, MATRICES, PROBES, ProbePack
+from probemon.manifest import CARD, CONCEPTS, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
+from probemon.pack import AGGREGATED, DTYPES, MATRICES, ProbePack
 from probemon.types import Architecture, InputSpec, input_dtype
 
 _BLOCK_BYTES = 16 << 20
@@ -42,10 +42,12 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 def check_target(path: str | Path, overwrite: bool) -> Path:
-    """The path, where a pack may be written to it. Raises `PackError` where something is there already."""
+    """The path, where a pack may be written to it. Raises `PackError` where something is there already, and with `overwrite` where it is more than a pack."""
     target = Path(path)
-    if target.exists() and not overwrite:
-        raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
+    if os.path.lexists(target):
+        if not overwrite:
+            raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
+        packfile.check_replaceable(target)
     return target
 
 

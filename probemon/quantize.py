@@ -19,7 +19,8 @@ from torch import Tensor
 
 from probemon.errors import ConfigError, PackCorrupt
 from probemon.kernels import exhaustive_reference
-from probemon.pack import CARD, MATRICES, PROBES, ProbePack
+from probemon.manifest import CARD, PROBES
+from probemon.pack import MATRICES, ProbePack
 
 _STATES = 64  # random ones, for a pack without golden states
 

@@ -71,6 +71,8 @@ def with_hierarchy(pack: ProbePack, tree: Mapping[str, Any], path: str | Path, *
         except UnknownConcept as error:
             if "concepts are named" in str(error):
                 raise
+    if not probes:
+        raise PackError(f"no concept of {pack.name} is named in the hierarchy, which has {', '.join(map(repr, list(parents)[:5]))}{', ...' if len(parents) > 5 else ''}: give ids or names of its concepts")
     by_probe: dict[int, str] = {}
     for label, probe in probes.items():
         if by_probe.setdefault(probe, label) != label:

@@ -230,6 +230,7 @@ def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):
     for tree, error, message in (
         ({"whale": ["animal"], "animal": ["whale"]}, HierarchyError, "cycle"), ({}, PackError, "empty"), ({"animal": {"whale": "x"}}, PackError, "an object for each name"),
         ({"whale": 3}, PackError, "a name or a list"), ({"whale": {}, "c2": {}}, PackError, "one concept"),
+        ({"zeppelin": {"zap": {}}}, PackError, "no concept of flat is named in the hierarchy, which has 'zeppelin', 'zap'"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             with_hierarchy(pack, tree, tmp_path / "no")
@@ -289,6 +290,19 @@ def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
         propose(flat(tmp_path / "raw", norm="none"))
     with pytest.raises(PackError, match="threshold is 2"):
         propose(flat(tmp_path / "flat"), threshold=2)
+
+
+def test_what_is_no_pack_and_packs_of_other_hosts_are_told_by_name(tmp_path):
+    a = write(tmp_path / "a")
+    for wrong in (lambda: merge(["a", a], tmp_path / "no", name="no"), lambda: subset("a", tmp_path / "no", ["a-1"]), lambda: rename("a", tmp_path / "no", name="x")):
+        with pytest.raises(PackError, match="'a' is a str: open it first"):
+            wrong()
+    other = ProbePack.write(
+        tmp_path / "b", name="b", concepts=[{"id": "x", "name": "x", "parents": []}], weights={"w1": torch.zeros(1, 1, 7), "b1": torch.zeros(1, 1)}, score_rule="independent",
+        inputs=[{"site": "resid_post.1"}], host={}, licence="CC0-1.0", card="",
+    )  # fmt: skip
+    with pytest.raises(PackError, match="a reads states of 24 values, b of 7: they are for different hosts"):
+        pack_diff(a, other)
 
 
 def run(*arguments):

@@ -1,8 +1,12 @@
 """A pack written probe by probe is the pack that is written whole; what goes wrong leaves nothing behind."""
 
+import json
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -213,3 +217,91 @@ def test_one_value_of_an_odd_stride_is_written_like_any_other():
 
     odd = torch.arange(9)[4:5].as_strided((1,), (3,), 4)
     assert odd.is_contiguous() and bytes(_bytes_of(odd)) == (4).to_bytes(8, "little")
+
+
+def test_only_a_pack_is_overwritten_and_nothing_is_lost_with_it(tmp_path, monkeypatch):
+    """What is refused stays as it was, and leaves no other name behind."""
+    net = weights((), D, torch.float32, N)
+
+    def write(path, **how):
+        return ProbePack.write(path, weights=net, **arguments(), overwrite=True, **how)
+
+    write(tmp_path / "pack")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "link").symlink_to(tmp_path / "pack")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    write(tmp_path / "mixed")
+    (tmp_path / "mixed/thesis.txt").write_text("years of work")
+    write(tmp_path / "damaged")
+    (tmp_path / "damaged/manifest.json").write_text("{")
+    (tmp_path / "folder/.cache").mkdir(parents=True)
+    there = sorted(path for path in tmp_path.rglob("*"))
+    for name, words in (
+        ("thesis", "thesis holds thesis.txt, which is no part of a pack and would be lost"), ("mixed", "mixed holds thesis.txt"), ("file", "file is a file, no pack"),
+        ("link", "link is a link, no pack"), ("nowhere", "nowhere is a link"), ("damaged", "damaged is no whole pack"), ("folder", "folder holds .cache|folder holds no pack"),
+    ):  # fmt: skip
+        with pytest.raises(PackError, match=words):
+            write(tmp_path / name)
+        with pytest.raises(PackError, match=f"{name} exists"):
+            ProbePack.write(tmp_path / name, weights=net, **arguments())
+    monkeypatch.chdir(tmp_path / "pack")
+    with pytest.raises(PackError, match="is the folder that this is run in"):
+        write(tmp_path / "pack")
+    monkeypatch.chdir(tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*")) == there
+    (tmp_path / "empty").mkdir()
+    for name in ("pack", "empty"):
+        write(tmp_path / name)
+    (tmp_path / "pack/.cache/huggingface").mkdir(parents=True)  # as a download to a folder leaves it
+    (tmp_path / "pack/.gitattributes").write_text("")
+    assert write(tmp_path / "pack").n_probes == N
+
+
+def test_what_comes_to_lie_at_the_target_meanwhile_is_not_replaced(tmp_path):
+    net = weights((), D, torch.float32, N)
+    with pytest.raises(PackError, match=r"holds thesis\.txt"), writer(tmp_path / "pack", net, overwrite=True) as made:
+        made.put_slice(0, net)
+        (tmp_path / "pack").mkdir()
+        (tmp_path / "pack/thesis.txt").write_text("years of work")
+    assert [path.name for path in tmp_path.iterdir()] == ["pack"] and (tmp_path / "pack/thesis.txt").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
+def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, number):
+    n = 20_000
+    ProbePack.write(
+        tmp_path / "large", name="large", concepts=[{"id": str(i), "name": str(i), "parents": []} for i in range(n)], weights=weights((), 500, torch.float32, n),
+        score_rule="independent", inputs=[{"site": "resid_post.0"}], host={}, licence="CC0-1.0", card="Random.\n",
+    )  # fmt: skip
+    words = [str(Path(sys.executable).with_name("probemon")), "pack", "rename", str(tmp_path / "large"), str(tmp_path / "made"), "--name", "other"]
+    for _ in range(3):  # where the machine is busy elsewhere, the signal may come too late
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not list(tmp_path.glob(".made-*")):
+            time.sleep(0.001)
+        process.send_signal(number)
+        if process.wait() != 0:
+            break
+        shutil.rmtree(tmp_path / "made")
+    assert process.returncode == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
+@pytest.mark.parametrize("where", ["id", "name", "pack"])
+def test_control_characters_are_in_no_name(tmp_path, where):
+    """A terminal would act on them: packs come from strangers."""
+    net, name = weights((), D, torch.float32, N), "\x1b[31mred\x1b[2J"
+    changes = {"name": name} if where == "pack" else {"concepts": [{**concepts()[0], where: name, "parents": []}, *({**one, "parents": []} for one in concepts()[1:])]}
+    with pytest.raises(PackCorrupt, match=r"\\x1b\[31mred.* a terminal would act on its control characters"):
+        ProbePack.write(tmp_path / "pack", weights=net, **arguments(**changes))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"architecture": {"kind": "mlp", "hidden": [10**9]}}, {"dtype": "float8"}], ids=str)
+def test_a_manifest_that_says_other_things_of_its_weights_is_refused(tmp_path, change):
+    ProbePack.write(tmp_path / "pack", weights=weights((), D, torch.float32, N), **arguments())
+    manifest = json.loads((tmp_path / "pack/manifest.json").read_text())
+    (tmp_path / "pack/manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(PackCorrupt, match=f"{next(iter(change))} is .* the manifest says"):
+        ProbePack.open(tmp_path / "pack")

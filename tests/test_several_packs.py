@@ -398,6 +398,9 @@ def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs
     chosen, texts, reading = packs(names="ade"), random_texts(12), Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
     settings = {"impl": "cpu", "strategy": "descent", "audit_rate": 0.2}
     together = analyze(DynamicProbeManager(chosen, **settings), model, make_tokenizer(), texts, tmp_path / "all", floor=0.4, reading=reading)
+    mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
+    with pytest.raises(ConfigError, match="mute has no alert thresholds, so nothing of it fires"):
+        analyze(DynamicProbeManager([*chosen, mute], impl="cpu"), model, make_tokenizer(), texts, tmp_path / "none")
     rows = {name: [] for name in "ade"}
     for row in together.scores().to_pylist():
         name, _, own = row["concept"].partition(":")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from probemon.errors import ConfigError
+from probemon.importers.strict_json import RepeatedKey, loads
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -98,9 +99,11 @@ def read_object(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
             raise ConfigError(f"{path} has {size:,} bytes, at most {_MAX_JSON_BYTES:,} are read")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = loads(path.read_text(encoding="utf-8"))
     except ConfigError:
         raise
+    except RepeatedKey as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({str(error)[:200]})") from None
     if not isinstance(found, dict):

@@ -20,7 +20,7 @@ from torch import nn
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.types import HostState
 
-SITE = re.compile(r"^(resid_post|attn_out|mlp_out)\.(\d+)$")
+SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
 _SAMPLES = 16
@@ -83,11 +83,11 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def parse_site(site: str) -> tuple[str, int]:
-    """`'resid_post.15'` -> `('resid_post', 15)`."""
-    match = SITE.match(site)
+    """`'resid_post.15'` -> `('resid_post', 15)`. Raises `ConfigError`."""
+    match = SITE.fullmatch(site) if isinstance(site, str) else None
     if match is None:
         raise ConfigError(
-            f"site {site!r} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host"
+            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host (0 to 9999)"
         )
     return match.group(1), int(match.group(2))
 

@@ -533,6 +533,16 @@ def test_watch_shows_concepts_of_several_packs(folder, packs):
     assert "watched by a + mine: 63 probes" in shown and "mine:concept" in shown and " a:concept" in shown
 
 
+def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
+    [a] = packs(names="a")
+    mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
+    options = ("--prompt", "abc", "--max-new-tokens", 2, "--plain", "--json")
+    told, shown = cli("watch", folder, a.directory, "--pack", mute.directory, *options)
+    assert told["probes_without_threshold"] == 40 and "40 of 80 probes have no alert threshold, so that they are never shown" in shown
+    told, shown = cli("watch", folder, a.directory, *options)
+    assert told["probes_without_threshold"] == 0 and "no alert threshold" not in shown
+
+
 def test_analyze_writes_concepts_of_several_packs_and_goes_on_with_them(folder, packs, tmp_path):
     a, b = packs(names="ab")
     (tmp_path / "texts.txt").write_text("abc def\nghi\n")

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ KINDS = {
     "unreachable": "concepts that no descent from the base level comes to: they are scored only if always on, on a base level, or when every probe is scored",
     "tripole": "three-way heads, no sigmoid of one logit: not imported",
     "unknown": "files whose tensors are no probe of this format: not imported",
-    "dtype": "probes of a dtype that packs do not have: not imported",
+    "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
     "not_finite": "probes with weights that are not finite: not imported",
     "width": "probes that read states of another size than the others: not imported",
     "missing": "concepts of the hierarchy without a probe",
@@ -51,14 +52,23 @@ KINDS = {
     "repeated": "names on several levels, each a concept of its own",
     "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
     "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
+    "stale_edges": "edges that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
+    "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",
     "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
     "dangling": "edges to names that no layer file has: left out",
     "malformed": "keys that are no \"Name:level\": left out",
+    "bank_edges": "edges that only banks and their index state: taken",
+    "bank_elsewhere": "probes of banks that the hierarchy does not put under the bank's parent: the hierarchy counts",
+    "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
+    "bank_unlisted": "probes of banks that bank_index.json does not list: taken",
     "twice": "probes stored twice: the first is taken",
+    "widened": "probes of a narrower dtype than the widest, which is the pack's: kept exactly, in more bytes",
     "concatenated": "probes that read several layers side by side: no host gives such a state at one site, give it to score_tokens by hand",
     "uncalibrated": "probes that calibration.json does not name",
     "calibration_unknown": "entries of calibration.json for no imported probe",
-    "unread": "files that are no weights (text probes, centroids): not read",
+    "unusable": "numbers of the pack's JSON that cannot be: not used",
+    "unread": "files that are no .pt (text probes, centroids): not read",
+    "elsewhere": "files of weights where this format keeps no probes: not read; move them, or import their folder by itself",
 }  # fmt: skip
 
 
@@ -88,7 +98,8 @@ def import_pack(
     A concept's id is "Name:level". Alert thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor their
     threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
-    parse_site(site)
+    _check_given(source=source, target=target, hierarchy=hierarchy, name=name, licence=licence, model=model, max_bytes=max_bytes, progress=progress)
+    _, layer = parse_site(site)
     if normalize not in NORMALIZE:
         raise ConfigError(f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm' or 'none'")
     inputs = Inputs(site, normalize, eps)
@@ -97,15 +108,22 @@ def import_pack(
     notes = Notes(KINDS)
     folder = Folder(source)
     found = Source(folder, notes, max_bytes)
+    if found.n_layers is not None and layer >= found.n_layers:
+        raise ImportRefused(f"{folder.path}: the pack says that its host has {found.n_layers} layers (num_layers), 0 to {found.n_layers - 1}: none is read at site {site!r}")
     tree_folder = folder if hierarchy is None else Folder(hierarchy)
     graph = read_graph(tree_folder, notes)
-    n_edges = sum(map(len, graph.parents.values()))
+    if hierarchy is not None and not graph.parents:
+        raise ImportRefused(f"{tree_folder.path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on")
     stored = found.place(graph, notes)
+    n_edges = sum(map(len, graph.parents.values()))
     told = _Told(progress, 2 * len(stored))
     kinds = _look(stored, folder, found, notes, max_bytes, told)
     placed = graph.over(kinds, notes, break_cycles=break_cycles)
     calibration = _calibration(folder, placed, notes)
     architecture, dtype = widest(list(kinds.values()))
+    for node in placed:
+        if kinds[node].dtype != dtype:
+            notes.add("widened", f"{key_of(node)} ({kinds[node].dtype} to {dtype})".replace("torch.", ""))
     nodes = sorted(placed, key=lambda node: (placed[node].level, node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
     counts: dict[str, Any] = {"probes": len(nodes), "files": len({place.path for place in stored.values()}), "edges": n_edges}
@@ -115,7 +133,7 @@ def import_pack(
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all())
     model = model or found.model
-    host = {"model_id": model, "hidden_size": architecture.hidden_size}
+    host = {"model_id": model, "hidden_size": architecture.hidden_size, **({"n_layers": found.n_layers} if found.n_layers else {})}
     name = name or target.name
     writer = PackWriter(
         target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=dtype,
@@ -139,6 +157,19 @@ def import_pack(
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
         writer.card = _card(name, report, placed, worst, model, licence)
     return writer.pack, report
+
+
+def _check_given(**given: Any) -> None:
+    """Raise `ConfigError` for an argument of another kind."""
+    path: tuple[Any, str] = (str | PathLike, "a path")
+    kinds = {
+        "source": path, "target": path, "hierarchy": (path[0] | None, "a path, or None"), "name": (str | None, "text, or None"), "licence": (str, "text"),
+        "model": (str | None, "text, or None"), "max_bytes": (int, "a number of bytes"), "progress": (Callable | None, "a function of two numbers, or None"),
+    }  # fmt: skip
+    for name, value in given.items():
+        kind, words = kinds[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r:.80}: expected {words}")
 
 
 def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node, dict[str, Tensor]]]:

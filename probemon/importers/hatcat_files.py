@@ -1,15 +1,17 @@
 """Where a HatCat pack keeps its probes: every generation of its folders.
 
     source = Source(Folder("lens_packs/mine"), notes)
-    source.model, source.hidden_dim                    # of pack_info.json, lens_pack.json or pack.json, where they say it
+    source.model, source.hidden_dim, source.n_layers   # of pack_info.json, lens_pack.json or pack.json, where they say it
     source.place(graph, notes)                         # {node: Stored}: the file of every probe, and its name in a bank
 
 Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`.
-Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file says no level.
+Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are
+told, not read.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ _LAYER = re.compile(r"layer(\d{1,4})")
 _INFO = ("pack_info.json", "lens_pack.json", "pack.json")
 _FLAT = ("probes/activation", "activation_lenses")
 _SUFFIX = "_classifier"
+_MAX_LOOKED = 1_000_000  # files of a folder, to find weights where none are expected
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ class Stored:
     key: str | None = None
 
 
+@dataclass(frozen=True)
+class _Bank:
+    """A file of the probes of one parent's children. `level`: of those whose level nobody says. `listed`: what an index says is in it, None where none says anything."""
+
+    parent: Node
+    level: int
+    path: Path
+    listed: tuple[str, ...] | None
+
+
 class Source:
     """A folder of probes, looked through but not read. Raises `ImportRefused` for JSON of another kind and for a path that leaves the folder."""
 
@@ -43,18 +56,21 @@ class Source:
         self.info = self._read_info()
         model = self._of_model("model_name") or self._of_model("model_id") or self.info.get("model")
         self.model = model if isinstance(model, str) else None
-        size = self.info.get("hidden_dim", self._of_model("hidden_dim"))
-        self.hidden_dim = size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+        self.hidden_dim, self.n_layers = self._count("hidden_dim", notes), self._count("num_layers", notes)
+        self._seen: set[Path] = set()  # what was looked at, and read or told
         self._layered: list[tuple[Node, Path]] = []
         self._flat: list[tuple[str, Path]] = []
-        self._banks: list[tuple[Node | None, int, Path]] = []  # parent, level where nobody says another, file
+        self._banks: list[_Bank] = []
         for parts in ((), ("individual",)):
             for level, name in self._levels(*parts):
                 self._layered += [((_name(path), level), path) for path in self._probes(notes, *parts, name)]
         self._find_banks()
         for place in dict.fromkeys((*self._stated_places(), *_FLAT)):
             self._flat += [(_name(path), path) for path in self._probes(notes, place)]
-        self._flat += [(_name(path), path) for path in self.folder.files(suffix=".pt")]
+        own = self.folder.files(suffix=".pt")
+        self._flat += [(_name(path), path) for path in own]
+        self._seen |= {*own, *(bank.path for bank in self._banks)}
+        self._tell_others(notes)
 
     def _read_info(self) -> dict[str, Any]:
         """What the pack says of itself: its JSON files together, the newest first."""
@@ -69,6 +85,14 @@ class Source:
     def _of_model(self, key: str) -> Any:
         about = self.info.get("model_info")
         return about.get(key) if isinstance(about, dict) else None
+
+    def _count(self, key: str, notes: Notes) -> int | None:
+        """A number of the pack's JSON or of the model's part in it; one that cannot be is told."""
+        found = self.info.get(key, self._of_model(key))
+        if found is None or (isinstance(found, int) and not isinstance(found, bool) and 0 < found < 1 << 31):
+            return found
+        notes.add("unusable", f"{key} {found!r:.60}")
+        return None
 
     def _stated_places(self) -> Iterator[str]:
         for key, names in (("lens_paths", ("activation_lenses", "activation")), ("probe_paths", ("activation_probes",))):
@@ -92,6 +116,7 @@ class Source:
     def _probes(self, notes: Notes, *parts: str) -> list[Path]:
         """Files of one folder: `Name.pt` before `Name_classifier.pt`. What else lies there is told."""
         found = self.folder.files(*parts, suffix="")
+        self._seen |= set(found)
         for path in found:
             if path.suffix not in (".pt", ".json") and path.is_file():
                 notes.add("unread", path.relative_to(self.folder.path).as_posix())
@@ -108,15 +133,39 @@ class Source:
             if parent is None or not isinstance(place, str):
                 raise ImportRefused(f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: expected \"Parent:level\" with its bank_path")
             path = self.folder.inside(place)
-            self._banks.append((parent, parent[1] + 1, path))
+            listed = entry.get("concepts")
+            if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+                raise ImportRefused(f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {listed!r:.80}, expected a list of names")
+            self._banks.append(_Bank(parent, parent[1] + 1, path, None if listed is None else tuple(listed)))
             known.add(path.resolve())
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
                 if path.resolve() not in known:  # of no index: its name is the parent's
-                    self._banks.append(((path.name.removesuffix(".bank.pt"), level - 1), level, path))
+                    self._banks.append(_Bank((path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()))
+
+    def _tell_others(self, notes: Notes) -> None:
+        """Tell the weights where this format keeps no probes: in a folder that is no level, in one within a level. Links and hidden folders are not followed."""
+        real: set[str] | None = None
+        n_looked = 0
+        for folder, below, files in os.walk(self.folder.path, onerror=lambda error: notes.add("elsewhere", f"perhaps in a folder that cannot be read: {error}")):
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            for name in sorted(files):
+                n_looked += 1
+                path = Path(folder, name)
+                if path.suffix.lower() != ".pt" or name.startswith(".") or path in self._seen:
+                    continue
+                real = {os.path.realpath(seen) for seen in self._seen} if real is None else real
+                if os.path.realpath(path) not in real:  # else a link leads to it
+                    notes.add("elsewhere", path.relative_to(self.folder.path).as_posix())
+            if n_looked > _MAX_LOOKED:
+                notes.add("elsewhere", f"perhaps more, past the first {_MAX_LOOKED:,} files")
+                return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """The file of every probe. What is there twice is counted, and the first is taken: a file of its own, then a bank, then a flat file."""
+        """The file of every probe. What is there twice is counted, and the first is taken: a file of its own, then a bank, then a flat file.
+
+        Where the graph has no edges, it is given those that banks state.
+        """
         stored: dict[Node, Stored] = {}
 
         def put(node: Node, found: Stored) -> None:
@@ -128,11 +177,27 @@ class Source:
         for node, path in self._layered:
             put(node, Stored(path))
         levels, children = graph.levels_of(), graph.children()
-        for parent, level, path in self._banks:
-            below = {} if parent is None else {name: at for name, at in reversed(children.get(parent, []))}
-            for name in load_bank(path, self._max_bytes):
+        has_edges = any(graph.parents.values())
+        for bank in self._banks:
+            below = {name: at for name, at in reversed(children.get(bank.parent, []))}
+            held = load_bank(bank.path, self._max_bytes)
+            where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
+            listed = dict.fromkeys(bank.listed or ())
+            for name in listed:
+                if name not in held:
+                    notes.add("bank_lacks", f"{name} {where}")
+            for name in held:
+                if bank.listed is not None and name not in listed:
+                    notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
-                put((name, below.get(name, level)), Stored(path, name))
+                known = below.get(name) if has_edges else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
+                node = (name, bank.level if known is None else known)
+                put(node, Stored(bank.path, name))
+                if not has_edges and bank.parent[1] >= 0:
+                    graph.link(bank.parent, node)
+                    notes.add("bank_edges", f"{key_of(bank.parent)} > {key_of(node)}")
+                if has_edges and name not in below:
+                    notes.add("bank_elsewhere", f"{name} {where}")
         taken = {name for name, _ in stored}
         for name, path in self._flat:
             free = [level for level in levels.get(name, []) if (name, level) not in stored]

@@ -178,6 +178,7 @@ def read_graph(folder: Folder, notes: Notes) -> Graph:
     for node in sorted(graph.parents, key=_order) if stated else ():
         if node[1] in layers and node not in told:
             notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
+    _compare_edges(graph, stated, notes)
     graph.about = {node: _about(concept) for node, concept in stated if node in graph.parents}
     return graph
 
@@ -205,7 +206,45 @@ def _graph_of_hierarchy(folder: Folder, whole: Any, notes: Notes) -> Graph:
         if not linked and downward and above not in graph.parents.get(below, {}):
             notes.add("one_sided", f"{key_of(above)} > {key_of(below)}")
         graph.link(above, below)
+    _compare_ends(graph, whole, notes)
     return graph
+
+
+def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
+    """Tell the concepts that root_concepts and leaf_concepts, where the file has them, list otherwise than its edges."""
+    for key, linked, word in (("root_concepts", graph.parents, "under"), ("leaf_concepts", graph.children(), "above")):
+        if whole.get(key) is None:
+            continue
+        listed = {node_of(one) for one in _list(whole[key])}
+        for node in sorted(graph.parents, key=_order):
+            if (node in listed) == bool(linked[node]):
+                others = [key_of(other) for other in linked[node]]
+                notes.add("contradicted", f"{key_of(node)} is {'' if node in listed else 'not '}in {key}, and {word} {', '.join(others[:4]) or 'nothing'}")
+
+
+def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> None:
+    """Tell the edges that only hierarchy.json or only the layer files have. A layer file names the other end without its level; one that lists none says nothing."""
+    below: dict[Node, set[str]] = {}
+    above: dict[Node, set[str]] = {}
+    for node, concept in stated:
+        for names, key in ((below, "category_children"), (above, "parent_concepts")):
+            if concept.get(key) is not None:
+                names.setdefault(node, set()).update(name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key]))
+    children = graph.children()
+    told = set()
+    for node, found in below.items():
+        for name in sorted(found - {child[0] for child in children.get(node, [])}):
+            told.add((node[0], name))
+            notes.add("stale_edges", f"{key_of(node)} > {name} is in the layer files alone")
+    for node, found in above.items():
+        for name in sorted(found - {parent[0] for parent in graph.parents.get(node, {})}):
+            if (name, node[0]) not in told:
+                notes.add("stale_edges", f"{name} > {key_of(node)} is in the layer files alone")
+    for child in sorted(graph.parents, key=_order):
+        for parent in graph.parents[child]:
+            said = [name in names for names, name in ((below.get(parent), child[0]), (above.get(child), parent[0])) if names is not None]
+            if said and not any(said):
+                notes.add("stale_edges", f"{key_of(parent)} > {key_of(child)} is in hierarchy.json alone")
 
 
 def _list(value: object) -> list[Any]:

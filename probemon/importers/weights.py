@@ -7,14 +7,13 @@
 A `.pt` is a zip of stored bytes and one pickle. The pickle is read here as data: a few instructions build dicts, tuples, texts, numbers and tensors, and any other
 instruction, or any global but those of a state dict, is refused by name. Nothing is unpickled, so nothing in a file can be called. Bounds: a file has at most `MAX_BYTES`
 (checked before it is opened), and its tensors state no more bytes than the file has: in memory are at most the file, the storages in it and the tensors, so three times its
-size, and some 150 MB for its pickle (2 MiB of instructions) and its table of members. JSON has at most `MAX_JSON_BYTES`, which may take twenty times that while it is
+size, and some 150 MB for its pickle (2 MiB of instructions) and its table of members. JSON has at most `MAX_JSON_BYTES`, which may take thirty times that while it is
 read. Files from before torch 1.6, which are no zip, are refused.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickletools
 import reprlib
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
+from probemon.importers.strict_json import RepeatedKey, loads
 
 MAX_BYTES = 256 << 20
 MAX_JSON_BYTES = 64 << 20
@@ -101,9 +101,10 @@ def check_file(path: Path, max_bytes: int) -> int:
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
-        raise ImportRefused(f"{path} cannot be read ({error}): {_AGAIN}") from None
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise ImportRefused(f"{path} {'is not there' if missing else f'cannot be read ({error})'}: check the path") from None
     if not stat.S_ISREG(found.st_mode):
-        raise ImportRefused(f"{path} is no file")
+        raise ImportRefused(f"{path} is no file{', but a folder' if stat.S_ISDIR(found.st_mode) else ''}: check the path")
     if found.st_size > max_bytes:
         raise ImportRefused(f"{path} has {found.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it")
     return found.st_size
@@ -150,13 +151,11 @@ class Folder:
             return None
         check_file(path, MAX_JSON_BYTES)
         try:
-            text = path.read_bytes().decode("utf-8-sig")
-            found = json.loads(text, parse_constant=lambda _: None)
-            if "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
-                json.dumps(found, ensure_ascii=False).encode()
+            return loads(path.read_bytes().decode("utf-8-sig"), nan=False)
+        except RepeatedKey as error:
+            raise ImportRefused(f"{path}: {error}") from None
         except (OSError, RecursionError, ValueError) as error:
             raise ImportRefused(f"{path} is not valid JSON ({str(error)[:200]}): {_AGAIN}") from None
-        return found
 
 
 def _describe(found: object) -> str:
@@ -166,6 +165,8 @@ def _describe(found: object) -> str:
 
 
 def _not_a_zip(path: Path, data: bytes) -> ImportRefused:
+    if not data or data.startswith(b"PK\3\4"):
+        return ImportRefused(f"{path} is {'cut short or damaged: a zip without its end' if data else 'empty'}: {_AGAIN}")
     try:
         _Machine(path, lambda pid: None).run(data[:_MAX_PICKLE_BYTES])
     except ImportRefused as refused:

@@ -1,0 +1,35 @@
+"""JSON that somebody wrote by hand, or another program: no key stands twice in an object, and every text can be written again.
+
+    found = loads(text)             # RepeatedKey, ValueError or RecursionError where it cannot be taken as it is
+    found = loads(text, nan=False)  # NaN and infinities, which are no JSON, read as None
+
+Python's own reader keeps the last of two values of one key and loses the first, with the probes or the edges in it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class RepeatedKey(ValueError):
+    """A key stands twice in one object; the text names it and says what to do."""
+
+
+def loads(text: str, *, nan: bool = True) -> Any:
+    """What a JSON text holds. Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`."""
+    found = json.loads(text, object_pairs_hook=_once, parse_constant=None if nan else lambda _: None)
+    if "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise RepeatedKey(f"{key!r:.80} stands twice in one object, and only the last would be read: put the two together, or give one another name")
+            seen.add(key)
+    return found

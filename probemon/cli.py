@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -125,6 +126,9 @@ def watch(
             f"our hooks; medians of {cost.n_steps} steps each, alternating)"
         )
     lines.append("A concept shown is over its own alert threshold; false alarms are expected, at the rate the pack's card states.")
+    n_mute = int(opened.alert_threshold.isnan().sum())
+    if n_mute:  # their silence says nothing
+        lines.append(f"{n_mute} of {opened.n_probes} probes have no alert threshold, so that they are never shown, whatever they score: probemon calibrate sets one")
     summary(console, result, lines)
     if as_json:
         print(
@@ -135,7 +139,7 @@ def watch(
                     "watched_ms_per_token": cost and round(cost.watched_ms, 3), "overhead_pct": cost and round(cost.overhead_pct, 2),
                     "probes_total": opened.n_probes, "probes_evaluated_per_token": round(per_token[0], 2),
                     "probes_active_per_token": round(per_token[1], 2), "dropped": int(cover.dropped.sum()), "unseen_tokens": cover.n_unseen,
-                    "audit": result.audit.as_dict() if audit_rate else None,
+                    "audit": result.audit.as_dict() if audit_rate else None, "probes_without_threshold": n_mute,
                     "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
                 }
             )
@@ -150,6 +154,8 @@ def inspect(
     """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
     from probemon.pack import ProbePack
 
+    if Path(pack).is_file():
+        raise ConfigError(f"{pack} is a file: give the folder of the pack, {Path(pack).parent}")
     opened = ProbePack.from_pretrained(pack, verify=True)
     worst = opened.golden_error
     manifest = opened.manifest
@@ -169,7 +175,8 @@ def inspect(
     console = Console(soft_wrap=True, highlight=False)
     host = manifest["host"]
     console.print(f"{opened.name}  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores", markup=False)
-    console.print(f"for {host.get('model_id')} ({host.get('n_layers')} layers, hidden size {host.get('hidden_size')}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
+    size = (f"{host['n_layers']} layers, " if host.get("n_layers") is not None else "") + f"hidden size {opened.architecture.hidden_size}"
+    console.print(f"for {host.get('model_id') or 'a host that is not stated'} ({size}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
     _levels(console, opened)
     stated = manifest.get("quality") or {}
     overall = {k: stated[k] for k in (*_PER_LEVEL, *_OVERALL) if isinstance(stated.get(k), (int, float))}
@@ -225,9 +232,12 @@ def _levels(console: Console, pack: ProbePack) -> None:
 
 def main() -> None:
     """Entry point: errors of ours are one line and exit status 2."""
-    # A closed pipe (`| head`) ends the program, not with a traceback.
+    # A closed pipe (`| head`) ends the program, not with a traceback. Whoever ends it otherwise lets it take away what is half written.
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:
+            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="probemon", standalone_mode=False)
         sys.stdout.flush()
     except ProbemonError as error:
         print(f"probemon: {' '.join(str(error).split())}", file=sys.stderr)
@@ -240,7 +250,11 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not typer's own kind: a defect, shown whole
             raise
-        print(f"probemon: {' '.join(error.format_message().split())} (see probemon --help)", file=sys.stderr)
+        context = getattr(error, "ctx", None)  # the command that was used wrongly
+        if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help itself is the message
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print(f"probemon: {' '.join(error.format_message().split())} (see {context.command_path if context else 'probemon'} --help)", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
 

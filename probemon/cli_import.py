@@ -8,7 +8,9 @@ Pickled objects (scikit-learn's among them) are never opened: load them yourself
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,9 +26,11 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<
 
 importing = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help="Make a pack of another project's probes.")
 
+SITES = "resid_post.N, the output of block N, counted from 0; attn_out.N or mlp_out.N, what its attention or feed-forward part gives."
+
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What the other project wrote.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="Where the pack is written: a folder that is not there yet.")]
-Site = Annotated[str, typer.Option(help="Where the host's state is read: resid_post.N, the output of block N, counted from 0. No file says it.")]
+Site = Annotated[str, typer.Option(help=f"Where the host's state is read: {SITES} No file says it.")]
 Normalize = Annotated[str, typer.Option(help="What was done to each state before the probes saw it: none, layernorm or rmsnorm. No file says it.")]
 Name = Annotated[str | None, typer.Option(help="Of the pack. Default: of its folder.")]
 Licence = Annotated[str, typer.Option(help="Of the probes.")]
@@ -63,7 +67,7 @@ def hatcat(
 
 @importing.command()
 def probelab(
-    source: Source, target: Target, site: Site, normalize: Normalize = "none", name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False,
+    source: Source, target: Target, site: Site, normalize: Normalize, name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Probes that probelab saved: a .pt file, or a folder of them, each named by its file."""
@@ -74,7 +78,7 @@ def probelab(
 
 @importing.command()
 def probekit(
-    source: Source, target: Target, site: Site, normalize: Normalize = "none", name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False,
+    source: Source, target: Target, site: Site, normalize: Normalize, name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Probes of probekit: a JSON file of their to_dict(), by name."""
@@ -102,10 +106,10 @@ def saelens(
     source: Source, target: Target,
     features: Annotated[str | None, typer.Option(help="Which, by number: 3,17,100-120. Default: all.")] = None,
     names: Annotated[Path | None, typer.Option(help='Names of features: a JSON file, {"17": "cats"}.')] = None,
-    site: Annotated[str | None, typer.Option(help="Where the state is read, where cfg.json names no hook of the residual stream.")] = None,
+    site: Annotated[str | None, typer.Option(help=f"Where the state is read, where cfg.json does not say it: {SITES}")] = None,
     centered: Annotated[bool | None, typer.Option(help="Whether states had their mean subtracted (TransformerLens with centred writing weights), where cfg.json does not say.")] = None,
     activation_scale: Annotated[float | None, typer.Option(help="The factor on states of 'expected_average_only_in', which no file holds.")] = None,
-    sharpness: Annotated[float, typer.Option(help="Multiplies the logits: under 1 keeps strong activations apart. Where probes fire does not change.")] = 1.0,
+    sharpness: Annotated[float, typer.Option(help="Multiplies the logits, by 0.001 to 1000: under 1 keeps strong activations apart. Where probes fire does not change.")] = 1.0,
     name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Features of a sparse autoencoder: the folder that SAELens saved. Each fires where the feature is active."""
@@ -128,19 +132,19 @@ def saelens(
 
 @importing.command()
 def hallucination(
-    source: Source, target: Target, concept: Annotated[str, typer.Option(help="What to call it.")] = "hallucination", name: Name = None, licence: Licence = NOT_STATED,
-    model: Model = None, overwrite: Overwrite = False, as_json: Json = False,
+    source: Source, target: Target, normalize: Normalize, concept: Annotated[str, typer.Option(help="What to call it.")] = "hallucination", name: Name = None,
+    licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """A hallucination head: the folder with probe_config.json and probe_head.bin."""
     from probemon.importers.hallucination import import_head
 
-    _done(import_head(source, target, concept=concept, name=name, licence=licence, model=model, overwrite=overwrite), as_json)
+    _done(import_head(source, target, concept=concept, normalize=normalize, name=name, licence=licence, model=model, overwrite=overwrite), as_json)
 
 
 @importing.command()
 def safetensors(
     source: Source, target: Target, mapping: Annotated[Path, typer.Option(help="A JSON file that says which tensors make up which probe.")],
-    site: Annotated[str | None, typer.Option(help="Where the host's state is read; before what the mapping says.")] = None,
+    site: Annotated[str | None, typer.Option(help=f"Before what the mapping says of where the host's state is read: {SITES}")] = None,
     normalize: Annotated[str | None, typer.Option(help="none, layernorm or rmsnorm; before what the mapping says.")] = None,
     name: Name = None, overwrite: Overwrite = False, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -150,20 +154,19 @@ def safetensors(
     _done(import_safetensors(source, target, mapping=mapping, site=site, normalize=normalize, name=name, overwrite=overwrite), as_json)
 
 
-def _numbers(text: str | None) -> list[int] | None:
+def _numbers(text: str | None) -> Iterator[int] | None:
     """`3,17,100-120` as numbers. Raises `ConfigError`."""
     if text is None:
         return None
-    found: list[int] = []
+    found: list[range] = []
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not (first.isascii() and first.isdigit() and len(first) < 10) or (dash and not (last.isascii() and last.isdigit() and len(last) < 10)):
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is no number and no range: write 3,17,100-120")
-        end = int(last) if dash else int(first)
-        if end - int(first) > 10_000_000:
-            raise ConfigError(f"--features {text!r}: {part.strip()!r} is longer than any autoencoder")
-        found += range(int(first), end + 1)
-    return found
+        found.append(range(int(first), (int(last) if dash else int(first)) + 1))
+        if not found[-1]:
+            raise ConfigError(f"--features {text!r}: {part.strip()!r} is backwards: write the smaller number first")
+    return itertools.chain(*found)
 
 
 def _done(pack: ProbePack, as_json: bool) -> None:

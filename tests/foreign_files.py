@@ -85,7 +85,7 @@ def steerkit_probe(path, seed=50, layer=2, n_layers=4, length=3.0, **changes):
     bias = {"logistic": 0.4, "diff_of_means": 0.0, "mass_mean": -0.3}
     metadata = {
         "schema_version": "3", "layer": str(layer), "n_total_layers": str(n_layers), "normalized_depth": "0.500000", "model_id": "tiny", "hook_site": "resid_post",
-        "hook_name": f"blocks.{layer}.hook_resid_post", "default_method": "logistic", "auto_alpha": "", "bias_json": json.dumps(bias), "metrics_json": "{}", "created_at": "", "extras_json": "{}",
+        "hook_name": f"blocks.{layer}.hook_{changes.get('hook_site', 'resid_post')}", "default_method": "logistic", "auto_alpha": "", "bias_json": json.dumps(bias), "metrics_json": "{}", "created_at": "", "extras_json": "{}",
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({f"direction.{name}": value for name, value in directions.items()}, path, metadata={**metadata, **changes})

@@ -83,14 +83,20 @@ def test_every_importer_has_its_command_and_its_section():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["probelab", "nothing.pt", "p", "--site", "resid_post.1"], "nothing.pt"),
-    (["probelab", "probelab-probes", "p", "--site", "layer.1"], "site 'layer.1' is not supported"),
+    (["probelab", "nothing.pt", "p", "--site", "resid_post.1", "--normalize", "none"], "nothing.pt"),
+    (["probelab", "probelab-probes", "p", "--site", "layer.1", "--normalize", "none"], "site 'layer.1' is not supported"),
     (["probelab", "probelab-probes", "p"], "Missing option '--site'"),
-    (["probelab", "probelab-probes", "p", "--site", "resid_post.1", "--normalize", "l2"], "normalize is 'l2'"),
+    (["probelab", "probelab-probes", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+    (["probelab", "probelab-probes", "p", "--site", "resid_post.1", "--normalize", "l2"], "normalize is 'l2': give one of 'none', 'layernorm', 'rmsnorm'"),
+    (["probekit", "probekit.json", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+    (["hallucination", "hallucination-head", "p"], "Missing option '--normalize'"),
     (["hatcat", "lens_packs/mine", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
     (["steerkit", "steerkit-probes", "p"], "Missing option '--scale'"),
     (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is no number and no range"),
     (["saelens", "sae", "p", "--features", "3,99"], "no feature 99"),
+    (["saelens", "sae", "p", "--features", "3-999999999"], "no feature 9: the SAE has features 0 to 8"),
+    (["saelens", "sae", "p", "--features", "1,7-3"], "'7-3' is backwards"),
+    (["saelens", "sae", "p", "--sharpness", "1e-30"], "sharpness is 1e-30: give a number from 0.001 to 1000"),
     (["saelens", "sae", "p", "--names", "heads.json"], "names by number of feature"),
     (["saelens", "probelab-probes", "p"], "cfg.json is missing"),
     (["safetensors", "heads.safetensors", "p", "--mapping", "sae-names.json"], "no field '7'"),
@@ -100,3 +106,43 @@ def test_bad_input_is_one_line_and_status_2(place, monkeypatch, capsys, argument
     code, out, error = run(monkeypatch, capsys, "import", *arguments)
     assert code == 2 and message in error and error.startswith("probemon: ") and error.count("\n") == 1 and not out
     assert not (place / "p").exists()
+
+
+@pytest.mark.parametrize("command", ["hatcat", "probelab", "probekit", "safetensors"])
+def test_help_names_every_kind_of_site(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "300")
+    _, out, _ = run(monkeypatch, capsys, "import", command, "--help")
+    assert all(site in out for site in ("resid_post.N", "attn_out.N", "mlp_out.N"))
+
+
+def test_a_mistake_in_a_command_points_to_its_own_help(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    code, _, error = run(monkeypatch, capsys, "import", "hatcat", "lens_packs/mine", "p", "--site", "resid_post.1")
+    assert code == 2 and error == "probemon: Missing option '--normalize'. (see probemon import hatcat --help)\n"
+    _, _, error = run(monkeypatch, capsys, "import", "hatbat")
+    assert error.endswith("(see probemon import --help)\n") and error.count("\n") == 1
+
+
+def test_the_bare_command_prints_its_help_as_it_is(monkeypatch, capsys):
+    _, asked, _ = run(monkeypatch, capsys, "import", "--help")
+    code, out, error = run(monkeypatch, capsys, "import")
+    assert code == 2 and not out and error.strip() == asked.strip() and error.count("\n") > 10 and "saelens" in error
+
+
+def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for line in COMMANDS[:2]:
+        run(monkeypatch, capsys, *shlex.split(line)[1:], "--overwrite")
+    _, out, _ = run(monkeypatch, capsys, "inspect", "packs/probelab")
+    assert "for a host that is not stated (hidden size 12), read at resid_post.15" in out and "None" not in out
+    code, _, error = run(monkeypatch, capsys, "inspect", "packs/probelab/manifest.json")
+    assert code == 2 and error == "probemon: packs/probelab/manifest.json is a file: give the folder of the pack, packs/probelab\n"
+
+
+def test_the_page_states_the_bounds_that_are_kept():
+    from probemon.importers import flat, sources, weights
+
+    bounds = [line for line in PAGE.split("## What is read at most")[1].splitlines() if line.startswith("| a ") or line.startswith("| the ")]
+    stated = [re.search(r"\| (\d+) ([GM])iB", line) for line in bounds]
+    sizes = [int(found[1]) << {"G": 30, "M": 20}[found[2]] for found in stated]
+    assert sizes == [sources.MAX_BYTES, weights.MAX_BYTES, weights._MAX_PICKLE_BYTES, weights.MAX_JSON_BYTES, flat.MAX_PACK_BYTES]

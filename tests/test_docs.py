@@ -93,6 +93,13 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     assert quick["suite"] == "quick" and quick["seconds"] < 300 and f"in {quick['seconds']:.0f} s" in page and set(quick["claims"]) == set(found["claims"])
 
 
+def test_importing_takes_what_was_measured():
+    found, page = result("import.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
+    said = f"{found['counts']['probes']:,} random probes of {found['hidden_size']:,} values (bf16, {found['source_bytes'] / 1e9:.1f} GB of files) take {found['seconds']:.0f} s on a 2-core CPU"
+    assert f"{said} and {found['peak_bytes_over_start'] / 1e6:.0f} MB of memory" in page
+    assert found["counts"]["probes"] == 8000 and found["seconds"] <= 120 and found["claim"]["holds"]
+
+
 def test_false_alarms_of_routing_are_what_was_counted():
     found, page = result("routing_alarms.json"), (ROOT / "docs/bem.md").read_text()
     assert f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most {found['false_alarms_per_window_at_most']:.5f} a window" in page

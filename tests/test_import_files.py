@@ -22,6 +22,7 @@ from probemon.importers.steerkit import import_files as import_steerkit
 from probemon.kernels import exhaustive_reference
 
 D, SITE = foreign.D, "resid_post.1"
+READ = {"site": SITE, "normalize": "none"}
 X = foreign.states()
 
 
@@ -47,13 +48,13 @@ def test_probelab_probes_score_as_they_predict(tmp_path):
         "lie": foreign.probelab_logistic(folder / "lie.pt"), "mean": foreign.probelab_mass_mean(folder / "mean.pt"), "net": foreign.probelab_mlp(folder / "net.pt"),
         "exit": foreign.probelab_eemlp(folder / "exit.pt"), "exit1": foreign.probelab_eemlp(folder / "exit1.pt", seed=35, n_layers=1),
     }  # fmt: skip
-    pack = import_probelab(folder, tmp_path / "pack", site=SITE)
+    pack = import_probelab(folder, tmp_path / "pack", **READ)
     assert str(pack.architecture) == "7-7-1" and pack.n_probes == 5
     for name, score in expected.items():
         close(column(pack, name), score(X))
     told = pack.manifest["provenance"]["import"]
     assert told["source"] == "probelab" and set(told["files"]) == {f"{name}.pt" for name in expected} and told["stated"]["probes"]["exit"]["class"] == "EEMLP"
-    alone = import_probelab({"a lie": folder / "lie.pt"}, tmp_path / "alone", site=SITE, model="org/host")
+    alone = import_probelab({"a lie": folder / "lie.pt"}, tmp_path / "alone", **READ, model="org/host")
     assert str(alone.architecture) == "linear" and alone.manifest["host"]["model_id"] == "org/host"
     close(column(alone, "a lie"), expected["lie"](X))
 
@@ -63,17 +64,17 @@ def test_probelab_probes_of_several_tokens_are_refused_by_name(tmp_path, kind):
     foreign._saved(tmp_path / "probes/x.pt", kind, {"norm.weight": torch.ones(D)})
     foreign.probelab_logistic(tmp_path / "probes/fine.pt")
     with pytest.raises(ImportRefused, match=f"x.pt is a probelab {kind}"):
-        import_probelab(tmp_path / "probes", tmp_path / "pack", site=SITE)
+        import_probelab(tmp_path / "probes", tmp_path / "pack", **READ)
     assert not (tmp_path / "pack").exists()
 
 
 def test_probelab_networks_that_a_pack_cannot_hold_are_refused(tmp_path):
     foreign.probelab_mlp(tmp_path / "gelu.pt", activation="gelu")
     with pytest.raises(ImportRefused, match="activation 'gelu'"):
-        import_probelab(tmp_path / "gelu.pt", tmp_path / "pack", site=SITE)
+        import_probelab(tmp_path / "gelu.pt", tmp_path / "pack", **READ)
     foreign.probelab_eemlp(tmp_path / "deep.pt", n_layers=3)
     with pytest.raises(ImportRefused, match="EEMLP of 3 layers"):
-        import_probelab(tmp_path / "deep.pt", tmp_path / "pack", site=SITE)
+        import_probelab(tmp_path / "deep.pt", tmp_path / "pack", **READ)
 
 
 class Evil:
@@ -84,13 +85,13 @@ class Evil:
 def test_malicious_probes_are_refused_by_what_they_would_run(tmp_path):
     torch.save({"class": "Logistic", "init_kwargs": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(ImportRefused, match="exec"):
-        import_probelab(tmp_path / "evil.pt", tmp_path / "pack", site=SITE)
+        import_probelab(tmp_path / "evil.pt", tmp_path / "pack", **READ)
     (tmp_path / "probe.pkl").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/probe.joblib").write_bytes(b"")
     for source in ({"a": tmp_path / "probe.pkl"}, tmp_path / "probe.pkl", tmp_path / "folder"):
         with pytest.raises(ImportRefused, match="is a pickle, and loading one runs what is in it: load it yourself"):
-            import_probelab(source, tmp_path / "pack", site=SITE)
+            import_probelab(source, tmp_path / "pack", **READ)
 
 
 # -- probekit ------------------------------------------------------------------------------------
@@ -124,15 +125,15 @@ def test_probekit_probes_score_as_their_sigmoid(tmp_path):
     (tmp_path / "scaled.json").write_text(json.dumps(said["scaled"][0]))
     objects = {name: Probe(**probe) for name, (probe, _) in said.items()}
     packs = [
-        import_file(tmp_path / "probes.json", tmp_path / "file", site=SITE), import_probes(objects, tmp_path / "objects", site=SITE),
-        import_probes({name: probe for name, (probe, _) in said.items()}, tmp_path / "dicts", site=SITE),
-        import_collection(Collection(list(objects.values())), list(objects), tmp_path / "collection", site=SITE),
+        import_file(tmp_path / "probes.json", tmp_path / "file", **READ), import_probes(objects, tmp_path / "objects", **READ),
+        import_probes({name: probe for name, (probe, _) in said.items()}, tmp_path / "dicts", **READ),
+        import_collection(Collection(list(objects.values())), list(objects), tmp_path / "collection", **READ),
     ]  # fmt: skip
     for pack in packs:
         for name, (_, score) in said.items():
             close(column(pack, name), score(X))
     assert packs[0].concepts[0]["solver"] == "LogisticRegression"
-    close(column(import_file(tmp_path / "scaled.json", tmp_path / "one", site=SITE), "scaled"), said["scaled"][1](X))
+    close(column(import_file(tmp_path / "scaled.json", tmp_path / "one", **READ), "scaled"), said["scaled"][1](X))
 
 
 def test_probekit_probes_that_are_none_are_refused(tmp_path):
@@ -144,15 +145,15 @@ def test_probekit_probes_that_are_none_are_refused(tmp_path):
     }  # fmt: skip
     for message, entry in bad.items():
         with pytest.raises(ImportRefused, match=message):
-            import_probes({"x": entry}, tmp_path / "pack", site=SITE)
+            import_probes({"x": entry}, tmp_path / "pack", **READ)
     with pytest.raises(ImportRefused, match="is a str: give a probekit LinearProbe"):
-        import_probes({"x": "probe"}, tmp_path / "pack", site=SITE)
+        import_probes({"x": "probe"}, tmp_path / "pack", **READ)
     with pytest.raises(ImportRefused, match="1 names for 2 probes"):
-        import_collection(Collection([Probe(**probe)] * 2), ["a"], tmp_path / "pack", site=SITE)
-    for text, message in (("[]", "expected an object, found list"), ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ('{"\\ud800": ' + json.dumps(probe) + "}", "cannot be written as JSON")):
+        import_collection(Collection([Probe(**probe)] * 2), ["a"], tmp_path / "pack", **READ)
+    for text, message in (("[]", "expected an object, found list"), ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ('{"\\ud800": ' + json.dumps(probe) + "}", "not valid JSON")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ImportRefused, match=message):
-            import_file(tmp_path / "bad.json", tmp_path / "pack", site=SITE)
+            import_file(tmp_path / "bad.json", tmp_path / "pack", **READ)
     assert not (tmp_path / "pack").exists()
 
 
@@ -336,7 +337,7 @@ def test_wide_saes_are_scored_whole_at_every_token(tmp_path):
 @pytest.mark.parametrize(("dtype", "file"), [(torch.bfloat16, "probe_head.bin"), (torch.float32, "probe_head.safetensors")])
 def test_hallucination_heads_score_as_they_are(tmp_path, dtype, file):
     score = foreign.hallucination_head(tmp_path / "head", dtype=dtype, file=file, lora=dtype == torch.bfloat16)
-    pack = import_head(tmp_path / "head", tmp_path / "pack", model="org/host")
+    pack = import_head(tmp_path / "head", tmp_path / "pack", normalize="none", model="org/host")
     assert pack.sites == ["resid_post.3"] and pack.dtype == dtype and pack.manifest["host"].get("adapters") == (["default"] if dtype == torch.bfloat16 else None)
     close(column(pack, "hallucination"), score(X.to(dtype)))
 
@@ -345,13 +346,13 @@ def test_a_damaged_head_is_refused(tmp_path):
     foreign.hallucination_head(tmp_path / "head")
     (tmp_path / "head/probe_config.json").write_text('{"layer_idx": -1}')
     with pytest.raises(ImportRefused, match="layer_idx is -1"):
-        import_head(tmp_path / "head", tmp_path / "pack")
+        import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
     (tmp_path / "head/probe_config.json").write_text('{"layer_idx": 3, "hidden_size": 7}')
     with pytest.raises(ImportRefused, match="says 7 values"):
-        import_head(tmp_path / "head", tmp_path / "pack")
+        import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
     (tmp_path / "head/probe_head.bin").unlink()
     with pytest.raises(ImportRefused, match="holds none of"):
-        import_head(tmp_path / "head", tmp_path / "pack")
+        import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
 
 
 # -- weights of one's own ------------------------------------------------------------------------
@@ -395,8 +396,8 @@ def test_weights_that_are_none_are_refused(tmp_path):
     w = foreign.random(D)
     bad = {
         "do not follow one another": [(torch.ones(3, D), torch.ones(3)), (torch.ones(1, 4), torch.ones(1))], "has 2 outputs": (torch.ones(2, D), torch.ones(2)), "3 hidden layers": network(D, 2, 2, 2, 1),
-        "not a finite number": (w * float("inf"), 0.0), "is not .weight, bias.": (w,), "is not .weight, bias., nor": 5, "-1 hidden layers": [], "not follow": (torch.ones(0), 0.0),
-        "not a finite": (torch.ones(1, D, dtype=torch.int64), torch.zeros(1)),
+        "not a finite number": (w * float("inf"), 0.0), "is not .weight, bias.": (w,), "is not .weight, bias., nor": 5, "has no layers": [], "not follow": (torch.ones(0), 0.0),
+        "is torch.int64, expected float16": (torch.ones(1, D, dtype=torch.int64), torch.zeros(1)),
     }  # fmt: skip
     for message, given in bad.items():
         with pytest.raises(ImportRefused, match=message):

@@ -46,7 +46,7 @@ def scores(pack, x=NEW):
 
 
 def imported(tmp_path, estimator, **about):
-    return import_estimators({"it": estimator}, tmp_path / "pack", site=SITE, **about)
+    return import_estimators({"it": estimator}, tmp_path / "pack", site=SITE, **{"normalize": "none", **about})
 
 
 def mlp(**settings):
@@ -91,12 +91,12 @@ def test_labels_become_concepts_with_the_scores_of_predict_proba(tmp_path):
     several = {"ovr": OneVsRestClassifier(make_pipeline(StandardScaler(), LogisticRegression())), "network": make_pipeline(StandardScaler(), mlp())}
     for name, estimator in several.items():
         fit(estimator, LABELS)
-        pack = import_estimators({name: estimator}, tmp_path / name, site=SITE)
+        pack = import_estimators({name: estimator}, tmp_path / name, site=SITE, normalize="none")
         assert [concept["id"] for concept in pack.concepts] == [f"{name}/{i}" for i in range(3)]
         assert np.abs(scores(pack) - estimator.predict_proba(NEW.astype(np.float64))).max() < 1e-6
     each = fit(MultiOutputClassifier(LogisticRegression()), LABELS)
     expected = np.stack([part[:, 1] for part in each.predict_proba(NEW.astype(np.float64))], axis=1)
-    assert np.abs(scores(import_estimators({"each": each}, tmp_path / "each", site=SITE)) - expected).max() < 1e-6
+    assert np.abs(scores(import_estimators({"each": each}, tmp_path / "each", site=SITE, normalize="none")) - expected).max() < 1e-6
 
 
 @pytest.mark.parametrize("estimator", [
@@ -135,7 +135,7 @@ def test_states_far_from_zero_lose_no_more_than_fp32_does(tmp_path, first):
     """Deviations of 1 around means of 1,000: the error stays within a few units of the sums' last places, not of their largest terms by chance."""
     far = X + np.float32(1000) * np.sign(np.linspace(-1, 1, D)).astype(np.float32)
     estimator = make_pipeline(*first, StandardScaler(), LogisticRegression()).fit(far, TWO)
-    pack = import_estimators({"it": estimator}, tmp_path / "pack", site=SITE)
+    pack = import_estimators({"it": estimator}, tmp_path / "pack", site=SITE, normalize="none")
     new = far[:50]
     error = np.abs(scores(pack, new)[:, 0] - estimator.predict_proba(new.astype(np.float64))[:, 1]).max()
     terms = np.abs(new * pack.weights["w1"][0, 0].numpy()).sum(1).max() + abs(float(pack.weights["b1"][0, 0]))
@@ -154,7 +154,7 @@ def test_estimators_of_several_shapes_go_into_one_pack_exactly(tmp_path):
         "linear": fit(make_pipeline(StandardScaler(), LogisticRegression())), "one": fit(make_pipeline(StandardScaler(), mlp())),
         "two": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(4, 3)))), "labels": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(9,))), LABELS),
     }  # fmt: skip
-    pack = import_estimators(estimators, tmp_path / "pack", site=SITE, name="several", licence="MIT", model="org/host")
+    pack = import_estimators(estimators, tmp_path / "pack", site=SITE, normalize="none", name="several", licence="MIT", model="org/host")
     assert str(pack.architecture) == "9-9-1" and pack.n_probes == 6 and pack.name == "several" and pack.manifest["licence"] == "MIT"
     expected = np.hstack([np.atleast_2d(e.predict_proba(NEW.astype(np.float64)))[:, -n:] for e, n in zip(estimators.values(), (1, 1, 1, 3), strict=True)])
     assert np.abs(scores(pack) - expected).max() < 1e-6
@@ -211,15 +211,15 @@ def test_bad_input_is_one_error_that_names_it(tmp_path):
     pickled = tmp_path / "probe.pkl"
     pickled.write_bytes(pickle.dumps(fit(LogisticRegression())))
     with pytest.raises(ImportRefused, match="loading a pickle for you would run what is in it"):
-        import_estimators(str(pickled), tmp_path / "pack", site=SITE)
+        import_estimators(str(pickled), tmp_path / "pack", site=SITE, normalize="none")
     with pytest.raises(ImportRefused, match=r"narrow reads 5 values"):
-        import_estimators({"narrow": LogisticRegression().fit(X[:, :5], TWO), "wide": fit(LogisticRegression())}, tmp_path / "pack", site=SITE)
+        import_estimators({"narrow": LogisticRegression().fit(X[:, :5], TWO), "wide": fit(LogisticRegression())}, tmp_path / "pack", site=SITE, normalize="none")
     with pytest.raises(ImportRefused, match="normalize is 'zscore'"):
         imported(tmp_path, fit(LogisticRegression()), normalize="zscore")
     with pytest.raises(ImportRefused, match="no probe to import"):
-        import_estimators({}, tmp_path / "pack", site=SITE)
+        import_estimators({}, tmp_path / "pack", site=SITE, normalize="none")
     with pytest.raises(ValueError, match="site 'layer 3'"):
-        import_estimators({"it": fit(LogisticRegression())}, tmp_path / "pack", site="layer 3")
+        import_estimators({"it": fit(LogisticRegression())}, tmp_path / "pack", site="layer 3", normalize="none")
     with pytest.raises(TypeError, match="licens"):
         imported(tmp_path, fit(LogisticRegression()), licens="MIT")
     diverged = fit(LogisticRegression())

@@ -83,6 +83,16 @@ def test_a_key_may_stand_in_many_objects_and_values_are_as_json_has_them():
     text = '{"a": {"a": [{"a": NaN}, {"a": 1e400}, {}]}, "b": "\\u00e9\\ud83d\\ude00"}'
     found = loads(text)
     assert found["a"]["a"][1:] == [{"a": float("inf")}, {}] and found["b"] == "é😀" and found["a"]["a"][0]["a"] != found["a"]["a"][0]["a"]
-    assert loads(text, nan=False)["a"]["a"][0] == {"a": None}
+    assert loads(text, constant=lambda _: None)["a"]["a"][0] == {"a": None}
     with pytest.raises(ValueError, match="surrogates"):
         loads('{"\\ud800": 1}')
+
+
+def test_what_is_no_number_of_json_is_no_missing_value(tmp_path):
+    """An infinite normalisation read as none would change every score."""
+    from probemon.importers.probekit import import_file
+
+    (tmp_path / "p.json").write_text('{"a": {"weights": [1.0, 2.0], "bias": 0.0, "normalization": Infinity}}')
+    with pytest.raises(ImportRefused, match="Infinity is no number of JSON: put a number there, or null"):
+        import_file(tmp_path / "p.json", tmp_path / "pack", site="resid_post.0", normalize="none")
+    assert not (tmp_path / "pack").exists()

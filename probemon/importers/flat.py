@@ -10,9 +10,10 @@ embedded exactly in the largest. Weights that are bf16 and taken as they are sta
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,14 +24,21 @@ import torch
 from torch import Tensor
 
 from probemon.embed import common, embed
-from probemon.errors import ImportRefused
+from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.host import parse_site
+from probemon.importers.sources import as_path
 from probemon.pack import ProbePack
 from probemon.packwriter import check_target
 from probemon.types import NORMS, Architecture, CascadeConfig
 
 Layer = tuple[Tensor, Tensor]
 MAX_PACK_BYTES = 8 << 30  # of fp32 weights; what is stacked is held in memory a few times over
+# Of `write_stacked`, that an importer hands on, and what each is.
+OPTIONS: dict[str, Any] = {
+    "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float, "adapters": list | tuple, "notes": list | tuple, "overwrite": bool,
+}  # fmt: skip
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 
 
 @dataclass(frozen=True)
@@ -52,14 +60,21 @@ class Classifier:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise ImportRefused(f"a probe is called {self.id!r}: give it a name, a string that is not empty")
-        if not 1 <= len(self.layers) <= 3:
+        if not self.layers:
+            raise ImportRefused(f"{self.id}: it has no layers: give weight and bias of each linear map from the state to the logit, one to three of them")
+        if len(self.layers) > 3:
             raise ImportRefused(f"{self.id}: {len(self.layers) - 1} hidden layers; a pack's probes have none, one or two")
+        if not isinstance(self.alert_threshold, (int, float)) or not (math.isnan(self.alert_threshold) or 0 <= self.alert_threshold < _NO_SCORE_ABOVE):
+            raise ImportRefused(f"{self.id}: alert_threshold is {self.alert_threshold!r}, and scores lie between 0 and 1, so that it would fire never, or always: give a number from 0 to less than 1")
         width: int | None = None
         for weight, bias in self.layers:
             if weight.dim() != 2 or bias.dim() != 1 or len(bias) != len(weight) or not weight.numel() or width not in (None, weight.shape[1]):
                 shapes = [(tuple(w.shape), tuple(b.shape)) for w, b in self.layers]
                 raise ImportRefused(f"{self.id}: weights and biases of shapes {shapes} do not follow one another: expected [out, in] and [out], each `in` the `out` before it")
-            if not weight.is_floating_point() or not bias.is_floating_point() or not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
+            other = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
+            if other is not None:
+                raise ImportRefused(f"{self.id}: a weight or bias is {other}, expected float16, bfloat16, float32 or float64: convert it first, a quantised one with its scale")
+            if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
                 raise ImportRefused(f"{self.id}: a weight or bias is not a finite number: it was trained to divergence, or the file is damaged")
             width = len(weight)
         if width != 1:
@@ -138,7 +153,30 @@ def _alone(probe: Classifier, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def write_flat(target: str | Path, probes: Sequence[Classifier], *, source: str, site: str = "", normalize: str = "none", **about: Any) -> ProbePack:
+def check_options(importer: Callable[..., ProbePack], about: Mapping[str, Any], *, normalize: str | None = "none", without: Sequence[str] = ()) -> None:
+    """What can be said of an importer's arguments before anything is read: `about` are `OPTIONS`, but for those that it sets itself (`without`).
+
+    Raises `UnknownSetting` naming all that it takes, `ImportRefused` for a normalisation that was not given or that there is not.
+    """
+    takes = [name for name, parameter in inspect.signature(importer).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    takes += [name for name in OPTIONS if name not in without]
+    for name, value in about.items():
+        if name not in takes:
+            raise UnknownSetting(f"{importer.__name__} has no option {name!r}{closest(name, takes)}: it takes {', '.join(takes)}")
+        if not isinstance(value, OPTIONS[name]):
+            raise ImportRefused(f"{name} is {value!r:.80}: give {getattr(OPTIONS[name], '__name__', OPTIONS[name])}")
+    _check_norm(normalize)
+
+
+def _check_norm(normalize: str | None) -> None:
+    choices = ", ".join(map(repr, NORMS))
+    if normalize is None:
+        raise ImportRefused(f"nothing says what was done to each state before the probes saw it: give normalize=, one of {choices}, without affine part (a scaler of the probe's own is not meant)")
+    if normalize not in NORMS:
+        raise ImportRefused(f"normalize is {normalize!r}: give one of {choices}, what was done to the states that the probes were trained on")
+
+
+def write_flat(target: str | Path, probes: Sequence[Classifier], *, source: str, site: str | None = "", normalize: str | None, **about: Any) -> ProbePack:
     """Write probes as a pack and open it.
 
     `source`: which project they are from. `site`: where the state is read (`resid_post.N`), of probes that do not say. `about`: of `write_stacked`.
@@ -152,7 +190,7 @@ def write_flat(target: str | Path, probes: Sequence[Classifier], *, source: str,
 
 
 def write_stacked(
-    target: str | Path, concepts: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], *, source: str, sites: Sequence[str], normalize: str = "none", eps: float = 1e-6,
+    target: str | Path, concepts: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], *, source: str, sites: Sequence[str | None], normalize: str | None, eps: float = 1e-6,
     alert_threshold: Tensor | None = None, name: str | None = None, licence: str = "not stated", model: str | None = None, n_layers: int | None = None, adapters: Sequence[str] = (),
     notes: Sequence[str] = (), files: Mapping[str, str] | None = None, stated: Mapping[str, Any] | None = None, overwrite: bool = False,
 ) -> ProbePack:  # fmt: skip
@@ -162,12 +200,11 @@ def write_stacked(
     (default: of the folder). `licence`, `model` (a hub name), `n_layers`, `adapters`: of the host, as far as known. `notes`: what a user must know, for the card.
     `files`: sha256 by name, and `stated`: what the source says of itself; both for the manifest. Raises `ImportRefused`, `ConfigError`, `PackError`.
     """
-    target = Path(target)
-    if normalize not in NORMS:
-        raise ImportRefused(f"normalize is {normalize!r}: give one of {', '.join(NORMS)}, what was done to the states that the probes were trained on")
+    target = as_path(target, "the pack's folder")
+    _check_norm(normalize)
     for site in sites:
-        if not site:
-            raise ImportRefused("no file says where the state is read: give site=, such as 'resid_post.15' (the output of decoder block 15, counted from 0)")
+        if not site or not isinstance(site, str):
+            raise ImportRefused(f"no file says where the state is read, and site is {site!r}: give one such as 'resid_post.15' (the output of decoder block 15, counted from 0)")
         parse_site(site)
     check_target(target, overwrite)
     places = list(dict.fromkeys(sites))

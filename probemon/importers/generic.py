@@ -20,26 +20,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, Layer, check_total, linear, sha256, write_flat
-from probemon.importers.sources import field, read_json, read_safetensors, tensor_of
+from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, sha256, write_flat
+from probemon.importers.sources import as_path, field, read_json, read_safetensors, tensor_of
 from probemon.pack import ProbePack
+from probemon.types import NORMS
 
 Pair = tuple[Any, Any]
 _MAPPING = ("site", "normalize", "eps", "model", "n_layers", "licence", "probes", "standardize")
 _PROBE = ("weight", "bias", "row", "layers", "alert_threshold", "name", "definition", "parents", "site")
 
 
-def import_weights(probes: Mapping[str, Pair | Sequence[Pair]], target: str | Path, *, site: str, normalize: str, **about: Any) -> ProbePack:
+def import_weights(probes: Mapping[str, Pair | Sequence[Pair]], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write probes that are in memory as a pack.
 
     `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to the logit, ReLU between them; tensors or
-    arrays. `site`, `normalize`: where the state is read and what is done to it first (`none`, `layernorm`, `rmsnorm`). `about`: of
-    `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises `ImportRefused` naming the probe.
+    arrays. `site`, `normalize`: where the state is read and what is done to it first (`none`, `layernorm`, `rmsnorm`); both must be given. `about`: `OPTIONS` of
+    `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
     """
+    check_options(import_weights, about, normalize=normalize)
+    if not isinstance(probes, Mapping):
+        raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict, {{name: (weight, bias)}}")
     made = []
     for name, given in probes.items():
         try:
@@ -59,11 +64,13 @@ def import_safetensors(path: str | Path, target: str | Path, *, mapping: str | P
     """Write the probes of a safetensors file as a pack, as a mapping says (a JSON file, or a dict of the same form).
 
     `row` takes one row of a weight and bias that hold several probes. A missing bias is 0. `standardize` names tensors `[D]`: the probes read
-    `(state - mean) / scale`. `site`, `normalize` and `about` come before what the mapping says. Raises `ImportRefused`.
+    `(state - mean) / scale`. `site`, `normalize` and `about` (`OPTIONS` of `probemon.importers.flat`) come before what the mapping says; `site` and `normalize`
+    must be in one of the two. Raises `ImportRefused`, `UnknownSetting`.
     """
-    path = Path(path)
-    where = mapping if isinstance(mapping, (str, Path)) else "the mapping"
-    said = read_json(Path(mapping)) if isinstance(mapping, (str, Path)) else dict(mapping)
+    check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
+    path = as_path(path, "the safetensors file")
+    where = "the mapping" if isinstance(mapping, Mapping) else as_path(mapping, "the mapping, a dict or a JSON file,")
+    said = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
     _only(said, _MAPPING, where)
     listed = field(said, "probes", dict, where)
     tensors, _ = read_safetensors(path)
@@ -74,9 +81,9 @@ def import_safetensors(path: str | Path, target: str | Path, *, mapping: str | P
         _only(names, ("mean", "scale"), where)
         mean, scale = (tensor_of(tensors, field(names, part, str, where), path) for part in ("mean", "scale"))
         probes = [probe.standardised(mean, scale) for probe in probes]
-    normalize = normalize or field(said, "normalize", str, where, None)
+    normalize = normalize if normalize is not None else field(said, "normalize", str, where, None)
     if normalize is None:
-        raise ImportRefused(f"{where} does not say how the state is normalised: give normalize=, none, layernorm or rmsnorm")
+        raise ImportRefused(f"{where} does not say how the state is normalised: give normalize, there or as an argument: one of {', '.join(map(repr, NORMS))}")
     stated = {"mapping": {name: said[name] for name in ("site", "normalize", "standardize") if name in said}}
     told = {"eps": float, "model": str, "n_layers": int, "licence": str}
     more = {name: field(said, name, kind, where) for name, kind in told.items() if name in said}
@@ -127,4 +134,6 @@ def _only(entry: Any, known: Sequence[str], where: object) -> None:
 
 
 def _tensor(values: Any) -> Tensor:
-    return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    return torch.as_tensor(values, dtype=torch.complex128 if np.iscomplexobj(values) else torch.float64)  # complex ones are refused, not cut

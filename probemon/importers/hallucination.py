@@ -1,7 +1,7 @@
 """A hallucination head (obalcells' hallucination_probes) as a pack of one probe.
 
     from probemon.importers.hallucination import import_head
-    pack = import_head("llama3_1_8b_linear/", "my-pack", model="meta-llama/Llama-3.1-8B-Instruct")
+    pack = import_head("llama3_1_8b_linear/", "my-pack", normalize="none", model="meta-llama/Llama-3.1-8B-Instruct")
 
 The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one logit), and, where the head was trained together with a
 LoRA, adapter_config.json. The head then reads the states of a host with that adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained`
@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import linear, sha256, write_flat
-from probemon.importers.sources import field, tensor_of
+from probemon.importers.flat import check_options, linear, sha256, write_flat
+from probemon.importers.sources import as_path, field, only_tensors, tensor_of
 from probemon.importers.weights import Folder, load_state_dict
 from probemon.pack import ProbePack
 
 CONFIG, HEADS, ADAPTER = "probe_config.json", ("probe_head.bin", "probe_head.safetensors"), "adapter_config.json"
 
 
-def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallucination", normalize: str = "none", **about: Any) -> ProbePack:
+def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallucination", normalize: str | None = None, **about: Any) -> ProbePack:
     """Write the head in a folder as a pack with one concept, read at the layer that the folder states.
 
-    `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, overwrite). Raises `ImportRefused`.
+    `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer gives, `layernorm`, `rmsnorm`), which no file says
+    and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
     """
-    source = Folder(folder)
+    check_options(import_head, about, normalize=normalize, without=("adapters", "notes"))
+    source = Folder(as_path(folder, "the folder of the head"))
     where, config = source.inside(CONFIG), source.json(CONFIG)
     if config is None:
         raise ImportRefused(f"{where} is missing: give the folder that the probe was saved to")
@@ -38,6 +40,7 @@ def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallu
     if not found:
         raise ImportRefused(f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to")
     state = load_state_dict(found[0])
+    only_tensors(state, ("weight", "bias"), found[0])
     weight, bias = (tensor_of(state, name, found[0]) for name in ("weight", "bias"))
     size = field(config, "hidden_size", int, where, weight.shape[-1] if weight.dim() else 0)
     if weight.numel() != size:

@@ -1,9 +1,10 @@
 """probekit's linear probes as a pack: from memory, or from the JSON of their `to_dict()`.
 
     from probemon.importers.probekit import import_collection, import_file, import_probes
-    pack = import_probes({"deception": probe}, "my-pack", site="resid_post.15")             # probekit.LinearProbe, or its to_dict()
-    pack = import_collection(collection, ["cat", "dog"], "my-pack", site="resid_post.15")   # probekit.ProbeCollection
-    pack = import_file("probes.json", "my-pack", site="resid_post.15")                      # {"deception": probe.to_dict(), ...}
+    read = {"site": "resid_post.15", "normalize": "none"}
+    pack = import_probes({"deception": probe}, "my-pack", **read)               # probekit.LinearProbe, or its to_dict()
+    pack = import_collection(collection, ["cat", "dog"], "my-pack", **read)     # probekit.ProbeCollection
+    pack = import_file("probes.json", "my-pack", **read)                        # {"deception": probe.to_dict(), ...}
 
 Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its normalisation (a mean and a standard
 deviation, one of at most 1e-12 counting as 1) is folded into the weights. probekit writes no files; the JSON is what `json.dump` makes of `to_dict()`.
@@ -20,37 +21,45 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, linear, sha256, write_flat
-from probemon.importers.sources import field, read_json
+from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
+from probemon.importers.sources import as_path, field, read_json
 from probemon.pack import ProbePack
 
 _FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1
 
 
-def import_probes(probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+def import_probes(probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write probes as a pack; each a `LinearProbe`, or the dict of its `to_dict()`, by name.
 
-    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`). `about`: of
-    `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises `ImportRefused` naming the probe.
+    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`), which no probe says
+    and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe,
+    `UnknownSetting`.
     """
+    check_options(import_probes, about, normalize=normalize)
+    if not isinstance(probes, Mapping):
+        raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict of names and probes")
     made = [_probe(name, probe) for name, probe in probes.items()]
     return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
 
 
-def import_collection(collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+def import_collection(collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write a `ProbeCollection` as a pack; `names` of its probes in order. Otherwise as `import_probes`."""
+    check_options(import_collection, about, normalize=normalize)
     if not hasattr(collection, "to_tensor") or not hasattr(collection, "normalizations"):
         raise ImportRefused(f"{type(collection).__name__} is not a probekit collection: give one, or a dict of probes to import_probes")
     weights, biases = (part.detach().cpu() for part in collection.to_tensor())
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ImportRefused(f"names is {names!r}: give a list of names, one for each of the {len(weights)} probes")
     if not len(names) == len(weights) == len(biases) == len(collection.normalizations):
         raise ImportRefused(f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection")
     made = [_normalised(linear(name, weights[i], biases[i]), norm) for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))]
     return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
 
 
-def import_file(path: str | Path, target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+def import_file(path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()` alone, which is named by the file. Otherwise as `import_probes`."""
-    path = Path(path)
+    check_options(import_file, about, normalize=normalize)
+    path = as_path(path, "the file of probes")
     said = read_json(path)
     if not isinstance(said, dict):
         raise ImportRefused(f"{path}: expected an object, found {type(said).__name__}")
@@ -71,7 +80,7 @@ def _probe(name: str, probe: Any) -> Classifier:
         raise ImportRefused(f"probe {name!r} is a {type(probe).__name__}: give a probekit LinearProbe, or the dict of its to_dict()")
     if weights.dim() == 2 and len(weights) > 1:
         raise ImportRefused(f"probe {name!r} has {len(weights)} rows, of classes whose probabilities it does not define: give each row as a probe, with probemon.importers.generic.import_weights")
-    solver = metadata.get("solver")
+    solver = metadata.get("solver") if isinstance(metadata, Mapping) else None
     return _normalised(linear(name, weights, _vector(bias, f"probe {name!r}: bias"), fields={"solver": solver} if isinstance(solver, str) else {}), norm)
 
 

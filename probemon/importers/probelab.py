@@ -1,8 +1,8 @@
 """probelab's probes (what their `save` writes) as a pack.
 
     from probemon.importers.probelab import import_files
-    pack = import_files("probes/", "my-pack", site="resid_post.15")                     # *.pt of a folder, by their names
-    pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15")
+    pack = import_files("probes/", "my-pack", site="resid_post.15", normalize="none")   # *.pt of a folder, by their names
+    pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15", normalize="none")
 
 Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last exit, which is what its `predict` gives).
 Standardisation by the file's own mean and deviation is folded in. Attention over tokens and other forms are refused by name. Scores are those of `predict` on
@@ -19,21 +19,23 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, linear, sha256, write_flat
-from probemon.importers.sources import MAX_BYTES, field, named_files, tensor_of
+from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
+from probemon.importers.sources import MAX_BYTES, field, named_files, only_tensors, tensor_of
 from probemon.importers.weights import load_plain
 from probemon.pack import ProbePack
 
 _SUPPORTED = ("Logistic", "MassMean", "MLP", "EEMLP")
+_SCALER = ("scaler_mean", "scaler_std")
 
 
-def import_files(source: str | Path | Mapping[str, str | Path], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+def import_files(source: str | Path | Mapping[str, str | Path], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write probelab probes as a pack.
 
     `source`: a file, a folder of `.pt`, or files by concept. `site`, `normalize`: where the states were read and what was done to each before it reached
-    probelab (`none`, `layernorm`, `rmsnorm`). `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite). Raises
-    `ImportRefused` naming the file.
+    probelab (`none`, `layernorm`, `rmsnorm`), which no file says and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps,
+    overwrite, ...). Raises `ImportRefused` naming the file, `UnknownSetting`.
     """
+    check_options(import_files, about, normalize=normalize)
     files = named_files(source, ".pt")
     read = {name: _read(name, path) for name, path in files.items()}
     stated = {"probes": {name: said for name, (_, said) in read.items()}}
@@ -55,17 +57,25 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
         return tensor_of(state, key, path).double()
 
     if kind == "MassMean":
+        only_tensors(state, ("direction", "bias", "global_mean"), path)
         direction, mean = of("direction"), of("global_mean")
         return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), said
     if kind == "Logistic":
+        only_tensors(state, (*_of_linear("linear"), *_SCALER), path)
         return linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")), said
     if kind == "MLP":
         if arguments.get("activation") != "relu":
             raise ImportRefused(f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU")
+        only_tensors(state, _of_linear("fc1", "fc2"), path)
         return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), said
     n = field(arguments, "n_layers", int, path)
     if n not in (1, 2):
         raise ImportRefused(f"{path} is an EEMLP of {n} layers; a pack's probes have none, one or two hidden layers")
+    only_tensors(state, (*_of_linear(*(f"layers.{i}.0" for i in range(n)), *(f"heads.{i}" for i in range(n + 1))), *_SCALER), path)
     layers = [(of(f"layers.{i}.0.weight"), of(f"layers.{i}.0.bias")) for i in range(n)]
     probe = Classifier(name, [*layers, (of(f"heads.{n}.weight"), of(f"heads.{n}.bias"))])
     return probe.standardised(of("scaler_mean"), of("scaler_std")), said
+
+
+def _of_linear(*modules: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{part}" for module in modules for part in ("weight", "bias"))

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import sha256, write_stacked
-from probemon.importers.sources import field, read_safetensors, site_of, tensor_of
+from probemon.importers.flat import check_options, sha256, write_stacked
+from probemon.importers.sources import as_path, field, read_safetensors, site_of, tensor_of
 from probemon.importers.weights import Folder
 from probemon.pack import ProbePack
 
@@ -33,7 +33,12 @@ _THRESHOLDED = ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder")
 _ARCHITECTURES = ("standard", "gated", "transcoder", "skip_transcoder", *_THRESHOLDED)
 _NORMS = {"none": "none", "expected_average_only_in": "none", "layer_norm": "layernorm", "constant_norm_rescale": "rmsnorm"}
 _RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
-_BLOCK = re.compile(r"blocks\.\d+\.hook_(attn|mlp)_out")
+_PART = re.compile(r"blocks\.(\d{1,4})\.hook_(attn_out|mlp_out)")
+# Hosts, by how their names begin, that add to the stream what attention and feed-forward give, and hosts that normalise it first. TransformerLens's hook is what
+# is added, a site of probemon what the module gives (`probemon.host`): the same only for the first.
+_ADDED_AS_GIVEN = re.compile(r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE)
+_NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
+_FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}  # beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1
 _TINY = 1e-12  # an eps that only keeps a state of zeros from being divided by 0
 _SLICE = 4096  # features folded at a time, in fp64
 
@@ -44,24 +49,31 @@ def import_sae(
 ) -> ProbePack:  # fmt: skip
     """Write features of an SAE as a pack; probe `f17` is feature 17.
 
-    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read; needed where the file's hook is not
-    the residual stream. `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, whose states have each their mean
+    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read; needed where the file's hook does not
+    say it. `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, whose states have each their mean
     subtracted; needed where the file does not say. `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
-    `sharpness`: multiplies the logits. `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, overwrite). Raises `ImportRefused`.
+    `sharpness`: multiplies the logits, by 0.001 to 1,000. The normalisation is the file's. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model,
+    overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
     """
-    source = Folder(folder)
+    check_options(import_sae, about, without=("eps", "notes"))
+    if not isinstance(names, Mapping | None) or not all(isinstance(name, str) for name in (names or {}).values()):
+        raise ImportRefused(f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}")
+    for name, value in (("sharpness", sharpness), ("activation_scale", 1.0 if activation_scale is None else activation_scale)):
+        least, most = _FACTORS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ImportRefused(f"{name} is {value!r:.80}: give a number from {least:g} to {most:g}, so that scores can differ")
+    if not isinstance(centered, bool | None):
+        raise ImportRefused(f"centered is {centered!r:.80}: give True or False")
+    source = Folder(as_path(folder, "the folder of the SAE"))
     where, config = source.inside(CONFIG), source.json(CONFIG)
     if config is None:
         raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
     architecture = field(config, "architecture", str, where, "standard")
     said = {**config, **(field(config, "metadata", dict, where, None) or {})}  # before version 6 all was in one place
-    place = site_of(_site(said, where), site, where)
+    place = site_of(_site(said, site, where), site, where)
     norm = _checked(said, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
         raise ImportRefused(f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of 'expected_average_only_in', which no file holds, and only of that")
-    for name, value in (("sharpness", sharpness), ("activation_scale", activation_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ImportRefused(f"{name} is {value!r}: give a positive number")
     centered = norm != "layer_norm" and _centered(said, centered, where)
     normalize = "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]  # the root mean square of a centred state is its deviation
     path = source.inside(WEIGHTS)
@@ -131,8 +143,8 @@ def _centered(said: Mapping[str, Any], given: bool | None, where: Path) -> bool:
     return bool(given if found is None else found)
 
 
-def _site(said: Mapping[str, Any], where: Path) -> str | None:
-    """The site that a hook of TransformerLens is, None where a hook names no residual stream."""
+def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None:
+    """The site that a hook of TransformerLens is, None where there is none of its hooks. Raises `ImportRefused` for a hook that is no site, or may be none."""
     hook = said.get("hook_name", said.get("hook_point"))
     if not isinstance(hook, str):
         return None
@@ -141,7 +153,19 @@ def _site(said: Mapping[str, Any], where: Path) -> str | None:
         layer = int(match[1]) - (match[2] == "pre")  # what goes into a block is what came out of the one before
         if layer >= 0:
             return f"resid_post.{layer}"
-    if hook.startswith(("blocks.", "hook_", "ln_final")) and not _BLOCK.fullmatch(hook):
+    match = _PART.fullmatch(hook)
+    if match is not None:
+        place = f"{match[2]}.{int(match[1])}"
+        host = str(said.get("model_name")).rpartition("/")[2]
+        if _NORMALISED_FIRST.match(host):
+            raise ImportRefused(f"{where}: the encoder reads {hook} of {host}, which normalises what {place} gives before that hook: no site of probemon is what it reads")
+        if _ADDED_AS_GIVEN.match(host) or given == place:
+            return place
+        raise ImportRefused(
+            f"{where}: the encoder reads {hook}, what is added to the residual stream. In a host with a norm or a factor before it is added that is not {place}, and of {host} it is "
+            f"not known here whether it has one: give site='{place}' where it has none"
+        )
+    if hook.startswith(("blocks.", "hook_", "ln_final")):
         raise ImportRefused(f"{where}: the encoder reads {hook}, which is no site of probemon: those are the output of a block, of its attention and of its feed-forward part")
     return None
 
@@ -166,12 +190,21 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
 
 
 def _wanted(features: Iterable[int] | None, names: Mapping[int, str], n: int) -> list[int]:
-    wanted = list(range(n)) if features is None else list(features)
+    if not isinstance(features, Iterable | None):
+        raise ImportRefused(f"features is {features!r:.80}: give a list of numbers, even of one")
+
+    def check(i: object) -> None:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n:
+            raise ImportRefused(f"there is no feature {i!r:.80}: the SAE has features 0 to {n - 1}")
+
+    for i in names:
+        check(i)
+    wanted: dict[int, None] = {}
+    for i in range(n) if features is None else features:  # one by one: what was given may be longer than memory
+        check(i)
+        if i in wanted:
+            raise ImportRefused(f"features names {i} twice")
+        wanted[i] = None
     if not wanted:
         raise ImportRefused("features is empty: give the numbers of those to import, or leave it out for all")
-    for i in (*wanted, *names):
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n:
-            raise ImportRefused(f"there is no feature {i!r}: the SAE has features 0 to {n - 1}")
-    if len(set(wanted)) != len(wanted):
-        raise ImportRefused(f"features names {next(i for i in wanted if wanted.count(i) > 1)} twice")
-    return wanted
+    return list(wanted)

@@ -1,7 +1,7 @@
 """scikit-learn estimators, in memory, as a pack.
 
     from probemon.importers.sklearn import import_estimators
-    pack = import_estimators({"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}, "my-pack", site="resid_post.15")
+    pack = import_estimators({"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}, "my-pack", site="resid_post.15", normalize="none")
 
 Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become several concepts, each the score of its
 own classifier: of one-vs-rest before it is divided by the sum of all, which no probe alone can know. A softmax over three classes or more is not a sigmoid of
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, Layer, write_flat
+from probemon.importers.flat import Classifier, Layer, check_options, write_flat
 from probemon.pack import ProbePack
 
 # Those whose decision function is linear, and of these the ones whose probability is its sigmoid.
@@ -33,15 +33,17 @@ _PLATT = "CalibratedClassifierCV(..., method='sigmoid', ensemble=False)"
 _REST = "OneVsRestClassifier(...), which fits a probe for each class"
 
 
-def import_estimators(estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str = "none", **about: Any) -> ProbePack:
+def import_estimators(estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
     """Write fitted estimators as a pack; the name of each is its concept, or begins those of its classes (`name/class`).
 
     `site`: where the states in `X` were read. `normalize`: what was done to each state before it became a row of `X`, beside the estimator's own
-    pipeline: `none`, `layernorm` or `rmsnorm`. `about`: of `probemon.importers.flat.write_stacked` (name, licence, model, eps, overwrite).
+    pipeline: `none`, `layernorm` or `rmsnorm`; no estimator says it, so it must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model,
+    eps, overwrite, ...).
     Supported: logistic regression, linear discriminant analysis and SGD with the log loss; linear support vector machines and others with Platt scaling
     (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two hidden layers; one-vs-rest and several labels; all of these after scalers and PCA in a
-    Pipeline. Raises `ImportRefused` naming the estimator.
+    Pipeline. Raises `ImportRefused` naming the estimator, `UnknownSetting`.
     """
+    check_options(import_estimators, about, normalize=normalize)
     if not isinstance(estimators, Mapping):
         raise ImportRefused(f"estimators is a {type(estimators).__name__}: give a dict of names and fitted estimators, as loading a pickle for you would run what is in it")
     probes = [probe for name, estimator in estimators.items() for probe in _probes(name, estimator)]

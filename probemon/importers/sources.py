@@ -9,8 +9,8 @@ As in `probemon.importers.weights`, nothing here runs what it reads, no file is 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.importers import weights
+from probemon.importers.strict_json import RepeatedKey, loads, no_constant
 
 MAX_BYTES = 8 << 30
 _LARGEST = 1e300  # an integer of JSON can be larger than any float
@@ -29,8 +30,10 @@ _PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
 def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
     """Files by concept: as a mapping gives them, one file by its stem, or all of a folder with the suffix. Raises `ImportRefused`."""
     if isinstance(source, Mapping):
-        found = {name: Path(path) for name, path in source.items()}
-    elif Path(source).is_dir():
+        found = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
+        if not found:
+            raise ImportRefused("there is no probe to import: the dict of files is empty")
+    elif as_path(source, "the source, a file, a folder or a dict of files by concept,").is_dir():
         found = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
         if not found:
             there = sorted(path.name for path in Path(source).iterdir())
@@ -68,7 +71,9 @@ def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
 def parse_json(text: str, what: str) -> Any:
     """What a JSON text inside another file holds. Raises `ImportRefused` naming `what`."""
     try:
-        return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities are no JSON
+        return loads(text, constant=no_constant)
+    except RepeatedKey as error:
+        raise ImportRefused(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ImportRefused(f"{what} is not valid JSON ({type(error).__name__}: {str(error)[:100]})") from None
 
@@ -84,6 +89,23 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] = lambda name: Tr
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({str(error)[:150]})") from None
+
+
+def as_path(given: object, what: str) -> Path:
+    """A path that was given. Raises `ImportRefused` naming `what` it is of where it is none."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ImportRefused(f"{what} is given as a {type(given).__name__}: give a path")
+    return Path(given)
+
+
+def only_tensors(tensors: Collection[str], known: Collection[str], where: object) -> None:
+    """Raise `ImportRefused` for tensors that the format does not know: what they do to a score is not known either."""
+    others = [str(name) for name in tensors if name not in known]
+    if others:
+        raise ImportRefused(
+            f"{where} holds {', '.join(others[:8])} beside {', '.join(known)}: what that does to a score is not known here. Where it does nothing, give the weights to "
+            "probemon.importers.generic"
+        )
 
 
 def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, linear, sha256, write_flat
+from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
 from probemon.pack import ProbePack
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")
+_ABOUT = 1e-2  # a direction that was rounded to bf16 is off by less
+_SCHEMAS = ("1", "2", "3")  # the name of the hook came with 3
 
 
 def import_files(
@@ -32,12 +34,14 @@ def import_files(
     """Write steerkit probes as a pack.
 
     `source`: a file, a folder of `.safetensors`, or files by concept. `scale`: the length of the fitted coefficients, of all or by concept. `method`: which
-    direction (`logistic`, `diff_of_means`, `mass_mean`; default: the file's own). `bias`: whether the file's bias is added. `site`: only to check. `about`:
-    of `probemon.importers.flat.write_stacked` (name, licence, overwrite). Raises `ImportRefused`.
+    direction (`logistic`, `diff_of_means`, `mass_mean`; default: the file's own). `bias`: whether the file's bias is added. `site`: only to check; that and the
+    normalisation (none, being the hook's own states) are the file's. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, overwrite, ...). Raises
+    `ImportRefused`, `UnknownSetting`.
     """
+    check_options(import_files, about, without=("n_layers", "eps", "notes"))
     files = named_files(source, ".safetensors")
     if isinstance(scale, Mapping) and set(scale) != set(files):
-        raise ImportRefused(f"scale is given for {sorted(scale)}, the concepts are {sorted(files)}: give it for each")
+        raise ImportRefused(f"scale is given for {list(scale)}, the concepts are {list(files)}: give it for each")
     if method is not None and method not in _METHODS:
         raise ImportRefused(f"method {method!r}: expected one of {', '.join(_METHODS)}")
     read = {name: _read(name, path, scale[name] if isinstance(scale, Mapping) else scale, method, bias, site) for name, path in files.items()}
@@ -71,14 +75,21 @@ def _read(name: str, path: Path, scale: float, method: str | None, with_bias: bo
         raise ImportRefused(f"{path} reads {where} (layer {layer} of {n_layers}), where no site of probemon is: import the probe of a layer from 0 to {n_layers - 1}")
     if said["hook_site"] not in ("resid_post", "resid_pre") or (said["hook_site"] == "resid_pre" and not layer):
         raise ImportRefused(f"{path} reads {said['hook_site']!r} of layer {layer}: supported are resid_post, and resid_pre of layer 1 or later")
+    hook = f"blocks.{layer}.hook_{said['hook_site']}"
+    if said["schema_version"] not in ("", *_SCHEMAS) or said["hook_name"] not in ("", hook):
+        stated = f"schema_version {said['schema_version']!r}, hook_name {said['hook_name']!r}"
+        raise ImportRefused(f"{path} says {stated}: known are {', '.join(_SCHEMAS)}, and {hook} is the hook of its layer and hook_site. Save the probe again with a steerkit that is known")
     place = site_of(f"resid_post.{layer - (said['hook_site'] == 'resid_pre')}", given, path)
     if said["method"] not in directions:
         raise ImportRefused(f"{path} has no direction {said['method']!r}; it has {', '.join(directions)}: give method=")
     biases = parse_json(metadata.get("bias_json", "{}"), f"{path}: bias_json")
-    direction = tensor_of(tensors, f"direction.{said['method']}", path)
+    direction = tensor_of(tensors, f"direction.{said['method']}", path).double()
+    length = float(direction.norm())
+    if not abs(length - 1) < _ABOUT:
+        raise ImportRefused(f"{path}: direction.{said['method']} has length {length:.6g}, where steerkit saves length 1, which scale= multiplies: divide it by its length, and give that as scale=")
     shift = field(biases, said["method"], float, f"{path}: bias_json") if with_bias else 0.0
     said["bias"] = shift
-    return linear(name, scale * direction.double().reshape(1, -1), shift, site=place, fields={"method": said["method"]}), said
+    return linear(name, scale * direction.reshape(1, -1), shift, site=place, fields={"method": said["method"]}), said
 
 
 def _int(metadata: Mapping[str, str], key: str, path: Path) -> int:

@@ -1,7 +1,7 @@
 """JSON that somebody wrote by hand, or another program: no key stands twice in an object, and every text can be written again.
 
     found = loads(text)             # RepeatedKey, ValueError or RecursionError where it cannot be taken as it is
-    found = loads(text, nan=False)  # NaN and infinities, which are no JSON, read as None
+    found = loads(text, constant=no_constant)     # NaN and infinities, which are no JSON, are a ValueError
 
 Python's own reader keeps the last of two values of one key and loses the first, with the probes or the edges in it.
 """
@@ -9,6 +9,7 @@ Python's own reader keeps the last of two values of one key and loses the first,
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,12 +17,17 @@ class RepeatedKey(ValueError):
     """A key stands twice in one object; the text names it and says what to do."""
 
 
-def loads(text: str, *, nan: bool = True) -> Any:
-    """What a JSON text holds. Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`."""
-    found = json.loads(text, object_pairs_hook=_once, parse_constant=None if nan else lambda _: None)
+def loads(text: str, *, constant: Callable[[str], Any] | None = None) -> Any:
+    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`."""
+    found = json.loads(text, object_pairs_hook=_once, parse_constant=constant)
     if "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
         json.dumps(found, ensure_ascii=False).encode()
     return found
+
+
+def no_constant(name: str) -> Any:
+    """Raise `ValueError`."""
+    raise ValueError(f"{name} is no number of JSON: put a number there, or null")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

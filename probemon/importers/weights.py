@@ -151,7 +151,7 @@ class Folder:
             return None
         check_file(path, MAX_JSON_BYTES)
         try:
-            return loads(path.read_bytes().decode("utf-8-sig"), nan=False)
+            return loads(path.read_bytes().decode("utf-8-sig"), constant=lambda _: None)
         except RepeatedKey as error:
             raise ImportRefused(f"{path}: {error}") from None
         except (OSError, RecursionError, ValueError) as error:

@@ -265,14 +265,14 @@ TARGETS: dict[str, Target] = {
     "hierarchy": Target(seeds.hierarchies, _hierarchy, _judge_hierarchy, writes=True, folders=False),
     "torch": Target(seeds.torch_files, lambda call: load_plain(call.source / "x.pt"), _judge_torch, folders=False),
     "hatcat": Target(seeds.hatcat, _import_hatcat, _judge_hatcat, writes=True),
-    "probelab": Target(seeds.probelab, **_importer(lambda call: import_probelab(call.source, call.out, site=SITE, overwrite=call.overwrite), lambda call: independent.probelab(call.source))),
+    "probelab": Target(seeds.probelab, **_importer(lambda call: import_probelab(call.source, call.out, site=SITE, normalize="none", overwrite=call.overwrite), lambda call: independent.probelab(call.source))),
     "probekit": Target(
         seeds.probekit, folders=False,
-        **_importer(lambda call: import_file(call.source / "probes.json", call.out, site=SITE, overwrite=call.overwrite), lambda call: independent.probekit(call.source / "probes.json")),
+        **_importer(lambda call: import_file(call.source / "probes.json", call.out, site=SITE, normalize="none", overwrite=call.overwrite), lambda call: independent.probekit(call.source / "probes.json")),
     ),
     "steerkit": Target(seeds.steerkit, **_importer(lambda call: import_steerkit(call.source, call.out, scale=SCALE, overwrite=call.overwrite), lambda call: independent.steerkit(call.source, SCALE))),
     "saelens": Target(seeds.sae, **_importer(lambda call: import_sae(call.source, call.out, overwrite=call.overwrite), lambda call: independent.sae(call.source))),
-    "hallucination": Target(seeds.hallucination, **_importer(lambda call: import_head(call.source, call.out, overwrite=call.overwrite), lambda call: independent.hallucination(call.source))),
+    "hallucination": Target(seeds.hallucination, **_importer(lambda call: import_head(call.source, call.out, normalize="none", overwrite=call.overwrite), lambda call: independent.hallucination(call.source))),
     "safetensors": Target(
         seeds.generic, folders=False,
         **_importer(

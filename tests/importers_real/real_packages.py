@@ -29,7 +29,7 @@ from probemon.importers.saelens import import_sae
 from probemon.importers.steerkit import import_files as import_steerkit
 from probemon.kernels import exhaustive_reference
 
-D, SITE = 16, "resid_post.1"
+D, READ = 16, {"site": "resid_post.1", "normalize": "none"}
 G = torch.Generator().manual_seed(0)
 SPREAD, MEAN = torch.linspace(0.3, 4, D), torch.linspace(-3, 3, D)
 TRAIN, NEW = (torch.randn(n, D, generator=G) * SPREAD + MEAN for n in (300, 60))
@@ -61,7 +61,7 @@ def test_probelab_files_score_as_probelab_predicts(tmp_path):
     probes = {"lie": Logistic(seed=0), "mean": MassMean(normalize=True), "uncentred": MassMean(center=False), "net": MLP(hidden_dim=9, seed=0, dropout=0.1), "exit": EEMLP(n_layers=2, hidden_dim=5, seed=0)}
     for name, probe in probes.items():
         trained(probe).save(tmp_path / f"probes/{name}.pt")
-    pack = import_probelab(tmp_path / "probes", tmp_path / "pack", site=SITE)
+    pack = import_probelab(tmp_path / "probes", tmp_path / "pack", **READ)
     for name, probe in probes.items():
         # probelab computes in fp32 itself; in fp64 it is what its file says.
         expected = type(probe).load(tmp_path / f"probes/{name}.pt").double().predict_tensor(NEW.double())
@@ -74,10 +74,10 @@ def test_probelab_probes_that_are_no_network_of_one_state_are_refused(tmp_path):
         probe.initialize(TRAIN if isinstance(probe, Bilinear) else TRAIN[None], YES)
         probe.save(tmp_path / "p.pt")
         with pytest.raises(ImportRefused, match=f"probelab {type(probe).__name__}"):
-            import_probelab(tmp_path / "p.pt", tmp_path / "pack", site=SITE)
+            import_probelab(tmp_path / "p.pt", tmp_path / "pack", **READ)
     trained(MLP(activation="gelu", seed=0)).save(tmp_path / "gelu.pt")
     with pytest.raises(ImportRefused, match="gelu"):
-        import_probelab(tmp_path / "gelu.pt", tmp_path / "pack", site=SITE)
+        import_probelab(tmp_path / "gelu.pt", tmp_path / "pack", **READ)
     assert probelab.__name__ == "probelab" and not (tmp_path / "pack").exists()
 
 
@@ -93,8 +93,8 @@ def test_probekit_probes_score_as_the_sigmoid_of_their_score(tmp_path):
     probes = {"scaled": fit_logistic(x, y, cv_folds=None), "raw": fit_logistic(x, y, cv_folds=None, normalize=False), "means": fit_dim(x, y, normalize=True)}
     (tmp_path / "probes.json").write_text(json.dumps({name: probe.to_dict() for name, probe in probes.items()}, default=float))
     packs = [
-        import_probes(probes, tmp_path / "objects", site=SITE), import_file(tmp_path / "probes.json", tmp_path / "file", site=SITE),
-        import_collection(ProbeCollection([*probes.values()]), list(probes), tmp_path / "collection", site=SITE),
+        import_probes(probes, tmp_path / "objects", **READ), import_file(tmp_path / "probes.json", tmp_path / "file", **READ),
+        import_collection(ProbeCollection([*probes.values()]), list(probes), tmp_path / "collection", **READ),
     ]  # fmt: skip
     for i, pack in enumerate(packs):
         for name, probe in probes.items():
@@ -178,6 +178,18 @@ def test_saelens_features_fire_where_saelens_says_they_are_active(tmp_path, kind
     if kind is not GatedSAE:
         threshold = torch.tensor([concept["sae_threshold"] for concept in pack.concepts], dtype=torch.float64)
         close(found[active], torch.sigmoid(0.2 * (activation - threshold))[active], 1e-6 if norm == "none" else 5e-6)
+
+
+def test_saelens_hooks_of_parts_of_a_block_are_sites(tmp_path):
+    made = sae(StandardSAE, StandardSAEConfig)
+    for hook, site in (("hook_mlp_out", "mlp_out.2"), ("hook_attn_out", "attn_out.2")):
+        made.cfg.metadata.hook_name, made.cfg.metadata.model_name = f"blocks.2.{hook}", "gpt2-small"
+        made.save_model(tmp_path / hook)
+        pack = import_sae(tmp_path / hook, tmp_path / f"{hook} pack", centered=False, sharpness=0.2)
+        with torch.no_grad():
+            activation = made.encode(NEW).double()
+        assert pack.sites == [site]
+        close(scores(pack)[activation > 0], torch.sigmoid(0.2 * activation[activation > 0]), 2e-6)
 
 
 def test_saelens_encoders_of_the_best_k_are_refused(tmp_path):

@@ -314,8 +314,9 @@ class _Machine:
             case "GLOBAL":
                 stack.append(self._global(argument))
             case "STACK_GLOBAL":
-                module, word = stack[-2:]
-                stack[-2:] = [self._global(f"{module} {word}")]
+                if not all(isinstance(part, str) for part in stack[-2:]):  # to print what else stands there may never end
+                    raise ImportRefused(f"{self._path}: its pickle names a global by what is no text: {_AGAIN}")
+                stack[-2:] = [self._global(" ".join(stack[-2:]))]
             case "BINPERSID":
                 stack.append(self._storage(stack.pop()))
             case "REDUCE":

@@ -43,6 +43,7 @@ BOMBS: tuple[bytes, ...] = (
     b"\x80\x02)" + b"\x85" * 60_000 + b".", b"\x80\x02})" + b"\x85" * 60_000 + b"K\x01s.", b"\x80\x02K\x01" + _doubled(60) + b"Q.", b"\x80\x02" + b"]" * 60_000 + b"a" * 59_999 + b".",
     b"\x80\x02}X\x05\x00\x00\x00classK\x01" + _doubled(40) + b"s.", b"\x80\x02X\x07\x00\x00\x00storageNNNK\x01" + _doubled(50) + b"\x87Q.",
     b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NK\x00K\x01" + _doubled(50) + b"K\x01" + _doubled(50) + b"tR.", b"\x80\x02" + b"(" * 100_000 + b".",
+    b"\x80\x04X\x05\x00\x00\x00torchK\x01" + _doubled(40) + b"\x93.",
 )  # fmt: skip
 _SNIPPETS = (
     b"cos\nsystem\n", b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n", b"ctorch\nFloatStorage\n", b"R", b"b", b"o", b"Q",

@@ -37,7 +37,8 @@ class ConceptTree:
         self.level = np.asarray(level, dtype=np.int64)
         n = self.n = len(self.level)
         ptr, idx = self.child_ptr, self.child_idx
-        if len(ptr) != n + 1 or ptr[0] != 0 or ptr[-1] != len(idx) or (np.diff(ptr) < 0).any():
+        # Bounded first: a difference of any two numbers may wrap around and look like a count.
+        if len(ptr) != n + 1 or ptr[0] != 0 or ptr[-1] != len(idx) or ptr.min() < 0 or ptr.max() > len(idx) or (np.diff(ptr) < 0).any():
             raise HierarchyError(f"child_ptr must rise from 0 to {len(idx)} in {n + 1} entries, one more than probes")
         if len(idx) and (idx.min() < 0 or idx.max() >= n):
             raise HierarchyError(f"child_idx must lie in 0..{n - 1}, found {idx.min()}..{idx.max()}")

@@ -173,6 +173,8 @@ class ProbePack:
                 raise PackCorrupt(f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack again")
         if self.manifest["host"].get("hidden_size") not in (None, d):
             raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
+        if (self.golden_hidden is None) is not (self.golden_scores is None):
+            raise PackCorrupt(f"{where} has golden states without their scores, or scores without their states: fetch the pack again")
         if self.golden_hidden is not None and self.golden_scores is not None:
             g = len(self.golden_hidden)
             expected = {"golden_hidden": (g, len(self.sites), d), "golden_scores": (g, n)}

@@ -80,9 +80,26 @@ def golden_of_another_width(tensors):
     tensors["golden_hidden"] = tensors["golden_hidden"][:, :, :-1]
 
 
+def pointers_that_wrap_around(tensors):
+    """Each difference is no less than 0 in 64 bits, and their sum is the number of edges: to repeat by them writes past the end of memory."""
+    n, n_edges = len(tensors["level"]), len(tensors["child_idx"])
+    tensors["child_ptr"] = torch.tensor([0, 1 << 62, -(1 << 63), -(1 << 62), *[n_edges] * (n - 3)])
+
+
+def golden_states_without_scores(tensors):
+    del tensors["golden_scores"]
+
+
+def tensor_of_too_many_dimensions(tensors):
+    tensors["golden_hidden"] = tensors["golden_hidden"].reshape(*[1] * 80, *tensors["golden_hidden"].shape)
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [
+        (pointers_that_wrap_around, HierarchyError, "child_ptr must rise"),
+        (golden_states_without_scores, PackCorrupt, "golden states without their scores"),
+        (tensor_of_too_many_dimensions, PackCorrupt, "golden_hidden has 83 dimensions, those of a pack at most 8"),
         (cycle, HierarchyError, "cycle through probes"),
         (edge_to_nowhere, HierarchyError, r"child_idx must lie in 0\.\.39"),
         (pointer_backwards, HierarchyError, "child_ptr must rise"),

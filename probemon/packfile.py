@@ -22,7 +22,7 @@ from probemon.errors import PackCorrupt, PackError
 from probemon.manifest import CARD, MANIFEST, read_manifest
 
 MAX_CARD_BYTES = 16 << 20
-_MAX_DIMS = 8
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 31
 _OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
 _NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8}
 
@@ -93,8 +93,8 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
             bf16 = kind == "BF16"
             if not bf16 and kind not in _NUMPY:
                 raise PackCorrupt(f"{path}: tensor {name} has dtype {kind}, which packs do not use")
-            if len(shape) > _MAX_DIMS:
-                raise PackCorrupt(f"{path}: tensor {name} has {len(shape)} dimensions, those of a pack at most {_MAX_DIMS}: fetch the pack again")
+            if len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape):  # of no values, a tensor can state any shape
+                raise PackCorrupt(f"{path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS} dimensions under {_MAX_SIZE:,}: fetch the pack again")
             dtype = np.dtype(np.int16 if bf16 else _NUMPY[kind])
             length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             array = raw[offset : offset + length].view(dtype).reshape(shape)

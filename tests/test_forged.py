@@ -94,12 +94,17 @@ def tensor_of_too_many_dimensions(tensors):
     tensors["golden_hidden"] = tensors["golden_hidden"].reshape(*[1] * 80, *tensors["golden_hidden"].shape)
 
 
+def tensor_of_no_values_and_a_long_side(tensors):
+    tensors["golden_hidden"] = torch.zeros(0, 1 << 62)
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [
         (pointers_that_wrap_around, HierarchyError, "child_ptr must rise"),
         (golden_states_without_scores, PackCorrupt, "golden states without their scores"),
-        (tensor_of_too_many_dimensions, PackCorrupt, "golden_hidden has 83 dimensions, those of a pack at most 8"),
+        (tensor_of_too_many_dimensions, PackCorrupt, r"golden_hidden has shape \(1, 1, .* at most 8 dimensions under"),
+        (tensor_of_no_values_and_a_long_side, PackCorrupt, r"golden_hidden has shape \(0, 4611686018427387904\)"),
         (cycle, HierarchyError, "cycle through probes"),
         (edge_to_nowhere, HierarchyError, r"child_idx must lie in 0\.\.39"),
         (pointer_backwards, HierarchyError, "child_ptr must rise"),

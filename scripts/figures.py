@@ -120,7 +120,10 @@ def bem_claims(found: dict[str, Any]) -> list[str]:
     lines = ["| | worst of the grid | bar |", "|---|---|---|"]
     for name, claim in found["claims"].items():
         words, unit = BEM_WORDS[name]
-        lines.append(f"| {words} | {claim['value']:.3g}{unit} | at {claim['kind']} {claim['bar']:g}{unit}{'' if claim['holds'] else ', **missed**'} |")
+        bar = f"at {claim['kind']} {claim['bar']:g}{unit}{'' if claim['holds'] else ', **missed**'}"
+        if name == "cached_vs_full_max" and claim["bar"] > 1e-5:
+            bar = f"at most 1e-05, **missed** by the bare host too; at {claim['kind']} 1.5 times as much as it, {claim['bar']:.3g}{'' if claim['holds'] else ', **missed**'}"
+        lines.append(f"| {words} | {claim['value']:.3g}{unit} | {bar} |")
     return lines
 
 

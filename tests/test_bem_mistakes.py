@@ -6,14 +6,15 @@ import threading
 
 import pytest
 import torch
+from bem_oracle import make_host
 from conftest import make_model
 from safetensors.torch import load_file, save_file
 
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.bem.distil import distil
 from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, FallbackPolicy
-from probemon.bem.imitation import imitate
-from probemon.bem.losses import silenced
+from probemon.bem.imitation import imitate, imitation_error
+from probemon.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.bem.policy import Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
@@ -224,3 +225,120 @@ def test_a_source_of_memory_that_fails_ends_no_generation(tmp_path):
             assert report["n_tokens"] > 0 and report["memory_watermark_bytes"] == 0
         with pytest.raises(ConfigError, match="the block has ended"):
             monitor.add_sink(RoutingJsonLines(tmp_path / "late.jsonl"))
+
+
+def test_sequences_packed_in_one_row_are_refused():
+    """Without a mask the host would tell them apart by their positions, and codes would go on from one to the next."""
+    model = make_model()
+    packed = {"input_ids": torch.cat([IDS, IDS[:, :4]], dim=1), "position_ids": torch.tensor([[*range(6), *range(4)]])}
+    with attach_bem(model, BemConfig(**SMALL)) as bem, torch.no_grad():
+        with pytest.raises(NotSupportedDecoding, match="position_ids that do not rise by one"):
+            model(**packed)
+        with pytest.raises(NotSupportedDecoding, match="position_ids"):
+            train(bem, [packed], TrainSettings(n_steps=1))
+        rising = {"input_ids": IDS, "position_ids": torch.arange(3, 9)[None]}
+        assert model(**rising).logits.isfinite().all()
+        padded = {"input_ids": torch.cat([torch.zeros_like(IDS[:, :2]), IDS], dim=1), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]), "position_ids": torch.tensor([[0, 0, *range(6)]])}
+        assert (model(**padded).logits[:, 2:] - model(IDS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("cap", [1.0, None])
+@pytest.mark.parametrize("where", ["token router", "U"])
+def test_what_is_not_finite_is_recorded_and_ends_no_generation(where, cap):
+    model = make_model()
+    with attach_bem(model, BemConfig(**SMALL, spectral_cap=cap)) as bem:
+        with torch.no_grad():
+            if where == "U":
+                bem.updates["down_1"].U.fill_(float("nan"))
+            else:
+                bem.controller.token[1].weight.fill_(float("nan"))
+        expected = model.generate(IDS, **GREEDY)
+        with RoutingMonitor(model, bem=bem) as monitor:
+            records = []
+            monitor.listen(lambda placed, decisions, record: records.append(record))
+            assert torch.equal(model.generate(IDS, **GREEDY), expected)
+        lines = [line for record in records for line in record.lines()]
+        assert lines and all(line["sigma1"] is None or line["sigma1"] != line["sigma1"] for line in lines)
+        if where == "token router":
+            assert any(stream.get("n_not_finite") for stream in monitor.report()["streams"])
+
+
+@pytest.mark.parametrize("cap", [1.0, None])
+@pytest.mark.parametrize("rank, sites, level", [(12, ("q", "v"), "chunk"), (20, ("o", "down"), "position")])
+def test_a_rank_may_be_larger_than_a_side_of_some_sites(rank, sites, level, cap):
+    """The larger of singular values by the whole matrices, site by site."""
+    model = make_host()
+    config = BemConfig(rank=rank, width=8, prefix_tokens=8, chunk_tokens=4, sites=sites, level=level, spectral_cap=cap)
+    with attach_bem(model, config) as bem, torch.no_grad():
+        for update in bem.updates.values():
+            update.U.normal_(generator=torch.Generator().manual_seed(1))
+        assert len({min(side, rank) for site in bem.sites for side in (site.n_in, site.n_out)}) > 1
+        codes = torch.randn(5, rank, generator=torch.Generator().manual_seed(2))
+        for site in bem.sites:
+            update = bem.updates[site.key]
+            dense = [config.scale * update.U.double() @ torch.diag(code.double()) @ update.V.double().T for code in codes]
+            expected = torch.stack([torch.linalg.matrix_norm(one, 2) for one in dense])
+            assert (bem.governor.sigma1(site, codes).double() / expected - 1).abs().max() < 1e-5
+        with RoutingMonitor(model, bem=bem):
+            assert model(IDS).logits.isfinite().all()
+
+
+def test_padding_predicts_nothing():
+    """The first token of a row padded on the left stands behind padding: it is no label."""
+    model = make_model()
+    pads = torch.zeros_like(IDS[:, :2])
+    alone = {"input_ids": IDS, "labels": IDS}
+    left = {"input_ids": torch.cat([pads, IDS], dim=1), "attention_mask": torch.cat([pads, torch.ones_like(IDS)], dim=1)}
+    left["labels"] = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
+    right = {name: torch.cat([x, pads if name != "labels" else pads - 100], dim=1) for name, x in {**alone, "attention_mask": torch.ones_like(IDS)}.items()}
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        found = [float(adapter_losses(bem, batch, LossWeights(kl=0.0)).terms["lm"].detach()) for batch in (alone, left, right)]
+        assert max(found) - min(found) < 1e-5
+        measured = [evaluate(model, [batch]) for batch in (alone, left, right)]
+        assert max(measured) - min(measured) < 1e-5 and abs(measured[0] - found[0]) < 1e-5
+
+
+def test_nothing_to_learn_from_is_not_called_divergence():
+    padding = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
+    experts = {"input_ids": IDS, "expert_codes": torch.ones(1, 6, 3) / 2, "counted": torch.zeros_like(IDS, dtype=torch.bool)}
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        for learn, message in (
+            (lambda: train(bem, [padding], TrainSettings(n_steps=1)), "only padding"),
+            (lambda: train(bem, [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}], TrainSettings(n_steps=1)), "no label behind a token"),
+            (lambda: train(bem, [{"input_ids": IDS[:, :1]}], TrainSettings(n_steps=1)), "no label behind a token"),
+            (lambda: imitate(bem, [experts], TrainSettings(n_steps=1)), "no token that counts"), (lambda: imitation_error(bem, []), "no batches to measure on"),
+            (lambda: improve(bem, [padding], lambda batch, output: torch.ones(1), Gaussian(), TrainSettings(n_steps=1)), "no token at which the policy acts"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=message):
+                learn()
+
+
+def test_learning_in_inference_mode_is_learning():
+    losses = []
+    for block in (torch.enable_grad(), torch.inference_mode()):
+        with attach_bem(make_model(), BemConfig(**SMALL)) as bem, block:
+            lessons = [{"input_ids": IDS.clone(), "labels": IDS.clone()}]
+            losses.append(train(bem, lessons, TrainSettings(n_steps=3)).losses)
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
+    model = make_model()
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        with torch.no_grad():
+            bem.updates["down_1"].U.add_(0.1)
+        bem.to(dtype)
+        expected = model(IDS).logits
+        bem.save_pretrained(tmp_path)
+    with attach_bem(model, tmp_path) as again:
+        assert {p.dtype for p in again.parameters()} == {dtype} and torch.equal(model(IDS).logits, expected)
+
+
+def test_a_place_that_is_a_file_is_told(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        for save in (bem.save_pretrained, distil(bem, LESSONS).save):
+            with pytest.raises(BemFileError, match="file cannot be made"):
+                save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"

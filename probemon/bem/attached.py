@@ -97,7 +97,8 @@ class _Thread(threading.local):
 class Bem(nn.Module):
     """An adapter and its parameters: `controller`, and `updates` by site. `attach` and `detach` put it on its host and take it off.
 
-    Its parameters are its own: the host's do not change, and are not frozen by it. `impl`: how updates, and the codes of steps of one column, are
+    Its parameters are its own: the host's do not change, and are not frozen by it. Write to them under `torch.no_grad()`: what is written through `.data` torch does not tell, and limits
+    would be those of before. `impl`: how updates, and the codes of steps of one column, are
     computed, "reference", "triton" or "auto", which chooses here and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's error is
     raised. `checkpoint_controller`: the controller is computed again in the backward pass, and little of it kept.
     """
@@ -234,6 +235,8 @@ class Bem(nn.Module):
         bem = cls(model, saved.config, **how)
         if saved.int8:
             make_int8(bem)
+        elif saved.dtype is not None:
+            bem.to(saved.dtype)  # in another one it would be another adapter
         saved.load(bem)
         return bem.attach()
 
@@ -317,6 +320,12 @@ class Bem(nn.Module):
         for name, what in (("cu_seq_lens_q", "several sequences packed in one row"), ("cache_params", "a recurrent state in place of a cache")):
             if given.get(name) is not None:
                 raise NotSupportedDecoding(f"{what} ({name}) is not supported under an adapter: where each sequence begins is not said. Give one a row, or detach")
+        positions = given.get("position_ids")
+        if given.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2 and bool((positions.diff(dim=1) != 1).any()):
+            raise NotSupportedDecoding(
+                "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row, and codes would go on from one to the next: "
+                "give each sequence a row, with a 2D attention mask"
+            )
         if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in (decoder, *self._host[2])):
             raise BemError("gradient checkpointing runs the host's layers again outside of its forward, where codes are unknown: disable it on the host")
         tokens: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]

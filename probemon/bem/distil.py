@@ -46,7 +46,7 @@ from probemon.bem.losses import (
 )
 from probemon.bem.sites import Site, SiteUpdate, device_of
 from probemon.bem.training import History, TrainSettings, fit
-from probemon.errors import BemError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, NotSupportedHost
 from probemon.host import find_layers
 from probemon.packfile import save_tensors, write_text_atomically
 
@@ -77,7 +77,10 @@ class StaticLora:
     def save(self, folder: str | Path) -> None:
         """Write `adapter_model.safetensors` and `adapter_config.json`, each whole or not at all; PEFT need not be installed."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BemFileError(f"{folder} cannot be made ({error.strerror}): give another folder") from None
         tensors = {}
         for name, (a, b) in self.factors.items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = a.detach().cpu().contiguous()

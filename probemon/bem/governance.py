@@ -41,15 +41,18 @@ def frobenius_squared(codes: Tensor, grams: Tensor) -> Tensor:
 
 
 def factors(U: Tensor, V: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`s R_u` and `R_v`, of `U = Q_u R_u` and `V = Q_v R_v`."""
+    """`s R_u` and `R_v` `[r, r]`, of `U = Q_u R_u` and `V = Q_v R_v`; where a side has fewer than r values, rows of zeros below, which no singular value sees."""
     _, r_u = torch.linalg.qr(U, mode="r")
     _, r_v = torch.linalg.qr(V, mode="r")
+    r_u, r_v = (nn.functional.pad(factor, (0, 0, 0, factor.shape[1] - factor.shape[0])) for factor in (r_u, r_v))
     return scale * r_u, r_v
 
 
 def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
-    """Largest singular value of the update of each of codes `[M, r]`: `[M]`. Factors `[r, r]`, or `[M, r, r]`: each code's own."""
-    return torch.linalg.svdvals((r_u * codes[:, None, :]) @ r_v.mT)[:, 0]
+    """Largest singular value of the update of each of codes `[M, r]`: `[M]`, NaN where it is not finite. Factors `[r, r]`, or `[M, r, r]`: each code's own."""
+    updates = (r_u * codes[:, None, :]) @ r_v.mT
+    finite = updates.isfinite().all(dim=-1).all(dim=-1)  # of others there is no decomposition, and torch raises
+    return torch.linalg.svdvals(updates.where(finite[:, None, None], 0.0))[:, 0].where(finite, math.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +129,7 @@ class Governor:
             found = torch.cat([sigma1(c, r_u[i], r_v[i]) for c, i in zip(mine.split(_MOST), at.split(_MOST), strict=True)])
             more = most.to(largest) > largest
             sigma, largest = torch.where(more, found.to(sigma), sigma), torch.where(more, most.to(largest), largest)
-        return sigma, whole.sqrt() / self._weights_norm()
+        return sigma.where(whole.isfinite(), math.nan), whole.sqrt() / self._weights_norm()
 
     def _weights_norm(self) -> float:
         """Frobenius norm of the host's weights at all sites together, found once."""

@@ -50,6 +50,8 @@ def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
 
     Raises `ConfigError` where all experts' codes are the same.
     """
+    if not batches:
+        raise ConfigError("there are no batches to measure on: give at least one")
     pairs = [_compared(bem, batch) for batch in batches]
     codes, experts = (torch.cat(parts).double() for parts in zip(*pairs, strict=True))
     spread = (experts - experts.mean(dim=0)).square().sum()
@@ -77,6 +79,8 @@ def _compared(bem: Bem, batch: Batch) -> tuple[Tensor, Tensor]:
     with frozen(host_of(bem)), watched(bem) as seen:
         decoder(**host_inputs(batch), use_cache=False)
     counted = real if batch.get("counted") is None else real & batch["counted"]
+    if not bool(counted.any()):
+        raise ConfigError("a batch has no token that counts: leave it out")
     experts = batch["expert_codes"]
     experts = experts[:, None].expand(-1, real.shape[1], -1) if experts.dim() == 2 else experts
     taken = codes_taken(bem, seen[-1])

@@ -73,17 +73,22 @@ class Losses:
 def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -> Losses:
     """All terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100: not counted; None: the tokens).
 
-    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on its host.
+    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on its host, `ConfigError` for a batch of padding
+    alone or without a label.
     """
     weights = weights or LossWeights()
     inputs, labels = host_inputs(batch), batch.get("labels")
     with frozen(host_of(bem)), watched(bem) as seen:
         logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, seen[-1])
+    if not bool(real.any()):
+        raise ConfigError("a batch has no token, only padding: leave it out")
     terms: dict[str, Tensor] = {}
     if weights.lm:
-        labels = batch["input_ids"].masked_fill(~real, -100) if labels is None else labels
-        terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), labels[:, 1:].flatten(), ignore_index=-100)
+        wanted = labels_after(batch["input_ids"] if labels is None else labels, real).flatten()
+        if not bool((wanted != -100).any()):
+            raise ConfigError("a batch has no label behind a token, so there is nothing to predict: leave it out, or give LossWeights(lm=0)")
+        terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), wanted, ignore_index=-100)
     if weights.kl:
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
     if weights.entropy:
@@ -171,6 +176,11 @@ def real_tokens(batch: Batch) -> Tensor:
     """Which columns are tokens `[B, T]` bool."""
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask != 0
+
+
+def labels_after(labels: Tensor, real: Tensor) -> Tensor:
+    """What is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or this one is padding, which predicts nothing."""
+    return labels[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:

@@ -171,6 +171,8 @@ def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, 
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         acts = real_tokens(batch) & batch["acts"] if "acts" in batch else real_tokens(batch)
+        if not bool(acts.any()):
+            raise ConfigError("a batch has no token at which the policy acts: leave it out")
         with frozen(host_of(bem)), frozen(bem.updates), acting(bem, policy, generator, acts) as seen:
             output = host_of(bem)(**host_inputs(batch), use_cache=False)
         with torch.no_grad():

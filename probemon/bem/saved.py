@@ -50,6 +50,12 @@ class Saved:
         """Whether its U and V are int8."""
         return any(name.startswith("updates.") and tensor.dtype == torch.int8 for name, tensor in self.tensors.items())
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of all its numbers, None where they have several."""
+        found = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        return found.pop() if len(found) == 1 else None
+
     def load(self, module: nn.Module) -> None:
         """Put the tensors into an adapter made from `config`. Raises `BemFileError` where names or shapes are not its own."""
         own = module.state_dict()
@@ -66,7 +72,10 @@ class Saved:
 
 def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
     """Write both files; an adapter that is there already is replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BemFileError(f"{folder} cannot be made ({error.strerror}): give another folder") from None
     handle, name = tempfile.mkstemp(prefix=f".{WEIGHTS}-", dir=folder)
     os.close(handle)
     made = Path(name)

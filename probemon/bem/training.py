@@ -23,7 +23,17 @@ from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
 from probemon.bem.config import is_int, is_number
-from probemon.bem.losses import Batch, LossWeights, adapter_losses, host_inputs, host_of, learner, mode
+from probemon.bem.losses import (
+    Batch,
+    LossWeights,
+    adapter_losses,
+    host_inputs,
+    host_of,
+    labels_after,
+    learner,
+    mode,
+    real_tokens,
+)
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -107,10 +117,11 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
-    with _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
+    with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
         for step in range(settings.n_steps):
             optimiser.zero_grad()
-            loss, terms = loss_of(batches[next(order)])
+            batch = {name: x.clone() if x.is_inference() else x for name, x in batches[next(order)].items()}  # what was made in inference mode cannot be learned from
+            loss, terms = loss_of(batch)
             loss.backward()
             norm = float(nn.utils.clip_grad_norm_(parameters, limit))
             if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
@@ -132,7 +143,7 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
         for batch in batches:
             if "labels" not in batch:
                 raise ConfigError(f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be counted")
-            labels = batch["labels"][:, 1:].flatten()
+            labels = labels_after(batch["labels"], real_tokens(batch)).flatten()
             logits = model(**host_inputs(batch), use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
             n += int((labels != -100).sum())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,8 @@ def routing(
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--out is {out}: give a name that ends with .jsonl or .parquet")
+    if out is not None and os.path.lexists(out):
+        raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")
     from probemon.kernels import check_device
     from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingParquet, RoutingSettings
     from probemon.telemetry.view import LiveRouting, PlainRouting, RoutingView, summary

@@ -11,9 +11,9 @@ from test_blindness import Blinded
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from probemon import DynamicProbeManager
-from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost
+from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
 from probemon.sinks import CallbackSink
-from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingParquet
+from probemon.telemetry import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
 from probemon.telemetry.records import COLUMNS
 
 SIZES = {
@@ -315,8 +315,10 @@ def test_hosts_without_routers_are_refused_before_anything_is_attached(model, ma
         RoutingMonitor(model)
     with pytest.raises(ConfigError, match="give what attach_bem returned"):
         RoutingMonitor(model, bem="adapter")
-    with pytest.raises(TypeError):
+    with pytest.raises(UnknownSetting, match="'windows' of routing, did you mean 'window'"):
         RoutingMonitor(model, windows=3)
+    with pytest.raises(ConfigError, match="tuple of rules"):
+        RoutingMonitor(model, rules=DEFAULT_RULES[0])
     with pytest.raises(ConfigError, match="counts tokens"):
         RoutingMonitor(model, window=0)
     assert n_hooks(model) == before
@@ -369,9 +371,31 @@ def test_every_flip_of_the_records_is_in_the_statistics(mixtral):
         assert stream["flip_rate"] == pytest.approx(flips / sum(len(line) - 1 for line in first))
 
 
-def test_alerts_come_while_it_generates(mixtral):
-    from probemon.telemetry import Rule
+def test_routers_that_give_no_numbers_are_an_alert_and_nothing_else_is_judged():
+    model = make_moe()
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[0] = float("nan")
+    with RoutingMonitor(model) as monitor, torch.no_grad():
+        rules = {rule.kind for rule in DEFAULT_RULES if "moe" in rule.sources}
+        assert set(monitor.report()["unjudged"]) == rules and monitor.report()["unjudged"]["collapse"] == 2 * 512
+        model(torch.randint(3, 60, (64, 64), generator=torch.Generator().manual_seed(0)))
+        model(torch.randint(3, 60, (64, 64), generator=torch.Generator().manual_seed(1)))
+    report = monitor.report()
+    assert [(stream["n_tokens"], stream["n_not_finite"], stream["not_finite_rate"]) for stream in report["streams"]] == [(0, 8192, 1.0)] * 3
+    assert len(report["alerts"]) == 3 and all(alert.startswith("not finite: router.") for alert in report["alerts"])
+    assert set(report["unjudged"]) == rules - {"not finite", "latency", "memory"}
 
+
+def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
+    mine = Rule("mine", "spread", 0.2, 0.35, window=4, in_a_row=1, sources=("xlora",))
+    for rules, unjudged in (((*DEFAULT_RULES[:1], mine), {"not finite", "mine"}), ((DEFAULT_RULES[-1],), {"code reuse"})):
+        with RoutingMonitor(mixtral, rules=rules) as monitor:
+            assert set(monitor.report()["unjudged"]) == unjudged
+            mixtral.generate(PROMPT, **GREEDY)
+            assert set(monitor.report()["unjudged"]) == unjudged
+
+
+def test_alerts_come_while_it_generates(mixtral):
     told = []
     rule = Rule("never even", "max_vio", 0.0, -0.5, window=4, in_a_row=1)
     with RoutingMonitor(mixtral, rules=(rule,), window=4) as monitor:

@@ -9,8 +9,8 @@ from torch import nn
 
 from probemon import DynamicProbeManager
 from probemon.bem import BemConfig, attach_bem
-from probemon.errors import AlignmentError, NotSupportedHost
-from probemon.telemetry import RoutingMonitor
+from probemon.errors import AlignmentError, ConfigError, NotSupportedHost, UnknownSetting
+from probemon.telemetry import RoutingMonitor, Rule
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -263,6 +263,63 @@ def test_short_rows_and_codes_that_steer_nothing_raise_no_alarm():
     chunk = next(stream for stream in report["streams"] if stream["level"] == "chunk")
     assert report["n_tokens"] == 3200 and chunk["n_steering"] == 0 and "variation" not in chunk and "code_reuse_rate" not in chunk
     assert not [alert for alert in report["alerts"] if "chunk" in alert]
+    assert report["unjudged"] == {"collapse": 2 * 1024, "entropy drift": 6 * 2048, "code reuse": 2 * 512}, "and it is not said that there is none"
+
+
+def test_rows_under_the_token_limit_leave_chunk_codes_unjudged():
+    model = make_model()
+    ids = torch.randint(3, 60, (8, 247), generator=torch.Generator().manual_seed(0))
+    with make_bem(model, sites=("o", "down"), chunk_tokens=16, prefix_tokens=16, token_limit=512) as bem, RoutingMonitor(model, bem=bem) as monitor, torch.no_grad():
+        for _ in range(7):
+            model(ids)
+    report = monitor.report()
+    steering = {stream["level"]: stream["n_steering"] for stream in report["streams"]}
+    assert steering == {"chunk": 0, "token": 7 * 8 * 247} and report["unjudged"] == {"collapse": 2 * 1024, "entropy drift": 6 * 2048, "code reuse": 2 * 512}
+
+
+def test_before_any_token_every_rule_of_the_adapter_is_unjudged():
+    model = make_model()
+    with make_bem(model) as bem, RoutingMonitor(model, bem=bem) as monitor:
+        expected = {"not finite": 512, "code reuse": 1024, "indifference": 1024, "latency": 1024, "memory": 1024, "collapse": 2048, "entropy drift": 6 * 2048}
+        assert monitor.report()["unjudged"] == expected
+
+
+def test_a_rule_for_a_level_that_the_adapter_has_not_is_unjudged():
+    model, rule = make_model(), Rule("mine", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("prefix",))
+    other = Rule("other", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("chunk",))
+    with make_bem(model) as bem, RoutingMonitor(model, bem=bem, rules=(rule, other), window=4) as monitor:
+        assert monitor.report()["unjudged"] == {"mine": 4, "other": 4}
+        model.generate(PROMPT, **GREEDY)
+    assert monitor.report()["unjudged"] == {"mine": 4}
+
+
+def test_an_adapter_that_is_not_on_this_host_is_refused_with_the_cause():
+    model, other = make_model(), make_model()
+    with make_bem(other) as elsewhere, pytest.raises(ConfigError, match="another LlamaForCausalLM"):
+        RoutingMonitor(model, bem=elsewhere)
+    bem = make_bem(model)
+    bem.detach()
+    with pytest.raises(ConfigError, match="detached"):
+        RoutingMonitor(model, bem=bem)
+    with bem, RoutingMonitor(model, bem=bem.controller) as monitor:  # one alone does not know its host
+        model.generate(PROMPT, **GREEDY)
+    assert monitor.n_tokens == 12
+
+
+def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path):
+    model = make_model()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)
+    with make_bem(model) as bem:
+        before = n_hooks(model)
+        with pytest.raises(NotSupportedHost, match=r"routing=RoutingSettings\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"):
+            manager.attach(model, routing=True)
+        with pytest.raises(ConfigError, match=r"settings of routing are 'x': give a RoutingSettings"):
+            manager.attach(model, routing="x")
+        with pytest.raises(UnknownSetting, match=r"no setting 'bemm' of routing, did you mean 'bem'\?: there are rules, window, bem, run_id, memory"):
+            RoutingMonitor(model, bemm=bem)
+        with pytest.raises(ConfigError, match="settings of routing are 'x'"):
+            RoutingMonitor(model, "x")
+        assert n_hooks(model) == before
 
 
 def test_an_adapter_of_rank_one_is_watched():

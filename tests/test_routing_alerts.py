@@ -1,5 +1,6 @@
 """Alerts on routing: each comes with its fault and not without, holds until the fault is clearly over, and does not flap."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -55,6 +56,13 @@ def softer(n, by, seed=0):
     return decisions_of(by * logits_of("by token", seed, n))
 
 
+def not_finite(decisions, which):
+    """One expert at every token, or all at some tokens."""
+    raw = decisions.raw.copy()
+    raw[(..., which) if isinstance(which, int) else (slice(None), which)] = np.nan
+    return dataclasses.replace(decisions, raw=raw)
+
+
 def biased(n, seed=0):
     """One expert is first three times in four."""
     logits = logits_of("by token", seed, n)
@@ -82,6 +90,9 @@ FAULTS = {
     "an expert that takes over": (MOE, "entropy drift", lambda: biased(N)),
     "codes that lose dimensions": (BEM, "entropy drift", lambda: code_stream(2 * N, rank=2)),
     "a code for every other token": (BEM, "code reuse", lambda: code_stream(N, every=2)),
+    "an expert that is not finite": (MOE, "not finite", lambda: not_finite(decisions_of(logits_of("by token", 2, N)), 3)),
+    "few scalings that are not finite": (XLORA, "not finite", lambda: not_finite(decisions_of(logits_of("by chunk", 1, N)), slice(None, None, 500))),
+    "codes that are not finite": (BEM, "not finite", lambda: not_finite(code_stream(N, seed=2), slice(None))),
 }  # fmt: skip
 
 
@@ -161,6 +172,48 @@ def test_what_is_not_known_raises_nothing_and_clears_nothing():
     assert raised == [0, 1, 0, 1, 0]
 
 
+def kinds_of(unjudged):
+    return {(rule.kind, rule.metric) for rule, _ in unjudged}
+
+
+def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
+    """No window of decisions that are not finite says that none collapsed; nor one of codes that steer nothing."""
+    fed = Fed().add(not_finite(decisions_of(logits_of("collapsed", 1, N)), 3))
+    assert fed.kinds == [("not finite", True)] and fed.alerts[0].value == 1 and fed.alerts[0].at == 512
+    assert kinds_of(fed.tally.alerts.unjudged) == {(rule.kind, rule.metric) for rule in DEFAULT_RULES if MOE in rule.sources} - {
+        ("not finite", "not_finite_rate"), ("latency", "latency_p95_us"), ("memory", "memory_share"),
+    }  # fmt: skip
+    codes = code_stream(N, varies=1e-3)
+    fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=np.zeros((1, N), bool)))
+    assert fed.alerts == [] and kinds_of(fed.tally.alerts.unjudged) == {
+        ("collapse", "variation"), ("collapse", "effective_rank"), ("entropy drift", "rank_entropy"), ("code reuse", "code_reuse_rate"),
+    }  # fmt: skip
+
+
+def test_one_decision_that_is_not_finite_is_told_and_over_with_the_next_window():
+    fed = Fed().add(not_finite(HEALTHY[MOE](), slice(4000, 4001)))
+    assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [("not finite", True, 4096), ("not finite", False, 4096 + 512)]
+    assert fed.alerts[0].value == 1 / 512
+
+
+def test_windows_of_few_tokens_that_count_fill_in_time():
+    """Every fourth token steers: the windows of 1,024 of them are 4,096 long, and two of them raise."""
+    codes = code_stream(6 * N, varies=1e-3)
+    fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=(np.arange(6 * N) % 4 == 0)[None]))
+    assert [(alert.metric, alert.at) for alert in fed.alerts if alert.kind == "collapse"] == [("variation", 2 * 4096)] and fed.tally.alerts.unjudged == []
+
+
+def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
+    both = np.stack([logits_of("collapsed", 1, N), logits_of("collapsed", 2, N)])
+    both[0, :, 3] = np.nan
+    decisions = decisions_of(both)
+    tally = Tally([Stream(MOE, f"router.{i}", i) for i in range(2)], 8, memory=lambda: (1, 10))
+    alerts = tally.add(decisions, History(1, 2).tell(np.zeros(N, np.int64), decisions), 5.0)
+    alone = Fed().add(decisions_of(both[1]))
+    assert [(a.kind, a.metric, a.at, a.value) for a in alerts if a.stream.layer == 1] == [(a.kind, a.metric, a.at, a.value) for a in alone.alerts] != []
+    assert [a.kind for a in alerts if a.stream.layer == 0] == ["not finite"] and "collapse" in {rule.kind for rule, _ in tally.alerts.unjudged}
+
+
 def test_dead_experts_are_looked_for_where_each_could_have_been_chosen():
     """Of 128 experts one is chosen: 512 tokens are 4 for each, and some have none by chance."""
     fed = Fed(e=128)
@@ -190,7 +243,21 @@ def test_rules_that_cannot_work_are_refused():
         Rule("x", "sprawl", 0.2, 0.3)
     with pytest.raises(ConfigError, match="1 or more"):
         Rule("x", "spread", 0.2, 0.3, in_a_row=0)
-    assert {rule.kind for rule in DEFAULT_RULES} == {"collapse", "indifference", "dead expert", "entropy drift", "latency", "memory", "code reuse"}
+    for given in ({"sources": ("nope",)}, {"sources": "moe"}, {"sources": ()}, {"sources": None}):
+        with pytest.raises(ConfigError, match="moe, xlora, bem"):
+            Rule("x", "spread", 0.2, 0.3, **given)
+    for levels in (("tokn",), "token", (["token"],)):
+        with pytest.raises(ConfigError, match="prefix, chunk, token"):
+            Rule("x", "variation", 0.2, 0.3, sources=(BEM,), levels=levels)
+    for numbers in (("a", 0.3), (0.2, None), (True, 0.3)):
+        with pytest.raises(ConfigError, match="two numbers that differ"):
+            Rule("x", "spread", *numbers)
+    for window in ("512", 1.5, True):
+        with pytest.raises(ConfigError, match="1 or more"):
+            Rule("x", "spread", 0.2, 0.3, window=window)
+    with pytest.raises(ConfigError, match="kind"):
+        Rule("", "spread", 0.2, 0.3)
+    assert {rule.kind for rule in DEFAULT_RULES} == {"not finite", "collapse", "indifference", "dead expert", "entropy drift", "latency", "memory", "code reuse"}
 
 
 def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):

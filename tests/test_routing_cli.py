@@ -90,6 +90,13 @@ def test_bad_input_is_one_line(folder, arguments, message, run):
     assert code == 2 and message in error and len(error.splitlines()) == 1
 
 
+def test_a_file_that_is_there_is_left_alone_in_one_line(folder, tmp_path, run):
+    (tmp_path / "r.jsonl").write_text("mine")
+    code, _, error = run(folder, "--prompt", SAY, "--out", str(tmp_path / "r.jsonl"))
+    assert code == 2 and len(error.splitlines()) == 1 and "give another name, or remove it first" in error and "overwrite" not in error
+    assert (tmp_path / "r.jsonl").read_text() == "mine"
+
+
 def test_a_host_that_routes_nothing_is_one_line(tmp_path, run):
     code, _, error = run(saved(make_model(), tmp_path / "llama"))
     assert code == 2 and "no router that is known" in error
@@ -163,7 +170,7 @@ def test_no_alert_is_not_said_of_what_could_not_be_seen_yet():
     report = monitor.report()
     assert report["unjudged"]["collapse"] == 2 * 512 and report["unjudged"]["entropy drift"] == (2 + 4) * 1024
     summary(console, report)
-    assert "too few tokens yet for " in (text := console.export_text()) and "collapse (1024 tokens)" in text
+    assert "too few tokens that count yet for " in (text := console.export_text()) and "collapse (1024 tokens)" in text
     with RoutingMonitor(model, window=4, rules=(Rule("collapse", "spread", 0.01, 0.35, window=4),)) as judged:
         model.generate(PROMPT, **GREEDY)
     assert judged.report()["unjudged"] == {}

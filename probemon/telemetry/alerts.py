@@ -4,8 +4,10 @@
     for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...       # Alert(raised=True, kind="collapse", ...)
     alerts.raised                                                               # what holds now
 
-A rule looks at windows of the stream, each after the last; what it sees must hold for several in a row. Between its two
-thresholds it leaves things as they are, so that a metric near one does not flap.
+A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row. Between its two
+thresholds it leaves things as they are, so that a metric near one does not flap. A window is full when it holds enough tokens of those
+that its metric is over: decisions that are not finite fill none, codes that steer nothing fill none of how codes vary. A rule whose windows
+do not fill is silent since it sees nothing, and is `unjudged`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass
+from numbers import Integral, Real
 
 import numpy as np
 
+from probemon.bem.config import LEVELS
 from probemon.errors import ConfigError
-from probemon.hierarchy import Ints
+from probemon.hierarchy import Ints, Mask
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
-from probemon.telemetry.statistics import METRICS, RoutingStatistics
+from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 
 MEMORY = "memory_share"  # not of the routers: told beside them
 _BASELINE = 4  # windows whose mean a drift is measured from
@@ -31,7 +35,7 @@ _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
 class Rule:
     """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
 
-    Over windows of at least `window` tokens, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
+    Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
     its mean over the first four windows. `each_expert`: windows hold a hundred choices for each expert at least. For streams of `sources`, and of
     `levels` where any are named. Raises `ConfigError`.
     """
@@ -48,20 +52,46 @@ class Rule:
     levels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or not self.kind:
+            raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
         if self.metric not in (*METRICS, MEMORY):
             raise ConfigError(f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are {', '.join((*METRICS, MEMORY))}")
-        if not (math.isfinite(self.raise_at) and math.isfinite(self.clear_at)) or self.raise_at == self.clear_at:
+        if not (_is(Real, self.raise_at, self.clear_at) and math.isfinite(self.raise_at) and math.isfinite(self.clear_at)) or self.raise_at == self.clear_at:
             raise ConfigError(f"rule {self.kind!r}: raise_at is {self.raise_at!r}, clear_at {self.clear_at!r}: give two numbers that differ, else it flaps")
-        if self.window < 1 or self.in_a_row < 1:
+        if not _is(Integral, self.window, self.in_a_row) or self.window < 1 or self.in_a_row < 1:
             raise ConfigError(f"rule {self.kind!r}: window is {self.window!r}, in_a_row {self.in_a_row!r}: give 1 or more")
+        for name, given, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
+            if not isinstance(given, (tuple, list)) or not all(one in choices for one in given):
+                raise ConfigError(f"rule {self.kind!r}: {name} is {given!r}: give a tuple of some of {', '.join(choices)}")
+        if not self.sources:
+            raise ConfigError(f"rule {self.kind!r}: it is for no sources: give some of {', '.join(_ALL)}")
 
     @property
     def of_all(self) -> bool:
         """Whether the metric is of all streams together."""
         return self.metric in (MEMORY, "latency_p95_us")
 
+    @property
+    def n_windows(self) -> int:
+        """How many it takes to be judged: those in a row, after those that a drift is measured from."""
+        return self.in_a_row + (_BASELINE if self.drift else 0)
+
+    def applies(self, stream: Stream) -> bool:
+        """Whether it is for this one."""
+        return stream.source in self.sources and (not self.levels or stream.level in self.levels)
+
+    def size(self, n_experts: int, n_chosen: int, window: int) -> int:
+        """Tokens of each of its windows, which are made of ones of `window` tokens."""
+        least = max(self.window, -(-_PER_EXPERT * n_experts // n_chosen) if self.each_expert else 0)
+        return -(-least // window) * window
+
+
+def _is(kind: type, *values: object) -> bool:
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+
 
 DEFAULT_RULES = (
+    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, sources=_ALL),  # one is enough; a window without any clears it
     Rule("collapse", "spread", 0.2, 0.35),
     Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
     Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
@@ -99,7 +129,7 @@ class Alert:
 
 @dataclass
 class _Watch:
-    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, and what it was at first."""
+    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, of how many something is known, and what it was at first."""
 
     number: int
     rule: Rule
@@ -109,6 +139,7 @@ class _Watch:
     def __post_init__(self, n: int) -> None:
         self.first, self.n_first = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.streak, self.raised = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        self.n_judged = np.zeros(n, dtype=np.int64)
 
     def moved(self, values: Numbers) -> Numbers:
         """How far values are from the mean of their first ones; NaN while these are few."""
@@ -126,15 +157,14 @@ class Alerts:
         self._streams = list(streams)
         self._n_tokens = 0
         self._now: dict[tuple[int, int], Alert] = {}
-        self._watches: dict[int, list[_Watch]] = {}  # by how many tokens their windows have
-        self._windows: dict[int, RoutingStatistics] = {}
-        self._memory: dict[int, float] = {}
+        self._watches: dict[tuple[int, str], list[_Watch]] = {}  # by how many tokens their windows have, and which
+        self._windows: dict[tuple[int, str], RoutingStatistics] = {}
+        self._memory: dict[tuple[int, str], float] = {}
         for number, rule in enumerate(rules):
-            which = [i for i, stream in enumerate(streams) if stream.source in rule.sources and (not rule.levels or stream.level in rule.levels)]
+            which = [i for i, stream in enumerate(streams) if rule.applies(stream)]
             if which:
-                least = max(rule.window, -(-_PER_EXPERT * n_experts // n_chosen) if rule.each_expert else 0)
                 watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which))
-                self._watches.setdefault(-(-least // window) * window, []).append(watch)
+                self._watches.setdefault((rule.size(n_experts, n_chosen, window), over(rule.metric)), []).append(watch)
 
     @property
     def raised(self) -> list[Alert]:
@@ -143,40 +173,40 @@ class Alerts:
 
     @property
     def unjudged(self) -> list[tuple[Rule, int]]:
-        """Rules that have not seen enough to be raised, with how many tokens they need: their silence says nothing."""
-        found = []
-        for size, watches in self._watches.items():
-            for watch in watches:
-                needed = size * (watch.rule.in_a_row + (_BASELINE if watch.rule.drift else 0))
-                if self._n_tokens < needed:
-                    found.append((watch.rule, needed))
-        return found
+        """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their silence says nothing."""
+        return [
+            (watch.rule, size * watch.rule.n_windows) for (size, _), watches in self._watches.items() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
+        ]
 
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
         """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
         self._n_tokens += statistics.n_tokens
         found: list[Alert] = []
-        for size, watches in self._watches.items():
-            held = self._windows.setdefault(size, statistics.empty())
+        for key, watches in self._watches.items():
+            size, counts = key
+            held = self._windows.setdefault(key, statistics.empty())
             held.merge(statistics)
-            self._memory[size] = float(np.fmax(self._memory.get(size, math.nan), memory_share))
-            if held.n_tokens >= size:
-                found += [alert for watch in watches for alert in self._look(watch, held, self._memory[size])]
-                del self._windows[size], self._memory[size]
+            self._memory[key] = float(np.fmax(self._memory.get(key, math.nan), memory_share))
+            full = held.counted(counts) >= size
+            if full.any():
+                found += [alert for watch in watches for alert in self._look(watch, held, full, self._memory[key])]
+                held.forget(full)
+                del self._memory[key]
         return found
 
-    def _look(self, watch: _Watch, window: RoutingStatistics, memory_share: float) -> Iterator[Alert]:
+    def _look(self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float) -> Iterator[Alert]:
+        """At a window of those streams that have a `full` one; that of the others goes on."""
         rule = watch.rule
-        if rule.metric == MEMORY:
-            values = np.array([memory_share])
-        else:
-            values = window.metric(rule.metric)[watch.which[:1] if rule.of_all else watch.which]
+        which = watch.which[:1] if rule.of_all else watch.which
+        full = full[which]
+        values = np.where(full, memory_share if rule.metric == MEMORY else window.metric(rule.metric)[which], np.nan)
+        watch.n_judged += ~np.isnan(values)
         if rule.drift:
             values = watch.moved(values)
         threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)
         above = (rule.raise_at > rule.clear_at) != watch.raised  # to be cleared, it must go the other way
         past = np.where(above, values > threshold, values < threshold)  # NaN passes nothing
-        watch.streak = np.where(past, watch.streak + 1, 0)
+        watch.streak = np.where(past, watch.streak + 1, np.where(full, 0, watch.streak))
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]

@@ -8,6 +8,7 @@
     with manager.attach(model, tokenizer, routing=True) as run:         # beside probes, of the same tokens
         model.generate(**inputs)
     run.routing.report()
+    with manager.attach(model, tokenizer, routing=RoutingSettings(bem=bem)) as run: ...   # and those of a BEM adapter
 
 Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which those are is found out
 by what watches for probes (`probemon.watcher`): a router is one more site of it.
@@ -37,7 +38,7 @@ class RoutingMonitor(RoutingRecorder):
     """Alone, without probes. What a sink, listener or action on an alert raises is raised as `CallbackFailed` when the block ends.
 
     `settings`: rules of alerts, a BEM adapter, ...; also by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: as of `manager.attach`.
-    Raises `NotSupportedHost` where no router is known, `ConfigError`.
+    Raises `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def __init__(self, model: Any, settings: RoutingSettings | None = None, *, on_gap: str | Callable[[Gap], object] = "raise", **by_name: Any) -> None:
@@ -46,7 +47,7 @@ class RoutingMonitor(RoutingRecorder):
         if not callable(on_gap) and on_gap != "raise":
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
         model = unwrap(model)
-        super().__init__(model, settings or RoutingSettings(**by_name), self._guarded)
+        super().__init__(model, RoutingSettings.by_name(**by_name) if settings is None else settings, self._guarded)
         self.failures: list[Exception] = []
         told = partial(self._guarded, "on_gap", on_gap) if callable(on_gap) else None
         self._watcher = Watcher(model, self.sites, 0, self.beside(self._forget), on_gap=told, on_end=self.ended)

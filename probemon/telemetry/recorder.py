@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from probemon.align import Placed
 from probemon.delivery import Delivery
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, UnknownSetting, closest
 from probemon.forwards import ScoreTokens
 from probemon.hierarchy import Ints
 from probemon.record import Recording
@@ -62,9 +62,20 @@ class RoutingSettings:
             raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
         if self.memory is not None and not callable(self.memory):
             raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
+        if not isinstance(self.rules, (tuple, list)):
+            raise ConfigError(f"rules is {self.rules!r}: give a tuple of rules")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ConfigError(f"{rule!r} is no rule: give Rule(...) of probemon.telemetry.alerts, or leave rules out")
+
+    @classmethod
+    def by_name(cls, **settings: Any) -> RoutingSettings:
+        """The same. Raises `UnknownSetting` naming all that there are."""
+        known = [one.name for one in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise UnknownSetting(f"there is no setting {name!r} of routing{closest(name, known)}: there are {', '.join(known)}")
+        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,15 @@ class _Followed:
 
 
 class RoutingRecorder:
-    """`guard(what, function, *arguments)` calls what the user gave, and keeps what it raises from the host. Raises `NotSupportedHost`, `ConfigError`."""
+    """`guard(what, function, *arguments)` calls what the user gave, and keeps what it raises from the host. Raises `NotSupportedHost`, `ConfigError`.
+
+    With beams, decisions are told of when `generate()` returns. One that several returned sequences share (of their prompt, or of what they begin with) is recorded and
+    counted once, in the first row that has it.
+    """
 
     def __init__(self, model: Any, settings: RoutingSettings | None, guard: Callable[..., None]) -> None:
+        if settings is not None and not isinstance(settings, RoutingSettings):
+            raise ConfigError(f"settings of routing are {settings!r}: give a RoutingSettings, with bem= for a BEM adapter; manager.attach takes routing=True for the defaults")
         settings = settings or RoutingSettings()
         self.sources: list[Source] = find_sources(model, bem=settings.bem)
         self.run_id = settings.run_id or uuid.uuid4().hex
@@ -138,7 +155,8 @@ class RoutingRecorder:
     def report(self) -> dict[str, Any]:
         """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`.
 
-        `unjudged`: kinds of alert for which too few tokens were seen, and how many it takes: that there is none of them says nothing yet.
+        `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes: that there is none of them says nothing. Decisions
+        that are not finite do not count, nor do, for how codes vary and are reused, codes that steer nothing.
         """
         with self._lock:
             streams, latency = [], LogSketch()
@@ -155,11 +173,23 @@ class RoutingRecorder:
             }  # fmt: skip
 
     def _unjudged(self) -> dict[str, int]:
-        """By kind of alert, the tokens that its rules need and have not seen; the most, where they differ."""
+        """By kind of alert, the tokens that its rules need and have not seen; the most, where they differ.
+
+        A rule that no router here is for is among them, unless it is a default one beside others: those are for every kind of router.
+        """
+        rules, window = self._settings.rules, self._settings.window
+        judged, unjudged = set[int](), list[tuple[Rule, int]]()
+        for number, source in enumerate(self.sources):
+            mine = [i for i, rule in enumerate(rules) if (any(map(rule.applies, source.streams)) if source.streams else source.kind in rule.sources)]
+            judged.update(mine)
+            if number in self._tallies:
+                unjudged += self._tallies[number].alerts.unjudged
+            else:
+                unjudged += [(rules[i], rules[i].size(source.n_experts, source.n_chosen, window) * rules[i].n_windows) for i in mine]
+        unjudged += [(rule, rule.size(0, 1, window) * rule.n_windows) for i, rule in enumerate(rules) if i not in judged and (rule not in DEFAULT_RULES or not judged)]
         found: dict[str, int] = {}
-        for tally in self._tallies.values():
-            for rule, needed in tally.alerts.unjudged:
-                found[rule.kind] = max(found.get(rule.kind, 0), needed)
+        for rule, needed in unjudged:
+            found[rule.kind] = max(found.get(rule.kind, 0), needed)
         return found
 
     def close(self) -> list[Exception]:

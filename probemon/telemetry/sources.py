@@ -28,10 +28,11 @@ _SHOWN = 4  # largest weights or dimensions told of a router that chooses none
 
 
 class Source(Protocol):
-    """Routers that decide about the same tokens. `n_chosen`: how many experts a token is sent to; `codes`: they give codes, no distribution."""
+    """Routers that decide about the same tokens. `n_experts`: 0 where decisions tell; `n_chosen`: how many experts a token is sent to; `codes`: they give codes, no distribution."""
 
     kind: str
     sites: list[Site]
+    n_experts: int
     n_chosen: int
     codes: bool
 
@@ -46,7 +47,10 @@ class Source(Protocol):
 
 
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
-    """Every router of an unwrapped host: of its layers, X-LoRA's, and `bem` (what attach_bem gave, or its controller). Raises `NotSupportedHost` where there is none."""
+    """Every router of an unwrapped host: of its layers, X-LoRA's, and `bem` (what attach_bem gave, or its controller).
+
+    Raises `NotSupportedHost` where there is none, `ConfigError` for an adapter that is not on this host.
+    """
     found: list[Source] = []
     groups: dict[tuple[int, int], list[tuple[str, int, nn.Module]]] = {}
     for name, layer, router in _routers(model):
@@ -56,11 +60,12 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     if xlora is not None:
         found.append(XLoraClassifier(xlora[0]))
     if bem is not None:
-        found.append(BemController(bem))
+        found.append(BemController(bem, model))
     if not found:
         raise NotSupportedHost(
             f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight [experts, hidden size] and top_k) nor X-LoRA. "
-            "Of a BEM adapter, give what attach_bem returned as bem="
+            "A BEM adapter is watched where it is named, as what attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), "
+            "on the command line --bem FOLDER"
         )
     return found
 
@@ -134,9 +139,9 @@ class XLoraClassifier:
 
     def __init__(self, xlora: Any) -> None:
         classifier = xlora.internal_xlora_classifier
-        self._config, self._e, self._s = classifier.config, int(classifier.n_classes), int(classifier.n_layers) if classifier.config.layerwise_scalings else 1
-        if self._e < 2:
-            raise NotSupportedHost(f"X-LoRA with {self._e} adapter: nothing is routed. Add another")
+        self._config, self.n_experts, self._s = classifier.config, int(classifier.n_classes), int(classifier.n_layers) if classifier.config.layerwise_scalings else 1
+        if self.n_experts < 2:
+            raise NotSupportedHost(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
         self.n_chosen = int(self._config.top_k_lora or 1)
         self.sites = [Site("xlora", classifier, self._read, early=True)]
         self.streams = [Stream(XLORA, "xlora", layer if self._s > 1 else -1) for layer in range(self._s)]
@@ -148,10 +153,10 @@ class XLoraClassifier:
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
         """Of n tokens."""
         scalings = states["xlora"]
-        raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self._e), 1, 0)
+        raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self.n_experts), 1, 0)
         applied = raw.astype(np.float64)
         k = self._config.top_k_lora
-        if k is not None and k < self._e:
+        if k is not None and k < self.n_experts:
             best = np.zeros(raw.shape, dtype=bool)
             np.put_along_axis(best, largest(applied, k), True, axis=-1)
             applied = np.where(best, applied, 0.0)
@@ -159,8 +164,8 @@ class XLoraClassifier:
             applied = np.where(applied != 0, _softmax(np.where(applied != 0, applied, -np.inf)), 0.0)
         size = np.abs(applied)
         whole = size.sum(axis=-1, keepdims=True)
-        weights = np.divide(size, whole, out=np.full(size.shape, 1 / self._e), where=whole > 0)
-        top = largest(size, min(self._e, k or _SHOWN))
+        weights = np.divide(size, whole, out=np.full(size.shape, 1 / self.n_experts), where=whole > 0)
+        top = largest(size, min(self.n_experts, k or _SHOWN))
         return Decisions.of(raw, weights, top, np.take_along_axis(applied, top, axis=-1).astype(np.float32))
 
 
@@ -172,13 +177,17 @@ class BemController:
     steer the tokens of its own (chunk codes all if queries, keys or values are sites); none of the first chunk, but for token codes.
     """
 
-    kind, codes, n_chosen = BEM, True, 1
+    kind, codes, n_experts, n_chosen = BEM, True, 0, 1
     _LEVELS = ("prefix", "chunk", "token")
     _BESIDE = ("confidence", "chunk_index", "boundary", "sigma1", "delta_rel_norm", "fallback", "level")
 
-    def __init__(self, bem: Any) -> None:
+    def __init__(self, bem: Any, model: Any) -> None:
         if not isinstance(bem, nn.Module):
             raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
+        if getattr(bem, "host", model) is not model:  # a controller alone does not know its host
+            raise ConfigError(f"bem is the adapter of another {type(bem.host).__name__} than this {type(model).__name__}: give the one that is attached to the model that is watched")
+        if not getattr(bem, "open", True):
+            raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
         # Of a whole adapter, where what is applied is known too.
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)

@@ -20,7 +20,7 @@ import numpy as np
 
 from probemon.bem.config import MAX_NORM
 from probemon.errors import ConfigError
-from probemon.hierarchy import Ints
+from probemon.hierarchy import Ints, Mask
 from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy
 from probemon.telemetry.sketch import LogSketch
 
@@ -122,6 +122,19 @@ class RoutingStatistics:
         self.norm_max = np.maximum(self.norm_max, other.norm_max)
         self.latency.merge(other.latency)
 
+    def counted(self, over: str) -> Ints:
+        """How many tokens `[S]` there are of those that a metric is over (`over(metric)`)."""
+        return self.n + self.n_bad if over == _ALL else self._sums[over]
+
+    def forget(self, streams: Mask) -> None:
+        """Nothing of these `[S]` was added yet; where that is all of them, nor any latency."""
+        for values in self._sums.values():
+            if len(values):  # products are of codes alone
+                values[streams] = 0
+        self.norm_max[streams] = 0
+        if streams.all():
+            self.latency = LogSketch()
+
     # -- what follows from the sums --------------------------------------------------------------
 
     def metric(self, name: str) -> Numbers:
@@ -130,6 +143,10 @@ class RoutingStatistics:
             raise ConfigError(f"{name!r} is no metric of routing: there are {', '.join(METRICS)}")
         found: Numbers = np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
         return found
+
+    def not_finite_rate(self) -> Numbers:
+        """Share of the decisions that were left out, since they are no numbers."""
+        return _ratio(self.n_bad, self.n + self.n_bad)
 
     def decision_entropy(self) -> Numbers:
         """Mean over tokens of the entropy of each decision, in units of log E."""
@@ -272,8 +289,18 @@ class RoutingStatistics:
 METRICS = (
     "decision_entropy", "marginal_entropy", "mutual_information", "effective_experts", "spread", "load_spread", "max_vio", "least_load", "least_weight", "gini", "flip_rate",
     "code_reuse_rate", "kv_invalidations", "fallback_rate", "confidence", "code_norm", "code_norm_max", "variation", "effective_rank", "rank_entropy",
-    "latency_p95_us",
+    "latency_p95_us", "not_finite_rate",
 )  # fmt: skip
+_ALL = "all"  # tokens, whatever was decided about them
+_OVER = {
+    **dict.fromkeys(("code_reuse_rate", "variation", "effective_rank", "rank_entropy"), "n_steering"), "flip_rate": "n_pairs", "confidence": "n_confident",
+    **dict.fromkeys(("latency_p95_us", "not_finite_rate"), _ALL),
+}  # fmt: skip
+
+
+def over(metric: str) -> str:
+    """Which tokens a metric is over: "n", those with a finite decision, or fewer of them, or "all"; all of what is no metric of routers."""
+    return _OVER.get(metric, "n") if metric in METRICS else _ALL
 
 
 def _whole(values: Numbers, scale: int) -> Ints:

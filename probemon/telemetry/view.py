@@ -163,7 +163,7 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
     alerts = [Text(alert, style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
     if report["unjudged"]:  # no alert is no news while nothing could be seen
         needed = ", ".join(f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1]))
-        alerts.append(Text(f"too few tokens yet for {needed}", style="yellow"))
+        alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))
     return [Text(line, style="dim"), *alerts]
 
 

@@ -100,6 +100,13 @@ def test_importing_takes_what_was_measured():
     assert found["counts"]["probes"] == 8000 and found["seconds"] <= 120 and found["claim"]["holds"]
 
 
+def test_fuzzing_found_what_is_said():
+    found, page = result("fuzz.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
+    uncompared = found["outcomes"]["made, not compared"]
+    assert f"of {found['cases']:,} cases, {found['outcomes']['made']:,} gave a pack that verifies" in page and f"does, {uncompared:,} one that has" in page
+    assert found["crashes"] == 0 and found["troubles"] == []
+
+
 def test_false_alarms_of_routing_are_what_was_counted():
     found, page = result("routing_alarms.json"), (ROOT / "docs/bem.md").read_text()
     assert f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most {found['false_alarms_per_window_at_most']:.5f} a window" in page

@@ -354,3 +354,11 @@ def test_names_that_a_file_system_refuses_are_refused(tmp_path):
     for name in ("x" * 300, "/".join(["x" * 200] * 30)):
         with pytest.raises(ImportRefused):
             Folder(tmp_path).inside(name)
+
+
+def test_the_result_file_is_of_all_rooms_and_without_a_crash():
+    found = json.loads(RESULT.read_text())
+    assert found["cases"] >= 100_000 and found["crashes"] == 0 and found["troubles"] == []
+    assert set(found["targets"]) == set(TARGETS) and sum(one["cases"] for one in found["targets"].values()) == found["cases"]
+    assert all(one["outcomes"].get("made", 0) > 20 and len(one["outcomes"]) > 1 for one in found["targets"].values())
+    assert set(found["outcomes"]) <= {"made", "made, not compared", "PackError", "PackCorrupt", "PackVersionError", "HierarchyError", "ImportRefused", "ConfigError", "UnknownConcept"}

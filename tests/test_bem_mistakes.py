@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.bem.distil import distil
-from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, FallbackPolicy
+from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, CircuitBreaker, FallbackPolicy
 from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.losses import LossWeights, adapter_losses, silenced
+from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
@@ -342,3 +343,15 @@ def test_a_place_that_is_a_file_is_told(tmp_path):
             with pytest.raises(BemFileError, match="file cannot be made"):
                 save(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_numbers_that_are_none_are_refused_where_they_are_given():
+    for source in (lambda: (float("nan"), 10), lambda: (1, 0), lambda: 3, lambda: (1, "10"), lambda: (-1, 10)):
+        with pytest.raises(ConfigError, match="the source of memory gives"):
+            memory_pressure(source)
+    breaker = CircuitBreaker()
+    for seconds in (float("nan"), -1.0, "1"):
+        with pytest.raises(ConfigError, match="seconds is"):
+            breaker.record(failed=False, seconds=seconds)
+    with pytest.raises(ConfigError, match="settings are list"):
+        BemConfig.from_dict([1])

@@ -77,6 +77,8 @@ class BemConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
         """From what `dataclasses.asdict` gave, lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them")
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:

@@ -111,7 +111,9 @@ class CircuitBreaker:
             return self._now() != OPEN
 
     def record(self, *, failed: bool, seconds: float | None = None, kind: Hashable = None) -> None:
-        """How a call went that it allowed. Calls of one `kind` should take about as long as each other."""
+        """How a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises `ConfigError` where `seconds` is no duration."""
+        if seconds is not None and not (is_number(seconds) and seconds >= 0):
+            raise ConfigError(f"seconds is {seconds!r}: give how long the call took, 0 or more, or None")
         with self._lock:
             state = self._now()
             if state == OPEN:

@@ -63,10 +63,10 @@ def gpu_memory(device: str | torch.device = "cuda") -> Source:
 
 def memory_pressure(source: Source = host_memory) -> float:
     """Share of memory in use, 0 to 1. `source` gives bytes in use and bytes there are: `host_memory`, `gpu_memory(device)`. Raises `ConfigError`."""
-    used, whole = source()
-    if whole <= 0 or used < 0:
-        raise ConfigError(f"the source of memory says {used} of {whole} bytes are in use: give one that says how many there are")
-    return used / whole
+    found = source()
+    if not (isinstance(found, tuple) and len(found) == 2 and all(is_number(n) and n >= 0 for n in found) and found[1] > 0):
+        raise ConfigError(f"the source of memory gives {found!r}: give one that returns bytes in use and how many there are")
+    return found[0] / found[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -94,8 +94,9 @@ def test_the_gpu_suite_says_that_there_is_no_gpu():
     assert done.returncode == 2 and done.stderr == "benchmark: --suite gpu needs a GPU, torch sees none here\n"
 
 
-def test_the_gpu_parts_run_dry_at_small_sizes():
+def test_the_gpu_parts_run_dry_at_small_sizes(monkeypatch):
     """In Triton's interpreter, on the host's clock: what they compute is checked, what they would time is not."""
+    monkeypatch.setattr(gpu, "N_SETS", 3)
     device = torch.device("cpu")
     timer = gpu.Timer(device, 1024)
     rows = gpu.scoring(Cell(16, "float32", 2, 3), device, timer, 1, n_bank=64)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -277,7 +278,7 @@ def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, numbe
     )  # fmt: skip
     words = [str(Path(sys.executable).with_name("probemon")), "pack", "rename", str(tmp_path / "large"), str(tmp_path / "made"), "--name", "other"]
     for _ in range(3):  # where the machine is busy elsewhere, the signal may come too late
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=partial(signal.signal, number, signal.SIG_DFL))  # under nohup it would be ignored
         while process.poll() is None and not list(tmp_path.glob(".made-*")):
             time.sleep(0.001)
         process.send_signal(number)

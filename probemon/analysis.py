@@ -126,18 +126,22 @@ class Analysis:
     def begin(cls, directory: str | os.PathLike[str], identity: Mapping[str, Any], environment: Mapping[str, Any], *, resume: bool) -> Analysis:
         """Make a folder for an analysis, or go on in one whose `identity` is the same. Raises `ConfigError` saying what differs."""
         path, stated = Path(directory), json.loads(json.dumps(identity))
+        # What a run that was killed at its very start leaves is nobody's. Looked at first, since another process may begin it at the same time.
+        others = path.exists() and (not path.is_dir() or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir()))
         known = _read_json(path / MANIFEST)
         if known is None:
-            # What a run that was killed at its very start leaves is nobody's.
-            if path.exists() and (not path.is_dir() or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())):
+            if others:
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
             manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": stated, "environment": dict(environment), "complete": False}
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                _write_json(path / MANIFEST, manifest)
+                with cls(path, manifest)._lock("begin", fcntl.LOCK_EX):
+                    known = _read_json(path / MANIFEST)
+                    if known is None:
+                        _write_json(path / MANIFEST, manifest)
+                        return cls(path, manifest)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
-            return cls(path, manifest)
         if not resume:
             raise ConfigError(f"{path} holds an analysis: pass resume=True to go on with it, or give another folder")
         if (known.get("format"), known.get("format_version")) != (FORMAT, FORMAT_VERSION):

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -507,3 +509,25 @@ def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp
         with os.fdopen(read) as stream:
             told = stream.read()
         assert told.startswith("ConfigError") and words in told, told
+
+
+@pytest.mark.parametrize("other", ["same", "another"])
+def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other):
+    """In each of 200 folders: none mistakes the other's first file for somebody else's, and two that differ do not mix their rows."""
+    barrier = threading.Barrier(2)
+
+    def begin(identity):
+        found = []
+        for at in range(200):
+            barrier.wait()
+            try:
+                found.append(Analysis.begin(tmp_path / str(at), identity, {}, resume=True).manifest["identity"] == identity)
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(begin, ({"run": "same"}, {"run": other})))
+    for pair in zip(*found, strict=True):
+        refusals = [one for one in pair if one is not True]
+        assert len(refusals) == (other == "another") and all("an analysis made otherwise (run was" in one for one in refusals), pair

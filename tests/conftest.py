@@ -18,6 +18,14 @@ HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 OLDEST = transformers.__version__.startswith("5.0.")
 
 
+LONG = ("test_triton", "test_attach", "test_corpus", "test_processes", "test_benchmark", "test_actions", "test_distributed", "test_compatibility")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take long come first: a worker takes a whole file, and none should begin a long one when the other has nothing left."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Random data is the same in whatever order tests run, and whichever ran before."""

@@ -370,7 +370,7 @@ class Engine:
         times = _interleaved([exhaustive, rule, searching])
         scaled = times[0] * self.pack.n_probes / len(some) + times[1]
         name = "exhaustive" if scaled < times[2] else "descent"
-        return name, f"{name} ({scaled * 1e3:.2f} ms against {times[2] * 1e3:.2f} ms by descent)"
+        return name, f"{name} (all probes {scaled * 1e3:.2f} ms, a descent {times[2] * 1e3:.2f} ms)"
 
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:

@@ -167,8 +167,10 @@ class Analysis:
         with stream:
             try:
                 fcntl.flock(stream, how)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise ConfigError(f"{self.directory} is being written by another process: wait for it, or give another folder") from error
+            except OSError as error:
+                raise ConfigError(f"{self.directory} cannot be locked ({error.strerror}): give a folder on a file system with locks") from error
             yield
 
     def shard(self, index: int) -> dict[str, Any] | None:

@@ -355,3 +355,47 @@ def test_numbers_that_are_none_are_refused_where_they_are_given():
             breaker.record(failed=False, seconds=seconds)
     with pytest.raises(ConfigError, match="settings are list"):
         BemConfig.from_dict([1])
+
+
+def test_the_kernel_is_not_chosen_for_an_adapter_in_half_precision(tmp_path, monkeypatch):
+    model = make_model()
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        bem.to(torch.bfloat16).save_pretrained(tmp_path)
+    before = [n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))]
+    with pytest.raises(ConfigError, match=r"saved in torch\.bfloat16, and the controller's kernel"):
+        attach_bem(model, tmp_path, impl="triton")
+    assert before == [n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))]
+    monkeypatch.setattr("probemon.bem.attached.choose_impl", lambda *_: ("triton", "as on a GPU"))
+    with attach_bem(model, tmp_path, impl="auto") as bem:
+        assert bem.impl == "reference" and "saved in torch.bfloat16" in bem.impl_why
+        assert model.generate(IDS, **GREEDY).shape[1] > IDS.shape[1]
+
+
+def test_batches_hold_what_rewards_need_and_nothing_where_there_is_none():
+    class Lesson(dict):
+        tag = "mine"
+
+    seen = []
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        lesson = Lesson({"input_ids": IDS, "labels": None, "attention_mask": None, "text": ["x"]})
+        assert len(train(bem, [lesson], TrainSettings(n_steps=1)).losses) == 1
+        improve(bem, [lesson], lambda batch, output: seen.append((batch.tag, batch["text"])) or torch.ones(1), Gaussian(), TrainSettings(n_steps=1))
+    assert seen == [("mine", ["x"])]
+
+
+def test_packed_rows_whose_mask_hides_nothing_are_refused_where_the_host_drops_it():
+    model = make_model()
+    packed = {"input_ids": torch.cat([IDS, IDS[:, :4]], dim=1), "position_ids": torch.tensor([[*range(6), *range(4)]]), "attention_mask": torch.ones(1, 10, dtype=torch.int64)}
+    with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():
+        assert model(**packed).logits.isfinite().all()  # one row to the host
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(NotSupportedDecoding, match="position_ids that do not rise by one"):
+            model(**packed)
+
+
+def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_the_reverse():
+    model = make_model()
+    for attached, watched in ((model.model, model), (model, model.model)):
+        with attach_bem(attached, BemConfig(**SMALL)) as bem, RoutingMonitor(watched, bem=bem) as monitor, torch.no_grad():
+            watched(IDS)
+        assert monitor.n_tokens == IDS.numel()

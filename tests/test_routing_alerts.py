@@ -269,3 +269,12 @@ def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
     assert result["false_alarms"] == 0 and result["steps"] == 3100 * len(result["streams"]) and all(one["tokens"] == 12_400 for one in result["streams"])
     monkeypatch.setitem(routing_alarms.KINDS, "broken", (MOE, "", lambda rng: routing_alarms.peaked(rng, 8, 1, np.eye(8)[0], 9, 1), 8, 1))
     assert routing_alarms.run("broken", 3100, 3)["by_kind"] == {"collapse": 2, "dead expert": 1}
+
+
+def test_codes_at_the_largest_limit_are_finite():
+    """In fp32 some are a hair above it."""
+    codes = code_stream(N, seed=2)
+    raw = codes.raw / np.linalg.norm(codes.raw, axis=-1, keepdims=True) * np.float32(256)
+    assert (np.linalg.norm(raw.astype(np.float64), axis=-1) > 256).any()
+    assert not any(alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=raw)).alerts)
+    assert any(alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=1.1 * raw)).alerts)

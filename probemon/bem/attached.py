@@ -237,6 +237,11 @@ class Bem(nn.Module):
             make_int8(bem)
         elif saved.dtype is not None:
             bem.to(saved.dtype)  # in another one it would be another adapter
+            if bem.impl == "triton" and saved.dtype.itemsize < 4:
+                if how["impl"] == "triton":
+                    raise ConfigError(f"{folder} was saved in {saved.dtype}, and the controller's kernel computes in fp32 and fp64: use impl='reference', or save it after bem.float()")
+                bem.impl = "reference"
+                bem.impl_why, bem.controller.fused = f"it was saved in {saved.dtype}, and the controller's kernel computes in fp32 and fp64", False
         saved.load(bem)
         return bem.attach()
 
@@ -313,6 +318,13 @@ class Bem(nn.Module):
 
     # -- one forward -----------------------------------------------------------------------------
 
+    def _packed(self, positions: Any, mask: Any) -> bool:
+        """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash attention drops one that hides nothing."""
+        if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
+            return False
+        flash = str(getattr(self.host.config, "_attn_implementation", None)).startswith("flash") and isinstance(mask, Tensor)
+        return (mask is None or (flash and bool((mask != 0).all()))) and bool((positions.diff(dim=1) != 1).any())
+
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         mine = self._thread
         mine.forward = None
@@ -320,8 +332,7 @@ class Bem(nn.Module):
         for name, what in (("cu_seq_lens_q", "several sequences packed in one row"), ("cache_params", "a recurrent state in place of a cache")):
             if given.get(name) is not None:
                 raise NotSupportedDecoding(f"{what} ({name}) is not supported under an adapter: where each sequence begins is not said. Give one a row, or detach")
-        positions = given.get("position_ids")
-        if given.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2 and bool((positions.diff(dim=1) != 1).any()):
+        if self._packed(given.get("position_ids"), given.get("attention_mask")):
             raise NotSupportedDecoding(
                 "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row, and codes would go on from one to the next: "
                 "give each sequence a row, with a 2D attention mask"

@@ -120,8 +120,7 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
     with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
         for step in range(settings.n_steps):
             optimiser.zero_grad()
-            batch = {name: x.clone() if x.is_inference() else x for name, x in batches[next(order)].items()}  # what was made in inference mode cannot be learned from
-            loss, terms = loss_of(batch)
+            loss, terms = loss_of(_learnable(batches[next(order)]))
             loss.backward()
             norm = float(nn.utils.clip_grad_norm_(parameters, limit))
             if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
@@ -133,6 +132,12 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
             steps.append(Step(float(loss.detach()), {name: float(term) for name, term in terms.items()}, lr, norm))
     optimiser.zero_grad()
     return History(tuple(steps))
+
+
+def _learnable(batch: Batch) -> Batch:
+    """The batch; what of it was made in inference mode, where nothing is learned from it, as a copy."""
+    made = {name: x.clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_inference()}
+    return {**batch, **made} if made else batch
 
 
 @torch.no_grad()

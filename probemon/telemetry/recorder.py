@@ -156,7 +156,8 @@ class RoutingRecorder:
         """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`.
 
         `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes: that there is none of them says nothing. Decisions
-        that are not finite do not count, nor do, for how codes vary and are reused, codes that steer nothing.
+        that are not finite do not count, nor do, for how codes vary and are reused, codes that steer nothing. What a router has not (a choice, where every expert is
+        chosen; dimensions, at a rank of 1) is never judged.
         """
         with self._lock:
             streams, latency = [], LogSketch()

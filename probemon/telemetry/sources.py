@@ -184,8 +184,9 @@ class BemController:
     def __init__(self, bem: Any, model: Any) -> None:
         if not isinstance(bem, nn.Module):
             raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
-        if getattr(bem, "host", model) is not model:  # a controller alone does not know its host
-            raise ConfigError(f"bem is the adapter of another {type(bem.host).__name__} than this {type(model).__name__}: give the one that is attached to the model that is watched")
+        host = getattr(bem, "host", None)  # a controller alone does not know it
+        if host is not None and find_layers(host)[0] is not find_layers(model)[0]:
+            raise ConfigError(f"bem is the adapter of another {type(host).__name__} than this {type(model).__name__}: give the one that is attached to the model that is watched")
         if not getattr(bem, "open", True):
             raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
         # Of a whole adapter, where what is applied is known too.

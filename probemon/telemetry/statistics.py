@@ -26,7 +26,7 @@ from probemon.telemetry.sketch import LogSketch
 
 _SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
 _CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8
-_LARGEST = MAX_NORM  # of a code: beyond it its products would leave no room in 64 bits
+_LARGEST = MAX_NORM * (1 + 1e-5)  # of a code, rounded: beyond it its products would leave no room in 64 bits
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
 
@@ -145,7 +145,7 @@ class RoutingStatistics:
         return found
 
     def not_finite_rate(self) -> Numbers:
-        """Share of the decisions that were left out, since they are no numbers."""
+        """Share of the decisions that were left out, since they are no numbers, or codes of a norm beyond what limits allow."""
         return _ratio(self.n_bad, self.n + self.n_bad)
 
     def decision_entropy(self) -> Numbers:

@@ -253,6 +253,9 @@ def write_calibrated(
         raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
     if alerts is not None and len(watched) != len(alerts.threshold):
         raise ConfigError(f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the same order")
+    bounding = [probe for probe in watched if pack.concepts[probe].get("bounding")]
+    if bounding:
+        raise ConfigError(f"{pack.concepts[bounding[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave those out of watched")
     source, recommended = pack.manifest, dict(pack.recommended)
     alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
     expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
@@ -267,7 +270,15 @@ def write_calibrated(
         if changes:
             quality = _without(quality)
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
-    cleared = changes and expansion is None and not bool(expand.isnan().all())
+    above = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
+    if changes and above:
+        expand = expand.clone()
+        for probe in above:  # a bound of the scores below stays one: it is to be compared with the smallest of the new thresholds
+            below = alert[torch.from_numpy(pack.tree.children(probe))]
+            known = below[~below.isnan()]
+            if len(known):
+                expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+    cleared = changes and expansion is None and not above and not bool(expand.isnan().all())
     if cleared:
         expand = torch.full_like(expand, float("nan"))
         quality.pop("expansion", None)

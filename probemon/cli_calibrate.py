@@ -93,7 +93,7 @@ def calibrate(
     opened = ProbePack.from_pretrained(pack)
     target = out or _beside(pack, opened)
     _check_target(target)
-    watched = opened.find_all(watch) if watch else list(range(opened.n_probes))
+    watched = opened.find_all(watch) if watch else [probe for probe, concept in enumerate(opened.concepts) if not concept.get("bounding")]
     # What is wrong with the documents is to be told before they are scored, which takes minutes.
     read(benign)
     if positive is not None:

@@ -11,7 +11,7 @@ only where the new one is still what was measured. Weights are copied in blocks,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from probemon.manifest import CARD, PROBES
 from probemon.naming import Wanted
 from probemon.pack import ProbePack
 from probemon.packwriter import PackWriter, check_target
+from probemon.types import CascadeConfig
 
 _BLOCK_BYTES = 64 << 20
 _SHOWN = 5
@@ -37,10 +38,13 @@ def merge(
 ) -> ProbePack:
     """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. Settings that the packs recommend alike
-    stay recommended. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
+    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. Room for probes adds up, what is always on in one
+    pack stays so, other settings that the packs recommend alike stay recommended. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
     """
     check_target(path, overwrite)
+    if not isinstance(packs, (Sequence, Mapping)):
+        opened(packs)
+        raise PackError("there is one pack and nothing to merge it with: give a list of packs")
     named = list(packs.items()) if isinstance(packs, Mapping) else [("", pack) for pack in packs]
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
@@ -69,12 +73,12 @@ def merge(
     with PackWriter(
         path, name=name, concepts=concepts, architecture=architecture, dtype=all_packs[0].dtype, score_rule=all_packs[0].score_rule,
         inputs=[spec.as_dict() for spec in specs], host=_one_host(all_packs), licence=" AND ".join(licences),
-        card=card or _card(name, "Merged from", all_packs), input_index=index,
+        card=card or card_of(name, "Merged from", all_packs), input_index=index,
         alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]), expand_threshold=torch.cat([pack.expand_threshold for pack in all_packs]),
         aggregated={
             key: torch.cat([pack.thresholds_for(key) if key in pack.aggregated else nan for pack, nan in zip(all_packs, unknown, strict=True)]) for key in aggregators
         },
-        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=_alike([pack.recommended for pack in all_packs]),
+        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=_together(named),
         provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]), overwrite=overwrite,
     ) as writer:  # fmt: skip
         at = 0
@@ -114,7 +118,7 @@ def subset(
         if orphans:  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
             line.pop("level")
     at = torch.from_numpy(probes)
-    recommended = {key: value for key, value in pack.recommended.items() if value != "calibrated"}
+    recommended = {key: value for key, value in pack.recommended.items() if value != "calibrated"} | always_on(pack, ids)
     return copy_pack(
         pack, path, name or f"{pack.name}-subset", lines, "Cut out of", made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
         probes=probes, overwrite=overwrite,
@@ -132,6 +136,8 @@ def rename(
     """
     check_target(path, overwrite)
     pack = opened(pack)
+    if concepts is not None and not isinstance(concepts, Mapping):
+        raise PackError(f"concepts is {concepts!r}: give new names by id, {{old: new}}")
     if name is None and not concepts:
         raise PackError("nothing is renamed: give a name for the pack, or concepts")
     lines = [dict(concept) for concept in pack.concepts]
@@ -153,7 +159,7 @@ def rename(
     return copy_pack(
         pack, path, name or pack.name, lines, "Renamed from", made_by("rename", [pack], ids=changed), overwrite=overwrite, alert_threshold=pack.alert_threshold,
         expand_threshold=pack.expand_threshold, aggregated={key: pack.thresholds_for(key) for key in pack.aggregated}, input_index=pack.input_index,
-        recommended={**pack.recommended, **({"always_on": [new_ids.get(str(key), key) for key in pack.recommended["always_on"]]} if "always_on" in pack.recommended else {})},
+        recommended={**pack.recommended, **always_on(pack, renamed=new_ids)},
         quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
     )  # fmt: skip
 
@@ -180,7 +186,7 @@ def copy_pack(
     """Some `probes` of a pack (all) as another pack, concept `i` being `lines[i]`. `how` begins its card; `rest`: thresholds and what else `PackWriter` takes."""
     with PackWriter(
         path, name=name, concepts=lines, architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs],
-        host=pack.manifest["host"], licence=pack.manifest["licence"], card=_card(name, how, [pack]), golden_hidden=pack.golden_hidden, provenance=provenance, **rest,
+        host=pack.manifest["host"], licence=pack.manifest["licence"], card=card_of(name, how, [pack]), golden_hidden=pack.golden_hidden, provenance=provenance, **rest,
     ) as writer:  # fmt: skip
         for start, block in _blocks(pack, probes):
             writer.put_slice(start, block)
@@ -238,8 +244,23 @@ def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
     return torch.stack([part[torch.arange(n) % len(part)] for part in joined], dim=1)
 
 
-def _alike(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in settings[0].items() if all(other.get(key) == value and key in other for other in settings)}
+def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`{"always_on": ids}` of those `kept` (all), where the pack recommends any: what it names by number or name is another concept in another pack."""
+    if "always_on" not in pack.recommended:
+        return {}
+    ids = [pack.concepts[pack.find(concept)]["id"] for concept in pack.recommended["always_on"]]
+    return {"always_on": [(renamed or {}).get(concept, concept) for concept in ids if kept is None or concept in kept]}
+
+
+def _together(named: Sequence[tuple[str, ProbePack]]) -> dict[str, Any]:
+    """What is recommended for several packs as one. Each has as much room as it has alone, so that none loses probes to another."""
+    settings = [pack.recommended for _, pack in named]
+    found = {key: value for key, value in settings[0].items() if all(key in other and other[key] == value for other in settings)}
+    if len(named) > 1:
+        for key in ("max_loaded_probes", "keep_top_k"):
+            found[key] = sum(int(other.get(key, getattr(CascadeConfig, key))) for other in settings)
+    on = [concept if not prefix else f"{prefix}:{concept}" for prefix, pack in named for concept in always_on(pack).get("always_on", [])]
+    return {key: value for key, value in found.items() if key != "always_on"} | ({"always_on": on} if on else {})
 
 
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
@@ -249,7 +270,7 @@ def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
     return [_by_new_ids(inner, new_ids) for inner in value] if isinstance(value, list) else value
 
 
-def _card(name: str, how: str, packs: Sequence[ProbePack]) -> str:
+def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
     """A card that says what it was made of, with the parents' cards below."""
     made_of = "\n".join(f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}" for pack in packs)
     cards = [(pack.directory / CARD).read_text(encoding="utf-8", errors="replace") for pack in packs if (pack.directory / CARD).is_file()]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.edit import opened
 from probemon.embed import common, embed
 from probemon.errors import PackError
 from probemon.pack import ProbePack
@@ -66,7 +67,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where int8 is compared with another dtype, or states of
     different sizes are read: no weight has a counterpart then.
     """
-    sizes = [pack.architecture.hidden_size for pack in (a, b)]
+    sizes = [opened(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
         raise PackError(f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no weight of one has a counterpart in the other")
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.edit import copy_pack, made_by
+from probemon.edit import always_on, card_of, copy_pack, made_by
 from probemon.errors import PackError, UnknownConcept
 from probemon.hierarchy import Ints
 from probemon.kernels import prepare_input
 from probemon.pack import ProbePack
 from probemon.packwriter import PackWriter, check_target
+from probemon.types import CascadeConfig
 
 _SHOWN = 5
 _STATES = 256  # random ones, for a pack without golden states
@@ -84,7 +85,7 @@ def with_hierarchy(pack: ProbePack, tree: Mapping[str, Any], path: str | Path, *
     made = copy_pack(
         pack, path, name or f"{pack.name}-tree", lines, "The same probes under another hierarchy, from", made_by("with_hierarchy", [pack]), overwrite=overwrite,
         alert_threshold=pack.alert_threshold, aggregated={key: pack.thresholds_for(key) for key in pack.aggregated}, input_index=pack.input_index,
-        recommended={key: value for key, value in pack.recommended.items() if key not in ("load_threshold", "base_layers")},
+        recommended={key: value for key, value in pack.recommended.items() if key not in ("load_threshold", "base_layers")} | always_on(pack),
     )  # fmt: skip
     n_placed = sum(bool(line["parents"]) for line in lines)
     return made, Told(n_placed, len(lines) - n_placed, groups, [ids[i] for i in range(len(ids)) if i not in by_probe])
@@ -178,10 +179,14 @@ class Proposal:
         with PackWriter(
             path, name=name or f"{pack.name}-grouped", concepts=[*bounds, *lines], architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule,
             inputs=[spec.as_dict() for spec in pack.inputs], host=pack.manifest["host"], licence=pack.manifest["licence"],
-            card=f"# {name or pack.name}\n\nMade of `{pack.name}`: {self}.\n", input_index=torch.cat([torch.tensor([group.input for group in self.groups]), pack.input_index]),
+            card=card_of(name or f"{pack.name}-grouped", f"{self}. Made of", [pack]), input_index=torch.cat([torch.tensor([group.input for group in self.groups]), pack.input_index]),
             alert_threshold=torch.cat([torch.ones(n), pack.alert_threshold]),
             expand_threshold=torch.cat([torch.tensor([group.threshold for group in self.groups]), torch.full((pack.n_probes,), math.nan)]),
-            golden_hidden=pack.golden_hidden, recommended={**pack.recommended, "load_threshold": "calibrated", "keep_top_k": 0},
+            aggregated={key: torch.cat([torch.ones(n), pack.thresholds_for(key)]) for key in pack.aggregated}, golden_hidden=pack.golden_hidden,
+            recommended={  # room for all: a state may open every group
+                **pack.recommended, **always_on(pack), "load_threshold": "calibrated", "keep_top_k": 0,
+                "max_loaded_probes": max(n + pack.n_probes, pack.recommended.get("max_loaded_probes", CascadeConfig.max_loaded_probes)),
+            },
             provenance=made_by("propose", [pack], method=str(self), share=self.share), overwrite=overwrite,
         ) as writer:  # fmt: skip
             writer.put_slice(0, weights)

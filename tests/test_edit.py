@@ -11,7 +11,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.cli import app
 from probemon.edit import merge, rename, subset
 from probemon.embed import common, embed
-from probemon.errors import HierarchyError, PackError, UnknownConcept
+from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
 from probemon.kernels import exhaustive_reference
 from probemon.packdiff import pack_diff
 from probemon.regroup import propose, with_hierarchy
@@ -239,7 +239,7 @@ def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, threshold=0.9):
+def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, threshold=0.9, **more):
     """A flat pack of families of nearly equal directions, whose threshold few states exceed."""
     generator = torch.Generator().manual_seed(2)
     directions = torch.nn.functional.normalize(torch.randn(n_families, D, generator=generator), dim=1) * 2
@@ -249,7 +249,7 @@ def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, t
         path, name=path.name, concepts=[{"id": f"p{i}", "name": f"p{i}", "parents": []} for i in range(n)],
         weights={"w1": rows[:, None].to(dtype), "b1": torch.full((n, 1), -3.0) + torch.randn(n, 1, generator=generator) * 0.05}, score_rule="independent",
         inputs=[{"site": "resid_post.1", "norm": "layernorm"}], host={"hidden_size": D}, licence="CC0-1.0", card="# alike\n", alert_threshold=torch.full((n,), threshold),
-        golden_hidden=torch.randn(64, 1, D, generator=generator),
+        golden_hidden=torch.randn(64, 1, D, generator=generator), **more,
     )  # fmt: skip
 
 
@@ -326,3 +326,102 @@ def test_the_commands(tmp_path):
     alike(tmp_path / "alike")
     proposed = run("hierarchy", tmp_path / "alike", "--from-weights", "--json", "--out", tmp_path / "grouped")
     assert json.loads(proposed.stdout)["n_groups"] >= 6 and ProbePack.open(tmp_path / "grouped").recommended["load_threshold"] == "calibrated"
+
+
+def fired_in(pack, hidden, **settings):
+    """By concept id; and how many pairs were dropped."""
+    found = DynamicProbeManager(pack, impl="reference", strategy="descent", **settings).score_tokens(hidden)
+    return {(t, pack.concepts[probe]["id"]) for t in range(len(found)) for probe in found.fired(t)}, int(found.coverage.dropped.sum())
+
+
+def family(path, prefix, *, n_each=40, seed=0, **recommended):
+    """A hierarchical pack of many probes that fire: ten roots with children."""
+    n = 10 * (1 + n_each)
+    generator = torch.Generator().manual_seed(seed)
+    concepts = [{"id": f"{prefix}{i}", "name": f"{prefix}{i}", "parents": [] if i < 10 else [f"{prefix}{i % 10}"]} for i in range(n)]
+    return ProbePack.write(
+        path, name=path.name, concepts=concepts, weights={"w1": torch.randn(n, 1, D, generator=generator) / 5, "b1": torch.ones(n, 1)}, score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}], host={"hidden_size": D}, licence="CC0-1.0", card="# random\n", alert_threshold=torch.full((n,), 0.6),
+        recommended={"load_threshold": 0.2, **recommended},
+    )  # fmt: skip
+
+
+def test_packs_merged_lose_no_probe_that_fires_in_one_alone(tmp_path):
+    hidden = states("resid_post.1", n=40, seed=3)
+    packs = [family(tmp_path / name, name, seed=seed) for seed, name in enumerate("ab")]
+    alone = [fired_in(pack, hidden) for pack in packs]
+    made = merge(packs, tmp_path / "both", name="both")
+    assert fired_in(made, hidden) == (alone[0][0] | alone[1][0], 0) and [dropped for _, dropped in alone] == [0, 0]
+    assert len(alone[0][0]) > 2000 and made.recommended["max_loaded_probes"] == 1000 and made.recommended["keep_top_k"] == 60
+    assert fired_in(made, hidden, max_loaded_probes=500)[1] > 0, "so there was something to lose"
+
+
+def test_merged_flat_packs_open_whatever_room_each_had(tmp_path):
+    for sizes, rooms in (((300, 300), (500, 500)), ((12, 8), (12, 20))):
+        packs = []
+        for i, (n, room) in enumerate(zip(sizes, rooms, strict=True)):
+            concepts = [{"id": f"{i}-{j}", "name": f"{j}", "parents": []} for j in range(n)]
+            packs.append(write(tmp_path / f"{i}-{n}", n=n, concepts=concepts, **({} if room == 500 else {"recommended": {"max_loaded_probes": room}})))
+        made = merge(packs, tmp_path / f"both-{sum(sizes)}", name="both")
+        assert made.recommended["max_loaded_probes"] == sum(rooms) and DynamicProbeManager(made).plan.always.sum() == sum(sizes)
+
+
+def test_what_is_always_on_is_the_same_concept_in_every_pack_that_is_made(tmp_path):
+    """Named by number, name or id."""
+    for given in (5, "a 5", "a-5"):
+        place = tmp_path / str(given).replace(" ", "_")
+        pack = write(place / "a", n=12, recommended={"always_on": [given]})
+        other = write(place / "b", n=12, seed=1)
+        assert subset(pack, place / "with", ["a-5"], below=False).recommended["always_on"] == ["a-5"]
+        without = subset(pack, place / "without", ["a-1", "a-11"], below=False, above=False)
+        assert without.recommended["always_on"] == [] and DynamicProbeManager(without).config.always_on == ()
+        assert merge([other, pack], place / "m", name="m").recommended["always_on"] == ["a-5"]
+        assert merge({"x": pack, "y": pack}, place / "p", name="p").recommended["always_on"] == ["x:a-5", "y:a-5"]
+        DynamicProbeManager(ProbePack.open(place / "p"))
+        assert rename(pack, place / "r", concepts={"a-5": {"id": "five"}}).recommended["always_on"] == ["five"]
+    grouped = propose(alike(tmp_path / "alike", recommended={"always_on": [3]})).write(tmp_path / "grouped")
+    assert grouped.recommended["always_on"] == ["p3"]
+
+
+def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresholds(tmp_path):
+    """520 probes, as many as may be loaded: with the bounding ones these are more."""
+    pack = alike(tmp_path / "alike", n_families=40, n_each=13, recommended={"max_loaded_probes": 520}, aggregated={"ema(0.3)": torch.full((520,), 0.8)})
+    made = propose(pack).write(tmp_path / "grouped")
+    n = made.n_probes - 520
+    assert n > 20 and made.recommended["max_loaded_probes"] == 520 + n
+    open_all = {"resid_post.1": torch.randn(300, D, generator=torch.Generator().manual_seed(1))}
+    expected = {(t, f"p{i}") for i in range(520) for t in np.flatnonzero(exhaustive_reference(open_all, pack)[:, i].numpy() > 0.9)}
+    assert fired_in(made, open_all) == (expected, 0) and expected
+    assert made.aggregated == ("ema(0.3)",) and made.thresholds_for("ema(0.3)").tolist() == [1.0] * n + [pytest.approx(0.8)] * 520
+    assert "# alike" in (tmp_path / "grouped/README.md").read_text()
+
+
+def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
+    from probemon.calibrate import calibrate_alerts, write_calibrated
+
+    made = propose(alike(tmp_path / "alike")).write(tmp_path / "grouped")
+    concepts = [i for i, concept in enumerate(made.concepts) if not concept.get("bounding")]
+    benign = exhaustive_reference(states("resid_post.1", n=600, seed=1), made).numpy()[:, concepts]
+    alerts = calibrate_alerts([benign], fpr=0.1)
+    with pytest.raises(ConfigError, match="is a bounding probe"):
+        write_calibrated(made, tmp_path / "no", watched=range(len(concepts)), alerts=alerts)
+    new = write_calibrated(made, tmp_path / "new", watched=concepts, alerts=alerts)
+    hidden = states("resid_post.1", n=200, seed=2)
+    everything = exhaustive_reference(hidden, new).numpy()
+    expected = {(t, new.concepts[i]["id"]) for i in concepts for t in np.flatnonzero(everything[:, i] > new.alert_threshold[i].item())}
+    assert fired_in(new, hidden) == (expected, 0) and len(expected) > 500 and new.recommended["load_threshold"] == "calibrated"
+    some = write_calibrated(made, tmp_path / "some", watched=concepts[:7], alerts=calibrate_alerts([benign[:, :7]], fpr=0.1))
+    everything = exhaustive_reference(hidden, some).numpy()
+    expected = {(t, some.concepts[i]["id"]) for i in concepts for t in np.flatnonzero(everything[:, i] > some.alert_threshold[i].item())}
+    assert fired_in(some, hidden) == (expected, 0)
+
+
+def test_what_is_no_pack_list_or_mapping_is_told(tmp_path):
+    pack = write(tmp_path / "a")
+    for call, message in (
+        (lambda: merge(pack, tmp_path / "m", name="m"), "nothing to merge it with"), (lambda: pack_diff(str(tmp_path / "a"), pack), "open it first"),
+        (lambda: rename(pack, tmp_path / "r", concepts=["a"]), "give new names by id"),
+    ):  # fmt: skip
+        with pytest.raises(PackError, match=message):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -444,7 +444,8 @@ LIE = {"weight": "head.weight", "bias": "head.bias"}
 @pytest.mark.parametrize(("changes", "message"), [
     ({"probes": {}}, "no probe to import"), ({"probes": []}, "'probes' is"), ({"probes": {"x": 3}}, "expected an object, found int"), ({"probe": {}}, "no field 'probe'"),
     ({"probes": {"x": {**LIE, "bais": "y"}}}, "no field 'bais'"), ({"probes": {"x": {"weight": "nothing"}}}, "no tensor 'nothing'"), ({"probes": {"x": {"weight": "many.weight"}}}, "has 5 outputs"),
-    ({"probes": {"x": {**LIE, "row": 1}}}, "has rows 0 to 0"), ({"probes": {"x": {**LIE, "row": True}}}, "'row' is True"), ({"probes": {"x": {**LIE, "layers": []}}}, "'weight'.*or 'layers'"),
+    ({"probes": {"x": {**LIE, "row": 1}}}, "has rows 0 to 0"), ({"probes": {"x": {**LIE, "row": True}}}, "'row' is True"),
+    ({"probes": {"x": {"weight": "many.weight", "bias": "head.bias", "row": 0}}}, "has 5 rows, its bias 1 values"), ({"probes": {"x": {**LIE, "layers": []}}}, "'weight'.*or 'layers'"),
     ({"probes": {"x": {}}}, "'weight'.*or 'layers'"), ({"probes": {"x": {**LIE, "alert_threshold": 10**400}}}, "not a finite number"), ({"probes": {"x": {**LIE, "parents": [["y"]]}}}, "'parents' is"),
     ({"standardize": {"mean": "mean", "scale": "nothing"}}, "no tensor 'nothing'"), ({"standardize": {"mean": "mean", "scale": "head.bias"}}, "its scale has shape"),
     ({"normalize": None}, "does not say how the state is normalised|'normalize' is None"), ({"site": ""}, "no file says where"), ({"normalize": "batchnorm"}, "normalize is 'batchnorm'"),

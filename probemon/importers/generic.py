@@ -104,6 +104,8 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
         if row is not None:
             if not 0 <= row < len(weight):
                 raise ImportRefused(f"{here}: row {row}, {entry['weight']!r} has rows 0 to {len(weight) - 1}")
+            if len(bias) != len(weight):
+                raise ImportRefused(f"{here}: {entry['weight']!r} has {len(weight)} rows, its bias {len(bias)} values: name tensors that belong together")
             weight, bias = weight[row : row + 1], bias[row : row + 1]
         layers = [(weight, bias)]
     fields = {key: field(entry, key, str, here) for key in ("name", "definition") if key in entry}

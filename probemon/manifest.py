@@ -19,7 +19,7 @@ FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# What is read at most. JSON may take twenty times its size while it is read, the concepts line by line.
+# What is read at most. JSON may take sixty times its size while it is read, the concepts line by line.
 MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import foreign_files as foreign
@@ -493,3 +495,26 @@ def test_a_flat_pack_is_a_pack_like_any_other(tmp_path):
     with pytest.raises(PackError, match="exists"):
         import_weights({"a": (foreign.random(D), 0.0)}, tmp_path / "pack", site=SITE, normalize="none")
     assert pack.find("b") == 1
+
+
+def test_what_is_read_takes_no_more_memory_than_is_said(tmp_path):
+    """Of JSON the dearest found: objects within objects, a letter that makes every other as wide, and one that is written as an escape."""
+    torch.save({"w": torch.zeros(8 << 20)}, tmp_path / "a.pt")
+    objects = '{"":' * 200 + "0" + "}" * 200
+    (tmp_path / "a.json").write_text("[" + ",".join([objects] * 5000) + ',"\U0001f600\\u00e9"]', encoding="utf-8")
+    program = """
+import re, sys
+from pathlib import Path
+from probemon.importers.sources import read_json
+from probemon.importers.weights import load_plain
+def most():  # getrusage's would be that of the process this one was made by
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+path = Path(sys.argv[1])
+before = most()
+(read_json if path.suffix == ".json" else load_plain)(path)
+print((most() - before) / path.stat().st_size)
+"""
+    for name, times, beside in (("a.pt", 3, 150 << 20), ("a.json", 60, 0)):
+        done = subprocess.run([sys.executable, "-c", program, tmp_path / name], capture_output=True, text=True, check=True)
+        size = (tmp_path / name).stat().st_size
+        assert 0.5 < float(done.stdout) < times + beside / size, name

@@ -168,7 +168,10 @@ class Proposal:
             raise PackError(f"{self}; nothing is written")
         pack = self.pack
         above = {int(member): number for number, group in enumerate(self.groups) for member in group.members}
-        ids = [f"group:{pack.concepts[int(group.members[0])]['id']}" for group in self.groups]
+        first, prefix = [pack.concepts[int(group.members[0])]["id"] for group in self.groups], "group:"
+        while {prefix + member for member in first} & {concept["id"] for concept in pack.concepts}:
+            prefix += "group:"
+        ids = [prefix + member for member in first]
         bounds = [
             {"id": ids[i], "name": f"{pack.concepts[int(group.members[0])]['name']} and {len(group.members) - 1} like it", "parents": [], "bounding": True}
             for i, group in enumerate(self.groups)

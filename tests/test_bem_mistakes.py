@@ -323,6 +323,15 @@ def test_learning_in_inference_mode_is_learning():
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
 
 
+def test_a_host_through_which_nothing_can_be_learned_is_told():
+    with torch.inference_mode():
+        model = make_model()
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        for learn in (lambda: train(bem, LESSONS, TrainSettings(n_steps=1)), lambda: distil(bem, LESSONS)):
+            with pytest.raises(ConfigError, match="the host was made in torch"):
+                learn()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
     model = make_model()

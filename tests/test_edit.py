@@ -396,6 +396,15 @@ def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresho
     assert "# alike" in (tmp_path / "grouped/README.md").read_text()
 
 
+def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
+    pack = alike(tmp_path / "alike")
+    first = [f"p{int(group.members[0])}" for group in propose(pack).groups]
+    other = next(concept["id"] for concept in pack.concepts if concept["id"] not in first)
+    named = rename(pack, tmp_path / "named", concepts={other: {"id": f"group:{first[0]}"}})
+    made = propose(named).write(tmp_path / "grouped")
+    assert [concept["id"] for concept in made.concepts if concept.get("bounding")] == [f"group:group:{name}" for name in first]
+
+
 def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
     from probemon.calibrate import calibrate_alerts, write_calibrated
 

@@ -143,7 +143,7 @@ def test_probekit_probes_that_are_none_are_refused(tmp_path):
     bad = {
         "2 rows, of classes": {**probe, "weights": [[0.0] * D] * 2}, "its mean has shape": {**probe, "normalization": {"mean": [0.0], "std": [1.0]}},
         "expected numbers": {**probe, "weights": [0.0, "x"]}, "'weights' is 3, expected list": {**probe, "weights": 3}, "normalization: expected numbers": {**probe, "normalization": {"mean": {}}}, "its mean has shape \\(\\) or": {**probe, "normalization": "none"},
-        "expected numbers ": {**probe, "bias": None, "weights": [[0.0], [0.0, 1.0]]},
+        "expected numbers ": {**probe, "bias": None, "weights": [[0.0], [0.0, 1.0]]}, "has 'normalisation', which": {**probe, "normalisation": probe["normalization"]},
     }  # fmt: skip
     for message, entry in bad.items():
         with pytest.raises(ImportRefused, match=message):
@@ -392,6 +392,13 @@ def test_arrays_tensors_and_numbers_are_weights(tmp_path):
     assert (found == found[:, :1]).all() and pack.manifest["host"]["n_layers"] == 3
     half = import_weights({"half": (weight.bfloat16(), torch.tensor([0.5]))}, tmp_path / "half", site=SITE, normalize="none")
     assert half.dtype == torch.bfloat16 and torch.equal(half.weights["w1"][0, 0], weight.bfloat16())
+
+
+def test_a_site_that_the_host_lacks_is_refused(tmp_path):
+    for site, n_layers in (("resid_post.3", 3), ("mlp_out.40", 12)):
+        with pytest.raises(ImportRefused, match=rf"{site}' is not of a host of {n_layers} layers, 0 to {n_layers - 1}"):
+            import_weights({"a": (torch.ones(D), 0.0)}, tmp_path / "pack", site=site, normalize="none", n_layers=n_layers)
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_none_are_refused(tmp_path):

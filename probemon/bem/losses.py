@@ -159,11 +159,14 @@ def host_of(bem: Bem) -> Any:
 
 
 def learner(bem: Bem) -> Bem:
-    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back teach the controller nothing, and nobody would be told."""
+    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back teach the controller nothing, and nobody would
+    be told; and with a host made in inference mode."""
     if not isinstance(bem, Bem):
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if bem.fallback is not None:
         raise ConfigError("the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without fallback= to train or distil it")
+    if any(parameter.is_inference() for parameter in host_of(bem).parameters()):
+        raise ConfigError("the host was made in torch.inference_mode(), and nothing can be learned through it: load it outside that block")
     return bem
 
 

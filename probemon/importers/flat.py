@@ -205,7 +205,9 @@ def write_stacked(
     for site in sites:
         if not site or not isinstance(site, str):
             raise ImportRefused(f"no file says where the state is read, and site is {site!r}: give one such as 'resid_post.15' (the output of decoder block 15, counted from 0)")
-        parse_site(site)
+        _, layer = parse_site(site)
+        if n_layers is not None and layer >= n_layers:
+            raise ImportRefused(f"site {site!r} is not of a host of {n_layers} layers, 0 to {n_layers - 1}: give the site that the probes read, or the host's n_layers")
     check_target(target, overwrite)
     places = list(dict.fromkeys(sites))
     name = name or target.name

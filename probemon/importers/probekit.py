@@ -25,6 +25,7 @@ from probemon.importers.flat import Classifier, check_options, linear, sha256, w
 from probemon.importers.sources import as_path, field, read_json
 from probemon.pack import ProbePack
 
+_KEYS = ("weights", "bias", "normalization", "metadata")
 _FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1
 
 
@@ -71,6 +72,9 @@ def import_file(path: str | Path, target: str | Path, *, site: str, normalize: s
 def _probe(name: str, probe: Any) -> Classifier:
     if isinstance(probe, dict):
         where = f"probe {name!r}"
+        strange = [key for key in probe if key not in _KEYS]
+        if strange:  # a score may depend on it, as on a normalisation spelt otherwise
+            raise ImportRefused(f"{where} has {strange[0]!r:.80}, which probekit's to_dict() does not write (it writes {', '.join(_KEYS)}): take it out, or give the weights to probemon.importers.generic.import_weights")
         weights, norm = _vector(field(probe, "weights", list, where), where), probe.get("normalization")
         bias: Any = probe.get("bias", 0.0)
         metadata = field(probe, "metadata", dict, where, {})

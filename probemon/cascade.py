@@ -76,13 +76,18 @@ class CascadePlan:
         return cls(tree, path_rule, config, expand_threshold, always, exempt)
 
 
+def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:
+    """What `load_threshold="auto"` means for a pack."""
+    fallback = "exact" if score_rule == "path" and not np.isnan(alert).any() else 0.3
+    return fallback if recommended is None else recommended
+
+
 def expand_thresholds(
     tree: ConceptTree, score_rule: str, rule: float | str, alert: Floats, calibrated: Floats, recommended: float | str | None
 ) -> Floats:
     """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it needs."""
     if rule == "auto":
-        fallback = "exact" if score_rule == "path" and not np.isnan(alert).any() else 0.3
-        rule = fallback if recommended is None else recommended
+        rule = auto_threshold(score_rule, alert, recommended)
     if rule == "exact":
         if score_rule != "path":
             raise ConfigError("load_threshold='exact' needs the path rule, this pack's scores are independent: give a number")

@@ -11,7 +11,8 @@ only where the new one is still what was measured. Weights are copied in blocks,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.cascade import auto_threshold
 from probemon.embed import common, embed
 from probemon.errors import PackError
-from probemon.hierarchy import Ints
+from probemon.hierarchy import Ints, Mask
 from probemon.manifest import CARD, PROBES
 from probemon.naming import Wanted
 from probemon.pack import ProbePack
 from probemon.packwriter import PackWriter, check_target
+from probemon.parts import Part
+from probemon.parts import named as of_pack
 from probemon.types import CascadeConfig
 
 _BLOCK_BYTES = 64 << 20
 _SHOWN = 5
+# Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
+_TOGETHER: dict[str, Callable[[list[Any]], Any]] = {
+    "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min, "report_top_k": max,
+    "max_rounds": lambda rounds: None if None in rounds else max(rounds),
+}  # fmt: skip
 
 
 def merge(
@@ -38,8 +47,8 @@ def merge(
 ) -> ProbePack:
     """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. Room for probes adds up, what is always on in one
-    pack stays so, other settings that the packs recommend alike stay recommended. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
+    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a descent of one alone begins with and opens is begun
+    with and opened: room adds up, `max_rounds` is the largest, and where packs descend by unlike rules, each keeps its own as expand thresholds. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -69,16 +78,17 @@ def merge(
     index = torch.cat([torch.tensor([specs.index(spec) for spec in pack.inputs])[pack.input_index] for pack in all_packs])
     aggregators = dict.fromkeys(key for pack in all_packs for key in pack.aggregated)
     unknown = [torch.full((pack.n_probes,), float("nan")) for pack in all_packs]
+    recommended, expand = _together(named)
     licences = list(dict.fromkeys(pack.manifest["licence"] for pack in all_packs))
     with PackWriter(
         path, name=name, concepts=concepts, architecture=architecture, dtype=all_packs[0].dtype, score_rule=all_packs[0].score_rule,
         inputs=[spec.as_dict() for spec in specs], host=_one_host(all_packs), licence=" AND ".join(licences),
         card=card or card_of(name, "Merged from", all_packs), input_index=index,
-        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]), expand_threshold=torch.cat([pack.expand_threshold for pack in all_packs]),
+        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]), expand_threshold=expand,
         aggregated={
             key: torch.cat([pack.thresholds_for(key) if key in pack.aggregated else nan for pack, nan in zip(all_packs, unknown, strict=True)]) for key in aggregators
         },
-        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=_together(named),
+        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=recommended,
         provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]), overwrite=overwrite,
     ) as writer:  # fmt: skip
         at = 0
@@ -95,7 +105,7 @@ def subset(
     """A pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
 
     Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its score would then be
-    another one, so that is refused. Expand thresholds that were calibrated on the whole are cleared. Raises `UnknownConcept`, `PackError`.
+    another one, so that is refused. Thresholds stay: a concept is opened by the parents that open it in the whole pack. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
     pack = opened(pack)
@@ -113,16 +123,23 @@ def subset(
     probes = np.asarray(sorted(kept), dtype=np.int64)
     ids = {pack.concepts[probe]["id"] for probe in kept}
     lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
-    for line in lines:
+    recommended = {**pack.recommended, **always_on(pack, ids)}
+    base = [level for level in recommended.pop("base_layers", CascadeConfig.base_layers) if level in pack.tree.level[probes]]
+    elsewhere = bool(orphans) or not base  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
+    if not elsewhere and "base_layers" in pack.recommended:
+        recommended["base_layers"] = base
+    always = _begun(pack)
+    always[orphans] = True  # another parent, which is left out, could open it
+    for line, probe in zip(lines, probes.tolist(), strict=True):
         line["parents"] = [parent for parent in line["parents"] if parent in ids]
-        if orphans:  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
-            line.pop("level")
+        level = line.pop("level") if elsewhere else line["level"]
+        if always[probe] and line["parents"] and (elsewhere or level not in base):
+            recommended["always_on"] = [*dict.fromkeys([*recommended.get("always_on", []), line["id"]])]
     at = torch.from_numpy(probes)
-    recommended = {key: value for key, value in pack.recommended.items() if value != "calibrated"} | always_on(pack, ids)
     return copy_pack(
         pack, path, name or f"{pack.name}-subset", lines, "Cut out of", made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
         probes=probes, overwrite=overwrite,
-        alert_threshold=pack.alert_threshold[at], aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated}, input_index=pack.input_index[at],
+        alert_threshold=pack.alert_threshold[at], expand_threshold=pack.expand_threshold[at], aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated}, input_index=pack.input_index[at],
         recommended=recommended,
     )  # fmt: skip
 
@@ -252,15 +269,40 @@ def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: 
     return {"always_on": [(renamed or {}).get(concept, concept) for concept in ids if kept is None or concept in kept]}
 
 
-def _together(named: Sequence[tuple[str, ProbePack]]) -> dict[str, Any]:
-    """What is recommended for several packs as one. Each has as much room as it has alone, so that none loses probes to another."""
-    settings = [pack.recommended for _, pack in named]
-    found = {key: value for key, value in settings[0].items() if all(key in other and other[key] == value for other in settings)}
-    if len(named) > 1:
-        for key in ("max_loaded_probes", "keep_top_k"):
-            found[key] = sum(int(other.get(key, getattr(CascadeConfig, key))) for other in settings)
-    on = [concept if not prefix else f"{prefix}:{concept}" for prefix, pack in named for concept in always_on(pack).get("always_on", [])]
-    return {key: value for key, value in found.items() if key != "always_on"} | ({"always_on": on} if on else {})
+def _begun(pack: ProbePack) -> Mask:
+    """Which probes a descent begins with, by what the pack recommends, under the path rule with all above them `[P]`."""
+    begun: Mask = np.isin(pack.tree.level, list(pack.recommended.get("base_layers", CascadeConfig.base_layers)))
+    begun[[pack.find(concept) for concept in pack.recommended.get("always_on", ())]] = True
+    return pack.tree.close(begun[None])[0] if pack.score_rule == "path" else begun
+
+
+def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
+    """What is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for a pack that does not work as it is recommended."""
+    parts, begins = [], []
+    for _, pack in named:
+        with of_pack(pack.name):
+            parts.append(Part.of(pack, {}))
+            begins.append(parts[-1].plan_with(()).exempt)
+    said = {key for _, pack in named for key in pack.recommended}
+    found = {key: combine([getattr(part.config, key) for part in parts]) for key, combine in _TOGETHER.items()}
+    # Levels at which every pack begins that has them; what else one begins with is always on.
+    levels = {level for part in parts for level in part.config.base_layers}
+    found["base_layers"] = base = sorted(level for level in levels if all(level in part.config.base_layers or level not in part.pack.tree.level for part in parts))
+    on: list[str] = []
+    for (prefix, pack), begun in zip(named, begins, strict=True):
+        ids = always_on(pack).get("always_on", []) + [pack.concepts[probe]["id"] for probe in np.flatnonzero(begun & ~np.isin(pack.tree.level, base))]
+        on += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
+    found["always_on"] = on
+    usual = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(CascadeConfig()).items()}
+    recommended = {key: value for key, value in found.items() if key in said or value != usual[key]}
+    deep = [pack for _, pack in named if pack.tree.has_children.any()]
+    rules = {auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold")) for pack in deep}
+    if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
+        own = [np.where(part.pack.tree.has_children, part.thresholds, np.float32(np.nan)) for part in parts]
+        return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(np.concatenate(own))
+    if rules and any("load_threshold" in pack.recommended for pack in deep):
+        recommended["load_threshold"] = rules.pop()
+    return recommended, torch.cat([pack.expand_threshold for _, pack in named])
 
 
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:

@@ -18,7 +18,7 @@ MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.sa
 FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # What is read at most. JSON may take sixty times its size while it is read, the concepts line by line.
 MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
 
@@ -41,7 +41,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for key, kind in kinds.items():
         if not isinstance(manifest.get(key), kind):
             raise PackCorrupt(f"{path}: {key!r} is missing or not a {kind.__name__}: fetch the pack again")
-    if _CONTROL.search(manifest["name"]):
+    if CONTROL.search(manifest["name"]):
         raise PackCorrupt(f"{path}: the name is {ascii(manifest['name'])[:100]}, and a terminal would act on its control characters: name the pack otherwise")
     if manifest["score_rule"] not in SCORE_RULES:
         raise PackError(f"{path}: score_rule is {manifest['score_rule']!r}, expected one of {', '.join(SCORE_RULES)}")
@@ -79,7 +79,7 @@ def read_concepts(path: Path) -> list[dict[str, Any]]:
         if wrong or not all(isinstance(parent, str) for parent in concept["parents"]):
             raise PackCorrupt(f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again")
         for key in ("id", "name"):
-            if _CONTROL.search(concept[key]):
+            if CONTROL.search(concept[key]):
                 raise PackCorrupt(f"{path} line {number}: {key} is {ascii(concept[key])[:100]}, and a terminal would act on its control characters: name it otherwise")
         concepts.append(concept)
     return concepts

@@ -16,8 +16,9 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import prepare_input
 from probemon.kernels.reference import score_reference
-from probemon.manifest import CARD, CONCEPTS, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
+from probemon.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
 from probemon.pack import AGGREGATED, DTYPES, MATRICES, ProbePack
 from probemon.types import Architecture, InputSpec, input_dtype
 
@@ -76,6 +77,9 @@ class PackWriter:
             missing = [key for key in ("id", "name", "parents") if key not in concept]
             if missing:
                 raise PackError(f"concept {concept.get('id', concept)!r} lacks {', '.join(missing)}")
+        for what, text in [("the pack's name", name), *((f"a concept's {key}", concept[key]) for concept in concepts for key in ("id", "name"))]:
+            if not isinstance(text, str) or CONTROL.search(text):
+                raise PackError(f"{what} is {ascii(text)[:100]}: give a text without control characters, on which a terminal would act")
         n = self._n = len(concepts)
         stated = [concept["level"] for concept in concepts if "level" in concept]
         if stated and len(stated) != n:
@@ -125,6 +129,7 @@ class PackWriter:
         self._header, self._begins, self._size = self._layout()
         self._put = np.zeros(n, dtype=bool)
         self._made: Path | None = None
+        self._tidy: weakref.finalize[..., PackWriter] | None = None
         self._file: BinaryIO | None = None
         self._pack: ProbePack | None = None
 
@@ -136,17 +141,20 @@ class PackWriter:
         return self._pack
 
     def __enter__(self) -> PackWriter:
-        with self._writing():
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._made = Path(tempfile.mkdtemp(prefix=f".{self._target.name}-", dir=self._target.parent))
-            try:
+        try:
+            with self._writing():
+                self._target.parent.mkdir(parents=True, exist_ok=True)
+                # Named before it is there, and taken away at the latest when the program ends: a signal may come between any two steps, in __exit__ too.
+                self._made = self._target.parent / f".{self._target.name}-{secrets.token_hex(8)}"
+                self._tidy = weakref.finalize(self, shutil.rmtree, self._made, ignore_errors=True)
+                self._made.mkdir(mode=0o700)
                 self._file = (self._made / PROBES).open("w+b")
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self._file.fileno(), 0, self._size)
                 self._file.write(self._header)
-            except BaseException:
-                self._discard()
-                raise
+        except BaseException:
+            self._discard()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -270,7 +278,7 @@ class PackWriter:
                 file: {"sha256": packfile.sha256(self._made / file), "size": (self._made / file).stat().st_size} for file in (CONCEPTS, PROBES, CARD)
             }
             (self._made / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
-            self._made.chmod(0o755)  # mkdtemp makes it private
+            self._made.chmod(0o755)  # private until now
             ProbePack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
             packfile.replace_directory(self._made, self._target)
         self._pack = ProbePack.open(self._target)
@@ -278,8 +286,8 @@ class PackWriter:
     def _discard(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+        if self._tidy is not None:
+            self._tidy()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def parts_of(group: PackGroup, settings: Mapping[str, Any]) -> list[Part]:
     made = []
     for (name, pack), mine in zip(group.packs.items(), own, strict=True):
         given = {**settings, "always_on": mine.tolist()} if "always_on" in settings else settings
-        with _named(name):
+        with named(name):
             part = Part.of(pack, given)
             part.plan_with(())  # what does not fit the hierarchy is told here, too
         made.append(part)
@@ -158,7 +158,7 @@ def _divided(kinds: Sequence[_Kind], arena_bytes: int) -> list[int]:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
     """A `ConfigError` of the block begins with a pack's name."""
     try:
         yield

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.edit import opened
 from probemon.errors import ConfigError, PackCorrupt
 from probemon.kernels import exhaustive_reference
 from probemon.manifest import CARD, PROBES
@@ -45,6 +46,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     Its manifest says under `quality.int8` how far scores moved, on the golden states of the pack (on random ones where it has
     none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`, `PackError`.
     """
+    pack = opened(pack)
     if pack.dtype == torch.int8:
         raise ConfigError(f"{pack.name} is int8 already")
     pack.check_finite()

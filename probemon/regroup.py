@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.edit import always_on, card_of, copy_pack, made_by
+from probemon.edit import always_on, card_of, copy_pack, made_by, opened
 from probemon.errors import PackError, UnknownConcept
 from probemon.hierarchy import Ints
 from probemon.kernels import prepare_input
@@ -32,6 +32,7 @@ from probemon.types import CascadeConfig
 
 _SHOWN = 5
 _STATES = 256  # random ones, for a pack without golden states
+_OF_ITS_HIERARCHY = ("load_threshold", "base_layers", "max_rounds")  # settings that mean nothing under another one
 _ROUNDS = 30  # of k-means, at most
 _ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # how much longer a rounded state can be, relative
 
@@ -63,6 +64,7 @@ def with_hierarchy(pack: ProbePack, tree: Mapping[str, Any], path: str | Path, *
     Raises `PackError`, `HierarchyError` for a cycle, `UnknownConcept` for a name that several concepts bear.
     """
     check_target(path, overwrite)
+    pack = opened(pack)
     if pack.score_rule == "path":
         raise PackError(f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would be others. Train it for the hierarchy")
     parents, probes = _parents(tree), {}
@@ -85,7 +87,7 @@ def with_hierarchy(pack: ProbePack, tree: Mapping[str, Any], path: str | Path, *
     made = copy_pack(
         pack, path, name or f"{pack.name}-tree", lines, "The same probes under another hierarchy, from", made_by("with_hierarchy", [pack]), overwrite=overwrite,
         alert_threshold=pack.alert_threshold, aggregated={key: pack.thresholds_for(key) for key in pack.aggregated}, input_index=pack.input_index,
-        recommended={key: value for key, value in pack.recommended.items() if key not in ("load_threshold", "base_layers")} | always_on(pack),
+        recommended={key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY} | always_on(pack),
     )  # fmt: skip
     n_placed = sum(bool(line["parents"]) for line in lines)
     return made, Told(n_placed, len(lines) - n_placed, groups, [ids[i] for i in range(len(ids)) if i not in by_probe])
@@ -187,7 +189,7 @@ class Proposal:
             expand_threshold=torch.cat([torch.tensor([group.threshold for group in self.groups]), torch.full((pack.n_probes,), math.nan)]),
             aggregated={key: torch.cat([torch.ones(n), pack.thresholds_for(key)]) for key in pack.aggregated}, golden_hidden=pack.golden_hidden,
             recommended={  # room for all: a state may open every group
-                **pack.recommended, **always_on(pack), "load_threshold": "calibrated", "keep_top_k": 0,
+                **{key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY}, **always_on(pack), "load_threshold": "calibrated", "keep_top_k": 0,
                 "max_loaded_probes": max(n + pack.n_probes, pack.recommended.get("max_loaded_probes", CascadeConfig.max_loaded_probes)),
             },
             provenance=made_by("propose", [pack], method=str(self), share=self.share), overwrite=overwrite,
@@ -203,6 +205,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     `threshold`: the alert threshold of probes that have none; without it these stay where they are, at every token. For flat packs of linear probes in a float
     dtype that read normalised states, of which alone a bound is known. Raises `PackError` for others.
     """
+    pack = opened(pack)
     if pack.architecture.hidden or pack.dtype == torch.int8 or pack.score_rule != "independent" or bool(pack.tree.has_parents.any()):
         raise PackError(f"{pack} is not a flat pack of linear probes with float weights and scores of their own: no bound is known, so give its hierarchy as a file")
     if all(spec.norm == "none" for spec in pack.inputs):
@@ -220,10 +223,10 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     for factor in (0.25, 0.5, 1.0, 2.0):
         tried = _groups(pack, alert, factor)
         n_tried += len(tried)
-        opened = _opened(pack, tried, hidden)
-        paying = [i for i, group in enumerate(tried) if opened[::2, i].mean() * len(group.members) + 1 < len(group.members)]
+        opens = _opened(pack, tried, hidden)
+        paying = [i for i, group in enumerate(tried) if opens[::2, i].mean() * len(group.members) + 1 < len(group.members)]
         rest = pack.n_probes - sum(len(tried[i].members) for i in paying)
-        cost = (len(paying) + rest + (opened[1::2][:, paying] * [len(tried[i].members) for i in paying]).sum(axis=1)).mean() / pack.n_probes if paying else 1.0
+        cost = (len(paying) + rest + (opens[1::2][:, paying] * [len(tried[i].members) for i in paying]).sum(axis=1)).mean() / pack.n_probes if paying else 1.0
         if cost < best.share:
             best = Proposal(pack, [tried[i] for i in paying], 0, float(cost), len(hidden), kind)
     return Proposal(pack, best.groups, n_tried, best.share, best.n_states, best.states)

@@ -14,6 +14,7 @@ from probemon.embed import common, embed
 from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
 from probemon.kernels import exhaustive_reference
 from probemon.packdiff import pack_diff
+from probemon.quantize import quantize
 from probemon.regroup import propose, with_hierarchy
 from probemon.types import Architecture
 
@@ -154,10 +155,102 @@ def test_a_subset_without_what_is_above_begins_a_hierarchy_of_its_own(tmp_path):
         subset(pack, tmp_path / "no", [])
 
 
-def test_expand_thresholds_of_the_whole_are_not_those_of_a_part(tmp_path):
-    pack = write(tmp_path / "a", n=8, expand_threshold=torch.full((8,), 0.1), recommended={"load_threshold": "calibrated", "keep_top_k": 0})
-    made = subset(pack, tmp_path / "some", ["a-2"])
-    assert bool(made.expand_threshold.isnan().all()) and made.recommended == {"keep_top_k": 0}
+def steered(path, seed, rule, most_parents=2):
+    """A random pack whose descent begins, opens and ends by settings of its own."""
+    rng = np.random.default_rng(seed)
+    n, first = int(rng.integers(5, 14)), int(rng.integers(0, 3))
+    level, parents = [], []
+    for i in range(n):
+        above = sorted({int(p) for p in rng.integers(0, i, size=rng.integers(0, most_parents + 1))}) if i > 1 else []
+        parents.append([f"{path.name}-{p}" for p in above])
+        level.append(max((level[p] for p in above), default=first - 1) + 1 + int(rng.random() < 0.2))
+    concepts = [{"id": f"{path.name}-{i}", "name": f"{path.name} {i}", "parents": parents[i], "level": level[i]} for i in range(n)]
+    present = sorted(set(level))
+    recommended = {"base_layers": sorted({int(at) for at in rng.choice(present, size=rng.integers(1, 3))})}
+    if 0 in present and rng.random() < 0.5:
+        del recommended["base_layers"]
+    choice = [None, 0.05, 0.5, -1.0, "calibrated", *(["exact"] if rule == "path" else [])][int(rng.integers(0, 6 if rule == "path" else 5))]
+    recommended |= {} if choice is None else {"load_threshold": choice}
+    recommended |= [{}, {}, {"max_rounds": None}, {"max_rounds": 1}, {"max_rounds": 2}][int(rng.integers(0, 5))]
+    recommended |= {"always_on": [int(rng.integers(0, n))]} if rng.random() < 0.3 else {}
+    alert = torch.rand(n, generator=torch.Generator().manual_seed(seed)) * 0.5 + 0.2
+    if choice != "exact" and rng.random() < 0.3:
+        alert[0] = torch.nan
+    return ProbePack.write(
+        path, name=path.name, concepts=concepts, weights=random_weights(n, SHAPES["linear"], seed=seed), score_rule=rule, inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D}, licence="CC0-1.0", card="# random\n", alert_threshold=alert, expand_threshold=torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)),
+        recommended=recommended,
+    )  # fmt: skip
+
+
+def found_in(pack, hidden):
+    """Scores of all that is active, by state and concept id."""
+    found = DynamicProbeManager(pack, impl="reference", strategy="descent").score_tokens(hidden)
+    return {(int(t), pack.concepts[probe]["id"]): float(value) for t, probe, value in zip(found.state_of, found.probes, found.values, strict=True)}
+
+
+@pytest.mark.parametrize("rule", ["independent", "path"])
+def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
+    hidden, n_equal, kinds = states("resid_post.1", n=12), 0, set()
+    for seed in range(60):
+        packs = [steered(tmp_path / f"{seed}{name}", 3 * seed + i, rule) for i, name in enumerate("abc"[: 2 + seed % 2])]
+        alone = {}
+        for pack in packs:
+            alone |= found_in(pack, hidden)
+        made = merge(packs, tmp_path / f"{seed}", name="made")
+        together = found_in(made, hidden)
+        rounds = {pack.recommended.get("max_rounds") for pack in packs}
+        assert alone.items() <= together.items() and (len(rounds) > 1 or alone == together), (seed, made.recommended)
+        n_equal += alone == together
+        kinds.add(str(made.recommended.get("load_threshold")))
+    assert n_equal > 30 and {"calibrated", "None"} <= kinds
+
+
+@pytest.mark.parametrize("rule", ["independent", "path"])
+def test_what_a_descent_finds_in_the_whole_it_finds_in_a_part(tmp_path, rule):
+    """By the path rule what fires, in trees: there a concept is looked at, too, because of others that are left out: to open what is under these, or because they have another child."""
+    hidden, n_equal = states("resid_post.1", n=12), 0
+    for seed in range(60):
+        pack = steered(tmp_path / f"{seed}a", seed, rule, most_parents=1 if rule == "path" else 2)
+        whole = found_in(pack, hidden)
+        if rule == "path":
+            whole = {pair: score for pair, score in whole.items() if score > pack.alert_threshold[pack.find(pair[1])]}
+        chosen = f"{seed}a-{seed % 5}"
+        for i, how in enumerate(({}, {"below": False}, {"above": False}, {"above": False, "below": False})[: 4 if rule == "independent" else 2]):
+            part = subset(pack, tmp_path / f"{seed}{i}", [chosen], **how)
+            kept = {concept["id"] for concept in part.concepts}
+            expected, found = {pair: score for pair, score in whole.items() if pair[1] in kept}, found_in(part, hidden)
+            found = {pair: score for pair, score in found.items() if rule != "path" or score > part.alert_threshold[part.find(pair[1])]}
+            assert expected.items() <= found.items(), (seed, how, pack.recommended, part.recommended)
+            n_equal += expected == found
+    assert n_equal > 60
+
+
+def test_a_flat_pack_does_not_change_how_another_is_descended(tmp_path):
+    deep = write(tmp_path / "a", n=8, expand_threshold=torch.full((8,), 0.1), recommended={"load_threshold": "calibrated", "keep_top_k": 0})
+    flat_one = write(tmp_path / "b", n=2)
+    made = merge([deep, flat_one], tmp_path / "both", name="both")
+    assert made.recommended == {"load_threshold": "calibrated", "max_loaded_probes": 1000, "keep_top_k": 30}
+    low = write(tmp_path / "c", n=8, recommended={"load_threshold": 0.05})
+    assert merge([low, flat_one], tmp_path / "low", name="low").recommended["load_threshold"] == 0.05
+    opened = merge([low, deep], tmp_path / "unlike", name="unlike")
+    assert opened.recommended["load_threshold"] == "calibrated"
+    assert [opened.expand_threshold[opened.find(f"{name}-0")].item() for name in "ca"] == [pytest.approx(0.05), pytest.approx(0.1)]
+
+
+def test_a_hierarchy_of_a_pack_that_began_elsewhere_begins_at_its_roots(tmp_path):
+    pack = alike(tmp_path / "alike")
+    lines = [{**concept, "level": 2} for concept in pack.concepts]
+    there = ProbePack.write(
+        tmp_path / "there", name="there", concepts=lines, weights=pack.weights, score_rule="independent", inputs=[spec.as_dict() for spec in pack.inputs], host={"hidden_size": D},
+        licence="CC0-1.0", card="# there\n", alert_threshold=pack.alert_threshold, golden_hidden=pack.golden_hidden, recommended={"base_layers": [2], "max_rounds": 0},
+    )  # fmt: skip
+    made = propose(there).write(tmp_path / "grouped")
+    hidden = states("resid_post.1", n=200, seed=4)
+    expected = fired_in(there, hidden)
+    assert fired_in(made, hidden) == expected and len(expected[0]) > 50
+    placed, _ = with_hierarchy(there, {"p1": ["p0"]}, tmp_path / "placed")
+    assert placed.recommended == {} and DynamicProbeManager(placed).plan.always.sum() == pack.n_probes - 1
 
 
 def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
@@ -294,7 +387,8 @@ def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
 
 def test_what_is_no_pack_and_packs_of_other_hosts_are_told_by_name(tmp_path):
     a = write(tmp_path / "a")
-    for wrong in (lambda: merge(["a", a], tmp_path / "no", name="no"), lambda: subset("a", tmp_path / "no", ["a-1"]), lambda: rename("a", tmp_path / "no", name="x")):
+    for wrong in (lambda: merge(["a", a], tmp_path / "no", name="no"), lambda: subset("a", tmp_path / "no", ["a-1"]), lambda: rename("a", tmp_path / "no", name="x"),
+        lambda: with_hierarchy("a", NESTED, tmp_path / "no"), lambda: propose("a"), lambda: quantize("a", tmp_path / "no")):  # fmt: skip
         with pytest.raises(PackError, match="'a' is a str: open it first"):
             wrong()
     other = ProbePack.write(
@@ -429,7 +523,8 @@ def test_what_is_no_pack_list_or_mapping_is_told(tmp_path):
     pack = write(tmp_path / "a")
     for call, message in (
         (lambda: merge(pack, tmp_path / "m", name="m"), "nothing to merge it with"), (lambda: pack_diff(str(tmp_path / "a"), pack), "open it first"),
-        (lambda: rename(pack, tmp_path / "r", concepts=["a"]), "give new names by id"),
+        (lambda: rename(pack, tmp_path / "r", concepts=["a"]), "give new names by id"), (lambda: rename(pack, tmp_path / "r", name=5), "the pack's name is 5: give a text"),
+        (lambda: rename(pack, tmp_path / "r", concepts={"a-1": "a\x1b[2J"}), r"a concept's name is 'a\\x1b\[2J': give a text without control characters"),
     ):  # fmt: skip
         with pytest.raises(PackError, match=message):
             call()

@@ -159,6 +159,13 @@ def test_a_threshold_that_no_score_or_every_score_is_over_is_refused(place, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_name_in_a_mapping_is_not_empty(place, tmp_path):
+    mapping = {**MAPPING, "normalize": "none", "probes": {"x": {"weight": "w", "bias": "b", "name": ""}}}
+    with pytest.raises(ImportRefused, match="'x': 'name' is empty: give one, or leave it out"):
+        import_safetensors(place / "w.safetensors", tmp_path / "pack", mapping=mapping)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("threshold", [0, 0.9, 1 - 2**-24])
 def test_a_threshold_that_is_taken_can_be_exceeded(place, tmp_path, threshold):
     mapping = {**MAPPING, "normalize": "none", "probes": {"x": {"weight": "w", "bias": "b", "alert_threshold": threshold}}}

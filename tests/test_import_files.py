@@ -169,6 +169,8 @@ def test_steerkit_probes_score_as_their_fits_at_the_lost_length(tmp_path):
     assert pack.sites == ["resid_post.0", "resid_post.2"] and pack.manifest["host"] == {"model_id": "tiny", "hidden_size": D, "n_layers": 4}
     for name, expected in score.items():
         close(column(pack, name), expected(X))
+    norm = import_steerkit({"refusal": folder / "refusal.safetensors"}, tmp_path / "norm", scale=np.float32(3.0))  # as NumPy gives the norm of a fit in fp32
+    assert torch.equal(column(norm, "refusal"), column(pack, "refusal")) and norm.manifest["provenance"]["import"]["stated"]["scale"] == 3.0
     raw = import_steerkit(folder, tmp_path / "raw", scale=1.0, bias=False, method="diff_of_means")
     for name, expected in score.items():
         close(column(raw, name), expected(X, method="diff_of_means", scale=1.0, shift=False))
@@ -227,6 +229,7 @@ def test_sae_probes_fire_exactly_where_features_are_active(tmp_path, architectur
     sure = logit.abs() > 1e-5
     assert sure.double().mean() > 0.99 and torch.equal((found > 0.5)[sure], active[sure])
     if architecture == "gated":
+        assert "The encoder is gated: logits say when a feature is active, not its activation." in (tmp_path / "pack/README.md").read_text()
         return
     threshold = torch.tensor([concept["sae_threshold"] for concept in pack.concepts], dtype=torch.float64)
     assert (threshold >= 0).all() and ("jumprelu" not in architecture) == (threshold == 0).all()
@@ -244,6 +247,8 @@ def test_some_features_under_their_names(tmp_path):
     active = expected > 0
     close(scores(pack)[active], torch.sigmoid(0.1 * expected[active]))
     assert float(scores(pack)[~active].max()) <= 0.5 and pack.manifest["host"]["model_id"] == "tiny"
+    for i, chosen in enumerate((np.array([7, 2]), torch.tensor([7, 2]))):
+        assert torch.equal(scores(import_sae(tmp_path / "sae", tmp_path / f"{i}", features=chosen, names={np.int64(2): "cats"}, sharpness=0.1)), scores(pack))
 
 
 def test_an_sae_over_states_without_their_mean_reads_states_with_it(tmp_path):

@@ -204,6 +204,8 @@ def test_what_is_no_probe_is_refused_with_what_to_fit_instead(tmp_path, kind):
 def test_bad_input_is_one_error_that_names_it(tmp_path):
     with pytest.raises(ImportRefused, match="it: LogisticRegression has no classes_: it was not fitted"):
         imported(tmp_path, LogisticRegression())
+    with pytest.raises(ImportRefused, match="it: OneVsRestClassifier has no estimators_: it was not fitted"):
+        imported(tmp_path, OneVsRestClassifier(LogisticRegression()))
     with pytest.raises(ImportRefused, match=r"it: StandardScaler has no .*not fitted"):
         imported(tmp_path, make_pipeline(StandardScaler(), fit(LogisticRegression())))
     with pytest.raises(ImportRefused, match="not an estimator of scikit-learn"):

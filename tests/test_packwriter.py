@@ -294,9 +294,17 @@ def test_control_characters_are_in_no_name(tmp_path, where):
     """A terminal would act on them: packs come from strangers."""
     net, name = weights((), D, torch.float32, N), "\x1b[31mred\x1b[2J"
     changes = {"name": name} if where == "pack" else {"concepts": [{**concepts()[0], where: name, "parents": []}, *({**one, "parents": []} for one in concepts()[1:])]}
-    with pytest.raises(PackCorrupt, match=r"\\x1b\[31mred.* a terminal would act on its control characters"):
+    with pytest.raises(PackError, match=r"(concept's (id|name)|pack's name) is '\\x1b\[31mred.*: give a text without control characters"):
         ProbePack.write(tmp_path / "pack", weights=net, **arguments(**changes))
     assert not list(tmp_path.iterdir())
+    written = json.dumps(name)[1:-1]
+    dull = "n" * len(written)  # a file that is longer than it was is refused for that
+    harmless = {"name": dull} if where == "pack" else {"concepts": [{**one, "parents": [], where: f"{dull}{i}"} for i, one in enumerate(concepts())]}
+    ProbePack.write(tmp_path / "pack", weights=net, **arguments(**harmless))
+    file = tmp_path / "pack" / ("manifest.json" if where == "pack" else "concepts.jsonl")
+    file.write_text(file.read_text().replace(dull, written))
+    with pytest.raises(PackCorrupt, match=r"\\x1b\[31mred.* a terminal would act on its control characters"):
+        ProbePack.open(tmp_path / "pack")
 
 
 @pytest.mark.parametrize("change", [{"architecture": {"kind": "mlp", "hidden": [10**9]}}, {"dtype": "float8"}], ids=str)

@@ -109,6 +109,8 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
             weight, bias = weight[row : row + 1], bias[row : row + 1]
         layers = [(weight, bias)]
     fields = {key: field(entry, key, str, here) for key in ("name", "definition") if key in entry}
+    if fields.get("name") == "":
+        raise ImportRefused(f"{here}: 'name' is empty: give one, or leave it out")
     parents = field(entry, "parents", list, here, [])
     if not all(isinstance(parent, str) for parent in parents):
         raise ImportRefused(f"{here}: 'parents' is {parents!r}: give a list of names of probes")

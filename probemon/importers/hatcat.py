@@ -223,7 +223,7 @@ def _concept(node: Node, place: Placed, graph: Graph, calibration: Mapping[Node,
 
 
 def _calibration(folder: Folder, placed: Mapping[Node, Placed], notes: Notes) -> dict[Node, dict[str, Any]]:
-    """What calibration.json says of each imported probe, as it is there."""
+    """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where JSON has none."""
     content = folder.json("calibration.json")
     if content is None:
         return {}

@@ -5,7 +5,8 @@
 
 `sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation - threshold), the threshold 0 for a ReLU and
 the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe fires where the encoder's activation is above 0. The activation itself is
-logit(score) + threshold (`sae_threshold` in concepts.jsonl); strong ones all score near 1, which `sharpness` below 1 keeps apart without moving where they fire.
+logit(score) + threshold (`sae_threshold` in concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much; strong ones all
+score near 1, which `sharpness` below 1 keeps apart without moving where they fire.
 
 What the encoder does to the state first is folded into rows and biases: the subtraction of b_dec, a gate. `constant_norm_rescale` and `layer_norm` become the
 pack's normalisation. An encoder that keeps the best k of all features decides no feature by itself, and is refused.
@@ -14,6 +15,7 @@ pack's normalisation. An encoder that keeps the best k of all features decides n
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -104,6 +106,8 @@ def import_sae(
         "activation_scale": activation_scale, "sharpness": sharpness,
     }  # fmt: skip
     notes = ["Every alert threshold is 0.5: a probe fires where its feature's activation is above 0."]
+    if architecture == "gated":
+        notes.append("The encoder is gated: logits say when a feature is active, not its activation.")
     if norm == "layer_norm":
         notes.append("The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of 1e-5 / deviation.")
     told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
@@ -193,18 +197,23 @@ def _wanted(features: Iterable[int] | None, names: Mapping[int, str], n: int) ->
     if not isinstance(features, Iterable | None):
         raise ImportRefused(f"features is {features!r:.80}: give a list of numbers, even of one")
 
-    def check(i: object) -> None:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n:
+    def checked(i: Any) -> int:
+        try:
+            number = -1 if isinstance(i, bool) else operator.index(i)  # numbers of NumPy and torch too
+        except TypeError:
+            number = -1
+        if not 0 <= number < n:
             raise ImportRefused(f"there is no feature {i!r:.80}: the SAE has features 0 to {n - 1}")
+        return number
 
     for i in names:
-        check(i)
+        checked(i)
     wanted: dict[int, None] = {}
     for i in range(n) if features is None else features:  # one by one: what was given may be longer than memory
-        check(i)
-        if i in wanted:
-            raise ImportRefused(f"features names {i} twice")
-        wanted[i] = None
+        number = checked(i)
+        if number in wanted:
+            raise ImportRefused(f"features names {number} twice")
+        wanted[number] = None
     if not wanted:
         raise ImportRefused("features is empty: give the numbers of those to import, or leave it out for all")
     return list(wanted)

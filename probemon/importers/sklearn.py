@@ -62,8 +62,9 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
     if kind in _SEARCHES:
         return _probes(name, _fitted(name, estimator, "best_estimator_"))
     if kind == "OneVsRestClassifier":
-        labels = [name] if len(estimator.estimators_) == 1 else [f"{name}/{label}" for label in _fitted(name, estimator, "classes_")]
-        return [_single(label, part) for label, part in zip(labels, estimator.estimators_, strict=True)]
+        fitted = _fitted(name, estimator, "estimators_")
+        labels = [name] if len(fitted) == 1 else [f"{name}/{label}" for label in _fitted(name, estimator, "classes_")]
+        return [_single(label, part) for label, part in zip(labels, fitted, strict=True)]
     if kind == "MultiOutputClassifier":
         return [_single(f"{name}/{i}", part) for i, part in enumerate(_fitted(name, estimator, "estimators_"))]
     if kind == "MLPClassifier":

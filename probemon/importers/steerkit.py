@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
@@ -51,7 +53,7 @@ def import_files(
     model, n_layers = hosts.pop()
     notes = ["Directions of length 1 were multiplied by a scale that was given by hand" + ("." if bias else ", and the biases of the fits were left out: scores rank, and are no probabilities.")]
     told = {"model": model, "n_layers": n_layers, **about}
-    stated = {"scale": dict(scale) if isinstance(scale, Mapping) else scale, "bias": bias, "probes": {name: said for name, (_, said) in read.items()}}
+    stated = {"scale": {name: float(each) for name, each in scale.items()} if isinstance(scale, Mapping) else float(scale), "bias": bias, "probes": {name: said for name, (_, said) in read.items()}}
     return write_flat(
         target, [probe for probe, _ in read.values()], source="steerkit", normalize="none", notes=notes, stated=stated, files={path.name: sha256(path) for path in files.values()}, **told
     )  # fmt: skip
@@ -59,7 +61,7 @@ def import_files(
 
 def _read(name: str, path: Path, scale: float, method: str | None, with_bias: bool, given: str | None) -> tuple[Classifier, dict[str, Any]]:
     """One probe, and what its file says of itself."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 1e30:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)) or not 0 < scale < 1e30:
         raise ImportRefused(f"{name}: scale is {scale!r}: give the length of the fitted coefficients, a positive number")
     tensors, metadata = read_safetensors(path)
     if metadata.get("kind") == "multinomial":
@@ -89,7 +91,7 @@ def _read(name: str, path: Path, scale: float, method: str | None, with_bias: bo
         raise ImportRefused(f"{path}: direction.{said['method']} has length {length:.6g}, where steerkit saves length 1, which scale= multiplies: divide it by its length, and give that as scale=")
     shift = field(biases, said["method"], float, f"{path}: bias_json") if with_bias else 0.0
     said["bias"] = shift
-    return linear(name, scale * direction.reshape(1, -1), shift, site=place, fields={"method": said["method"]}), said
+    return linear(name, float(scale) * direction.reshape(1, -1), shift, site=place, fields={"method": said["method"]}), said
 
 
 def _int(metadata: Mapping[str, str], key: str, path: Path) -> int:

@@ -96,11 +96,12 @@ def test_a_token_changes_nothing_before_it(steered):
     """Every token, and every position before it."""
     ids = some_ids()
     before = full(steered, ids)[0]
+    most = 1e-5 if steered.config.model_type == "mixtral" else 1e-6  # an expert's sums are of other sizes where a later token goes elsewhere, without an adapter too
     for t in range(LENGTH):
         other = ids.clone()
         other[0, t] = (other[0, t] - 3 + 1) % (VOCAB - 3) + 3
         difference = (full(steered, other)[0] - before).abs().amax(dim=-1)
-        assert (difference[:t] < 1e-6).all() and difference[t] > 1e-4
+        assert (difference[:t] < most).all() and difference[t] > 1e-4
 
 
 # -- 5: rows are independent -----------------------------------------------------------------------

@@ -43,6 +43,16 @@ def write(folder):
         small = quantize(bem)
         assert small.impl_why == bem.impl_why and not small.open
     small.save_pretrained(folder / "int8")
+    for dtype in (torch.bfloat16, torch.float64):
+        other = make_adapter(make_host())
+        with torch.no_grad():
+            for parameter in other.controller.to(dtype).parameters():
+                parameter.mul_(1.1)  # so that fp64 holds what fp32 has not
+        other.save_pretrained(folder / f"wide {dtype}")
+        small_other = quantize(other)
+        small_other.save_pretrained(folder / f"int8 {dtype}")
+        with small_other:
+            torch.save(logits(small_other.host), folder / f"logits {dtype}.pt")
     try:
         quantize(small)
     except BemError as error:
@@ -127,6 +137,15 @@ def test_it_is_saved_again_and_runs_with_a_cache(pair, tmp_path):
     small.save_pretrained(tmp_path)
     with attach_bem(make_host(), tmp_path) as again:
         assert torch.equal(logits(again.host), expected) and all(isinstance(update, Int8Update) for update in again.updates.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_controller_of_another_dtype_comes_back_as_it_was(folder, dtype):
+    with attach_bem(make_host(), folder / f"int8 {dtype}") as small, attach_bem(make_host(), folder / f"wide {dtype}") as wide:
+        for name, x in wide.controller.state_dict().items():
+            assert x.dtype == dtype and torch.equal(small.controller.state_dict()[name], x) and small.controller.state_dict()[name].dtype == dtype
+        assert all(update.U_scale.dtype == torch.float32 for update in small.updates.values())
+        assert torch.equal(logits(small.host), torch.load(folder / f"logits {dtype}.pt"))
 
 
 def test_an_int8_adapter_is_not_made_int8_again(folder):

@@ -7,6 +7,7 @@ from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import BemConfig, ControllerState, attach_bem, memory, memory_pressure, with_batch_backoff
 from probemon.bem.memory import host_memory, is_out_of_memory
 from probemon.errors import ConfigError
+from probemon.telemetry.tally import memory_of
 
 GIB = 2**30
 
@@ -44,6 +45,15 @@ def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
     for name, value in (("mem_get_info", (2 * GIB, 10 * GIB)), ("memory_reserved", 5 * GIB), ("memory_allocated", 1 * GIB)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert memory_pressure(memory.gpu_memory("cuda:0")) == 0.4
+    assert memory_of(torch.device("cuda:0"))() == (4 * GIB, 10 * GIB), "telemetry says the same"
+
+
+def test_telemetry_has_the_limit_that_pressure_has(monkeypatch):
+    used, whole = memory_of(torch.device("cpu"))()
+    assert 1e6 < used < whole <= host_memory()[1] or whole < host_memory()[1]
+    limit = whole // 3
+    monkeypatch.setattr(memory, "_of_group", lambda top, controller, names, whole: [(limit - 1, limit)] if controller else [])
+    assert memory_of(torch.device("cpu"))()[1] == host_memory()[1] == limit, "of cgroups 1 too"
 
 
 # -- backoff ---------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from conftest import make_model
 from safetensors.torch import load_file, save_file
 
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
-from probemon.bem.distil import distil
+from probemon.bem.distil import distil, distil_trained
 from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, CircuitBreaker, FallbackPolicy
 from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.bem.memory import memory_pressure
-from probemon.bem.policy import Gaussian, improve
+from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
 from probemon.errors import BemError, BemFileError, BemStateError, CallbackFailed, ConfigError, NotSupportedDecoding
@@ -96,12 +96,10 @@ def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_
         with pytest.raises(BemFileError, match=message):
             attach_bem(model, tmp_path)
     (tmp_path / "bem.json").write_text(text)
-    forged(tmp_path, tensor=lambda u: torch.full_like(u, 1e300, dtype=torch.float64))
-    with pytest.raises(BemFileError, match=r"numbers that torch.float32 has not"):
-        attach_bem(model, tmp_path)
-    forged(tmp_path, tensor=lambda u: torch.ones_like(u, dtype=torch.bool))
-    with pytest.raises(BemFileError, match=r"is torch.bool, expected torch.float32"):
-        attach_bem(model, tmp_path)
+    for dtype in (torch.bool, torch.int64):
+        forged(tmp_path, tensor=lambda u, dtype=dtype: torch.ones_like(u, dtype=dtype))
+        with pytest.raises(BemFileError, match=rf"is {dtype}, expected torch.float32"):
+            attach_bem(model, tmp_path)
 
 
 def test_sizes_that_the_kernels_do_not_have_are_told_when_attached():
@@ -167,6 +165,93 @@ def test_what_cannot_be_learned_from_is_told_before_a_step_is_made():
         assert all(torch.equal(x, before[name]) for name, x in bem.state_dict().items())
 
 
+def learning(bem, settings=None, **changes):
+    """Every way to learn, given one batch with changes; a reward for each row."""
+    settings = settings or TrainSettings(n_steps=1)
+    batch = {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2, **changes}
+    batch = {name: x for name, x in batch.items() if x is not None}
+    return {
+        "train": lambda: train(bem, [batch], settings), "imitate": lambda: imitate(bem, [batch], settings),
+        "improve": lambda: improve(bem, [batch], lambda batch, output: torch.ones(1), Gaussian(), settings), "distil": lambda: distil(bem, [batch]),
+        "trained": lambda: distil_trained(bem, [batch], settings), "evaluate": lambda: evaluate(bem.host, [batch]), "error": lambda: imitation_error(bem, [batch]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"input_ids": None}, "input_ids are not among labels, expert_codes"), ({"input_ids": [[1, 2, 3]]}, "input_ids are a list"), ({"input_ids": IDS[0]}, r"of shape \(6,\)"),
+        ({"input_ids": IDS[:0]}, r"of shape \(0, 6\)"), ({"input_ids": IDS.float()}, "torch.float32"), ({"labels": IDS[:, :4]}, r"labels of a batch are of shape \(1, 4\), its input_ids of \(1, 6\)"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask of a batch are of shape \(1, 4\)"), ({"labels": [1]}, "labels of a batch are a list"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_is_none_is_told_by_whoever_takes_it(changes, message):
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        for name, learn in learning(bem, **changes).items():
+            with pytest.raises(ConfigError, match=message):
+                learn()
+                pytest.fail(name)
+
+
+def test_what_is_learned_from_is_told_apart_from_what_is_not():
+    settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2}
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        ways = (lambda b, s: train(bem, b, s), lambda b, s: imitate(bem, b, s), lambda b, s: improve(bem, b, lambda batch, output: [1.0], Gaussian(), s))
+        for learn in ways:
+            for batches, given, message in (
+                (ok, settings, r"batches is a dict.*\[batch\] of one"), ((x for x in [ok]), settings, r"batches is a generator.*list\(batches\)"), (["x"], settings, "a batch is a str"),
+                ([ok], {"n_steps": 1}, r"settings is \{'n_steps': 1\}: give TrainSettings"), ([], settings, "no batches to learn from"),
+            ):  # fmt: skip
+                with pytest.raises(ConfigError, match=message):
+                    learn(batches, given)
+            assert learn([ok], settings) is not None
+        with pytest.raises(ConfigError, match="weights is"):
+            train(bem, [ok], settings, {"lm": 1})
+        for measure in (lambda: evaluate(bem.host, ok), lambda: distil(bem, ok), lambda: imitation_error(bem, ok)):
+            with pytest.raises(ConfigError, match="a batch is a str: give a sequence of batches"):
+                measure()
+
+
+def test_rewards_policies_and_baselines_that_are_none_are_told():
+    settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS}
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        for reward, policy, more, message in (
+            (lambda batch, output: [1.0], Categorical(torch.eye(4)), {}, r"experts have shape \(4, 4\), and this adapter's codes have rank 3"),
+            (lambda batch, output: None, Gaussian(), {}, "the reward gave None"), (lambda batch, output: ["a"], Gaussian(), {}, r"the reward gave \['a'\]"),
+            (lambda batch, output: [1.0, 2.0], Gaussian(), {}, r"the reward gave \[1.0, 2.0\] for 1 rows"), (lambda batch, output: [1.0], None, {}, "policy is None"),
+            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": 7}, "baseline_decay is 7"), (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": None}, "baseline_decay is None"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=message):
+                improve(bem, [ok], reward, policy, settings, **more)
+        assert improve(bem, [ok], lambda batch, output: [2], Gaussian(), settings).rewards.tolist() == [[2.0]]
+        for wrong, message in ((lambda: Gaussian("a"), "std is 'a'"), (lambda: Categorical([[1.0], [2.0]]), "experts are a list"), (lambda: Categorical(torch.eye(2), None), "temperature is None")):
+            with pytest.raises(ConfigError, match=message):
+                wrong()
+
+
+def test_masks_of_whole_numbers_choose_the_tokens_that_those_of_bools_do():
+    settings = TrainSettings(n_steps=3)
+    where = torch.tensor([[False, True, False, False, True, True], [True, False, False, True, False, False]])
+    ids, codes = torch.cat([IDS, IDS.flip(1)]), torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)) / 4
+    found = []
+    for kind in (torch.bool, torch.int64, torch.uint8, torch.float32):
+        batch = {"input_ids": ids, "expert_codes": codes, "counted": where.to(kind), "acts": where.to(kind)}
+        with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+            error, losses = imitation_error(bem, [batch]), imitate(bem, [batch], settings).losses
+            rewarded = improve(bem, [batch], lambda batch, output: output.logits.mean(dim=(1, 2)), Gaussian(), settings)
+        found.append((error, losses, rewarded.history.losses, rewarded.rewards.tolist()))
+    assert all(one == found[0] for one in found)
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        for wrong in (where[:, :4], where[0], [True]):
+            batch = {"input_ids": ids, "expert_codes": codes, "counted": wrong, "acts": wrong}
+            for learn, name in (
+                (lambda b: imitate(bem, [b], settings), "counted"), (lambda b: imitation_error(bem, [b]), "counted"),
+                (lambda b: improve(bem, [b], lambda batch, output: [1.0, 1.0], Gaussian(), settings), "acts"),
+            ):  # fmt: skip
+                with pytest.raises(ConfigError, match=f"{name} of a batch are"):
+                    learn(batch)
+
+
 def test_another_thread_is_steered_while_this_one_learns():
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
@@ -203,6 +288,22 @@ def test_a_state_of_another_level_is_not_restored():
             bem.restore(cache, kept[config.level])
             with pytest.raises(BemStateError, match=message):
                 bem.restore(cache, state)
+
+
+def test_a_state_of_another_dtype_or_of_other_rows_is_not_restored():
+    model, ids = make_model(), IDS.expand(2, -1)
+    with attach_bem(model, BemConfig(**SMALL)) as bem, torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        kept = bem.state(cache).tensors()
+        for state, message in (
+            ({**kept, "z": kept["z"].bfloat16()}, "a state of torch.bfloat16 for a controller of torch.float32"), ({**kept, "z": kept["z"].long()}, "a state of torch.int64"),
+            ({name: x[:1] for name, x in kept.items()}, "a state of 1 rows for a cache of 2"), ({name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in kept.items()}, "a state of 4 rows"),
+        ):  # fmt: skip
+            with pytest.raises(BemStateError, match=message):
+                bem.restore(cache, state)
+        bem.restore(cache, kept)
+        expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1]
+        assert (model(ids[:, :1], past_key_values=cache).logits[:, 0] - expected).abs().max() < 1e-5
 
 
 def test_drafts_of_layers_before_the_one_that_is_read_are_refused_by_name():
@@ -345,6 +446,26 @@ def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
         assert {p.dtype for p in again.parameters()} == {dtype} and torch.equal(model(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("part, dtype", [("controller", torch.bfloat16), ("controller", torch.float64), ("updates", torch.bfloat16), ("updates", torch.float64)], ids=str)
+def test_each_part_of_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, part, dtype):
+    model = make_model()
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        with torch.no_grad():
+            for parameter in bem.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 3)
+        getattr(bem, part).to(dtype)
+        with torch.no_grad():
+            for parameter in getattr(bem, part).parameters():
+                parameter.mul_(1.1)  # so that fp64 holds what fp32 has not
+        expected, kept = model(IDS).logits, bem.state_dict()
+        bem.save_pretrained(tmp_path)
+    for block in (torch.enable_grad(), torch.inference_mode()):
+        with block, attach_bem(model, tmp_path) as again:
+            found = again.state_dict()
+            assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in kept.items()) and torch.equal(model(IDS).logits, expected)
+            assert not any(parameter.is_inference() or not parameter.requires_grad for parameter in again.parameters())
+
+
 def test_a_place_that_is_a_file_is_told(tmp_path):
     (tmp_path / "file").write_text("mine")
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
@@ -378,6 +499,15 @@ def test_the_kernel_is_not_chosen_for_an_adapter_in_half_precision(tmp_path, mon
     with attach_bem(model, tmp_path, impl="auto") as bem:
         assert bem.impl == "reference" and "saved in torch.bfloat16" in bem.impl_why
         assert model.generate(IDS, **GREEDY).shape[1] > IDS.shape[1]
+        bem.updates.float()  # of a controller of half precision and full U and V the same holds
+        bem.save_pretrained(tmp_path)
+    with attach_bem(model, tmp_path, impl="auto") as bem:
+        assert bem.impl == "reference" and not bem.controller.fused and "saved in torch.bfloat16" in bem.impl_why
+        bem.controller.float()
+        bem.updates.bfloat16()
+        bem.save_pretrained(tmp_path)
+    with attach_bem(model, tmp_path, impl="auto") as bem:
+        assert bem.impl == "triton" and bem.controller.fused
 
 
 def test_batches_hold_what_rewards_need_and_nothing_where_there_is_none():

@@ -309,6 +309,14 @@ def test_what_users_give_must_not_spoil_a_generation(mixtral):
     assert torch.equal(bare, out) and len(failed.value.failures) == 8 + 1 and monitor.n_tokens == 12
 
 
+def test_what_cannot_be_called_is_refused_when_it_is_given(mixtral):
+    with RoutingMonitor(mixtral) as monitor:
+        for add in (monitor.listen, monitor.on_alert):
+            with pytest.raises(ConfigError, match=f"{add.__name__} is given None: give a function to call"):
+                add(None)
+        mixtral.generate(PROMPT, **GREEDY)
+
+
 def test_hosts_without_routers_are_refused_before_anything_is_attached(model, manager_of=None):
     before = n_hooks(model)
     with pytest.raises(NotSupportedHost, match="no router that is known"):
@@ -386,11 +394,56 @@ def test_routers_that_give_no_numbers_are_an_alert_and_nothing_else_is_judged():
     assert set(report["unjudged"]) == rules - {"not finite", "latency", "memory"}
 
 
+@pytest.fixture
+def halting():
+    """A host whose router of layer 1 gives no numbers at every third column of a prompt of 7."""
+    model = make_moe()
+    gate = model.model.layers[1].mlp.gate
+    gate.register_forward_pre_hook(lambda module, args: (torch.where((torch.arange(len(args[0])) % 7 == 3)[:, None], float("nan"), args[0]),))
+    return model
+
+
+REPEATED = torch.tensor([[token] * 7 for token in range(3, 40)])
+
+
+def test_what_stands_beside_a_decision_that_is_not_finite_is_no_flip(halting):
+    with RoutingMonitor(halting) as monitor, torch.no_grad():
+        seen, given = Seen(monitor), []
+        monitor.listen(lambda placed, decisions, record: given.append(decisions))
+        halting(REPEATED)
+    first, finite = given[0].top_idx[1, :, 0].reshape(37, 7), given[0].finite[1].reshape(37, 7)
+    assert (~finite).any(axis=0).tolist() == [False] * 3 + [True] + [False] * 3
+    pairs = [(row, j) for row in range(37) for j in range(1, 7) if finite[row, j] and finite[row, j - 1]]
+    flips = sum(first[row, j] != first[row, j - 1] for row, j in pairs)
+    stream = monitor.report()["streams"][1]
+    assert stream["n_not_finite"] == 37 and stream["flip_rate"] == flips / len(pairs)
+    assert sum(record.flip[record.layer == 1].sum() for record in seen.records) == flips
+    assert not np.concatenate([record.flip[(record.layer == 1) & ((record.pos_start == 3) | (record.pos_start == 4))] for record in seen.records]).any()
+
+
+def test_records_hold_null_for_every_number_that_is_not_finite(halting, tmp_path):
+    import pyarrow.parquet as pq
+
+    def refused(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    with RoutingMonitor(halting) as monitor, torch.no_grad():
+        monitor.add_sink(RoutingJsonLines(tmp_path / "r.jsonl"))
+        monitor.add_sink(RoutingParquet(tmp_path / "r.parquet"))
+        halting(REPEATED)
+    lines = [json.loads(line, parse_constant=refused) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert pq.read_table(tmp_path / "r.parquet").to_pylist() == lines
+    for line in lines[: 2 * REPEATED.numel()]:  # the third layer attends to what is no number
+        bad = (line["layer"], line["pos_start"]) == (1, 3)
+        assert (line["h_decision"] is None) == (line["top_w"] == [None, None]) == bad
+    json.loads(json.dumps(monitor.report()), parse_constant=refused)
+
+
 def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
     mine = Rule("mine", "spread", 0.2, 0.35, window=4, in_a_row=1, sources=("xlora",))
-    for rules, unjudged in (((*DEFAULT_RULES[:1], mine), {"not finite", "mine"}), ((DEFAULT_RULES[-1],), {"code reuse"})):
+    for rules, unjudged in (((*DEFAULT_RULES[:1], mine), {"mine"}), ((DEFAULT_RULES[-1],), {"code reuse"})):
         with RoutingMonitor(mixtral, rules=rules) as monitor:
-            assert set(monitor.report()["unjudged"]) == unjudged
+            assert set(monitor.report()["unjudged"]) - {"not finite"} == unjudged
             mixtral.generate(PROMPT, **GREEDY)
             assert set(monitor.report()["unjudged"]) == unjudged
 

@@ -1,5 +1,7 @@
 """Routing of adapters: X-LoRA's scalings and BEM's codes, each at its own token."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,18 @@ def test_without_its_adapters_xlora_decides_nothing_and_that_is_said(adapters):
     assert monitor.n_unseen == 5 and monitor.n_tokens == len(tokens) == 5
 
 
+def test_scalings_that_are_not_finite_have_no_entropy(adapters):
+    """Where nothing is known the weights are all alike, which would be told as indifference."""
+    model = make_xlora(adapters)
+    with torch.no_grad():
+        next(model.base_model.internal_xlora_classifier.parameters()).fill_(float("nan"))
+        with RoutingMonitor(model) as monitor:
+            _, records = collect(monitor)
+            model(PROMPT)
+    assert [(line["h_decision"], line["flip"], set(line["top_w"])) for record in records for line in record.lines()] == [(None, False, {None})] * 5
+    assert [alert.split(",")[0] for alert in monitor.report()["alerts"]] == ["not finite: xlora"]
+
+
 def test_one_adapter_is_no_choice(adapters):
     with pytest.raises(NotSupportedHost, match="nothing is routed"):
         RoutingMonitor(make_xlora({"0": adapters["0"]}))
@@ -246,6 +260,31 @@ def test_what_a_controller_tells_beside_its_codes_is_recorded():
     assert stream["fallback_rate"] == 1 and stream["kv_invalidations"] == 4, "its codes differ within a chunk, with nothing decided"
 
 
+def test_what_is_infinite_is_null_in_a_line():
+    model, controller = make_model(), Fake(lambda n, t: Told(n, t, sigma1=torch.full((n, t), float("inf")), delta_rel_norm=torch.full((n, t), float("-inf"))))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: controller(args[0]) and None)
+    with RoutingMonitor(model, bem=controller) as monitor, torch.no_grad():
+        _, records = collect(monitor)
+        model(PROMPT)
+    [line] = dataclasses.replace(records[0], t_capture_us=float("inf")).lines()
+    assert line["sigma1"] is line["delta_rel_norm"] is line["t_capture_us"] is None and line["code_norm"] > 0
+
+
+def test_a_fallback_inside_a_chunk_is_a_record_of_its_own():
+    """Of one chunk of 5 tokens, the third and fourth fall back."""
+    fallback = torch.tensor([[False, False, True, True, False]])
+    model, controller = make_model(), Fake(lambda n, t: Told(n, t, chunk=torch.ones(n, t, 3), boundary=torch.arange(t).expand(n, t) == 0, fallback=fallback))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: controller(args[0]) and None)
+    with RoutingMonitor(model, bem=controller) as monitor, torch.no_grad():
+        _, records = collect(monitor)
+        model(PROMPT)
+    lines = list(records[0].lines())
+    assert [(line["pos_start"], line["n_tokens"], line["fallback"], line["boundary"], line["reused"]) for line in lines] == [(0, 2, False, True, False), (2, 2, True, False, True), (4, 1, False, False, True)]
+    [stream] = monitor.report()["streams"]
+    assert stream["fallback_rate"] == sum(line["n_tokens"] for line in lines if line["fallback"]) / 5 == 0.4
+    assert stream["code_norm"] == pytest.approx(3**0.5)
+
+
 def test_a_controller_that_gives_no_codes_is_a_typed_error():
     model, controller = make_model(), Fake(lambda n, t: torch.zeros(n, t, 3))
     model.model.layers[0].register_forward_pre_hook(lambda module, args: controller(args[0]) is None)
@@ -280,7 +319,7 @@ def test_rows_under_the_token_limit_leave_chunk_codes_unjudged():
 def test_before_any_token_every_rule_of_the_adapter_is_unjudged():
     model = make_model()
     with make_bem(model) as bem, RoutingMonitor(model, bem=bem) as monitor:
-        expected = {"not finite": 512, "code reuse": 1024, "indifference": 1024, "latency": 1024, "memory": 1024, "collapse": 2048, "entropy drift": 6 * 2048}
+        expected = {"not finite": 1, "code reuse": 1024, "indifference": 1024, "latency": 1024, "memory": 1024, "collapse": 2048, "entropy drift": 6 * 2048}
         assert monitor.report()["unjudged"] == expected
 
 

@@ -179,7 +179,7 @@ def kinds_of(unjudged):
 def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
     """No window of decisions that are not finite says that none collapsed; nor one of codes that steer nothing."""
     fed = Fed().add(not_finite(decisions_of(logits_of("collapsed", 1, N)), 3))
-    assert fed.kinds == [("not finite", True)] and fed.alerts[0].value == 1 and fed.alerts[0].at == 512
+    assert fed.kinds == [("not finite", True)] and fed.alerts[0].value == 1 and fed.alerts[0].at == 97
     assert kinds_of(fed.tally.alerts.unjudged) == {(rule.kind, rule.metric) for rule in DEFAULT_RULES if MOE in rule.sources} - {
         ("not finite", "not_finite_rate"), ("latency", "latency_p95_us"), ("memory", "memory_share"),
     }  # fmt: skip
@@ -192,8 +192,20 @@ def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
 
 def test_one_decision_that_is_not_finite_is_told_and_over_with_the_next_window():
     fed = Fed().add(not_finite(HEALTHY[MOE](), slice(4000, 4001)))
-    assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [("not finite", True, 4096), ("not finite", False, 4096 + 512)]
-    assert fed.alerts[0].value == 1 / 512
+    batch, window = 42 * 97, 15 * 256  # where the batch with it ends, and where its window began
+    assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [("not finite", True, batch), ("not finite", False, 4096 + 512)]
+    assert fed.alerts[0].value == 1 / (batch - window)
+
+
+@pytest.mark.parametrize("n", [1, 6, 300])
+def test_a_decision_that_is_not_finite_is_told_however_few_tokens_there_are(n):
+    for source, healthy in HEALTHY.items():
+        fed = Fed(source, "chunk" if source == BEM else "").add(healthy().take(np.arange(n)))
+        assert fed.alerts == [] and "not finite" not in {rule.kind for rule, _ in fed.tally.alerts.unjudged}
+        fed.add(not_finite(healthy().take(np.arange(n)), slice(n - 1, n)))
+        assert fed.kinds == [("not finite", True)] and fed.alerts[0].at == 2 * n and [alert.kind for alert in fed.tally.alerts.raised] == ["not finite"]
+        fed.add(not_finite(healthy().take(np.arange(n)), slice(n - 1, n)))
+        assert len(fed.alerts) == 1, "told once"
 
 
 def test_windows_of_few_tokens_that_count_fill_in_time():
@@ -249,6 +261,9 @@ def test_rules_that_cannot_work_are_refused():
     for levels in (("tokn",), "token", (["token"],)):
         with pytest.raises(ConfigError, match="prefix, chunk, token"):
             Rule("x", "variation", 0.2, 0.3, sources=(BEM,), levels=levels)
+    for more in ({"in_a_row": 2}, {"in_a_row": 1, "drift": True}, {"in_a_row": 1, "each_expert": True}):
+        with pytest.raises(ConfigError, match="at_once needs no full window"):
+            Rule("x", "spread", 0.2, 0.3, at_once=True, **more)
     for numbers in (("a", 0.3), (0.2, None), (True, 0.3)):
         with pytest.raises(ConfigError, match="two numbers that differ"):
             Rule("x", "spread", *numbers)

@@ -55,7 +55,7 @@ def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run
     assert result["latency_us"]["p99"] >= result["latency_us"]["p50"] > 0 and result["memory_watermark_bytes"] > 1e6
     tokens = [line for line in lines if line.lstrip()[:1].isdigit() and "; router.1 " in line]
     assert [int(line.split()[0]) for line in tokens] == list(range(10)) and [line.split()[1] for line in tokens[:5]] == SAY.split()
-    assert any("MaxVio" in line for line in lines) and any("capture of a decision" in line for line in lines)
+    assert any("MaxVio" in line and "not finite" not in line for line in lines) and any("capture of a decision" in line for line in lines)
     assert "\x1b" not in text
     table = pq.read_table(out).to_pylist()
     assert len(table) == 30
@@ -95,6 +95,21 @@ def test_a_file_that_is_there_is_left_alone_in_one_line(folder, tmp_path, run):
     code, _, error = run(folder, "--prompt", SAY, "--out", str(tmp_path / "r.jsonl"))
     assert code == 2 and len(error.splitlines()) == 1 and "give another name, or remove it first" in error and "overwrite" not in error
     assert (tmp_path / "r.jsonl").read_text() == "mine"
+
+
+def test_few_tokens_that_are_not_finite_are_an_alert(tmp_path, run):
+    model = make_moe()
+    with torch.no_grad():
+        model.model.layers[2].mlp.gate.weight[0] = float("nan")
+    code, text, errors = run(saved(model, tmp_path / "broken"), "--prompt", SAY, "--max-new-tokens", "2", "--json", "--plain")
+    assert code == 0, errors
+    lines = text.splitlines()
+    result = json.loads(lines[-1])
+    assert result["n_tokens"] == 6 and [alert.split(",")[0] for alert in result["alerts"]] == ["not finite: router.2"] and "not finite" not in result["unjudged"]
+    assert any(line.startswith("alert: not finite: router.2") for line in lines)
+    heading = next(line for line in lines if "MaxVio" in line)
+    shown = {site: next(line for line in lines if line.startswith(f"{site} ") and "(" not in line) for site in ("router.0", "router.2")}
+    assert "not finite" in heading and shown["router.2"].split()[-2] == "6" and shown["router.0"].split()[-2] == "0"
 
 
 def test_a_host_that_routes_nothing_is_one_line(tmp_path, run):

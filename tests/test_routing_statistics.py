@@ -1,5 +1,6 @@
 """Every metric of routing on streams whose true value is known, however they are cut; and quantiles within their stated error."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from streams import CHUNK, EXPERTS, NAMES, STREAMS, TABLE, codes_of, decisions_of, feed, logits_of, plain_metrics
 
 from probemon.errors import ConfigError
-from probemon.telemetry.decisions import Decisions, History
+from probemon.telemetry.decisions import Decisions, History, entropy
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import METRICS, RoutingStatistics
 
@@ -84,6 +85,26 @@ def test_what_is_no_number_is_left_out_and_counted():
     assert feed(stats(e=3, codes=True), codes_of(codes)).n_bad.tolist() == [1]
 
 
+def test_flips_are_between_finite_neighbours():
+    first = np.array([0, 0, 5, 1, 1, 2])
+    decisions = decisions_of(5 * np.eye(EXPERTS)[first])
+    raw = decisions.raw.copy()
+    raw[0, 2] = np.nan
+    broken = dataclasses.replace(decisions, raw=raw)
+    for sizes in ([6], [1] * 6, [2, 1, 3], [3, 3]):
+        found = feed(stats(), broken, sizes=sizes)
+        assert (found.n_pairs.tolist(), found.n_flips.tolist()) == ([3], [1]), sizes  # 0-0, 1-1, 1-2
+    assert History(1, 1).tell(np.zeros(6, np.int64), broken).flips.tolist() == [[-1, 0, -1, -1, 0, 1]]
+    codes = np.eye(6)
+    codes[2] *= 1e4  # a code beyond what limits allow is left out as well
+    assert feed(stats(e=6, codes=True), codes_of(codes)).n_pairs.tolist() == [3]
+
+
+def test_an_entropy_is_never_less_than_none_nor_told_of_what_is_no_number():
+    found = entropy(np.array([[1.0, 0.0], [np.nan, 0.5], [np.nan, np.nan], [0.5, 0.5]]))
+    assert found[0] == 0 and not np.signbit(found[0]) and np.isnan(found[1:3]).all() and found[3] == pytest.approx(math.log(2))
+
+
 def test_of_nothing_nothing_is_known():
     for one in (stats(), stats(codes=True)):
         assert all(math.isnan(one.metric(name)[0]) for name in METRICS if name != "kv_invalidations")
@@ -110,6 +131,20 @@ def test_codes_are_measured_by_their_covariance(seed):
     assert abs(found.variation()[0] - variation) < 1e-6 and abs(found.effective_rank()[0] - rank) < 1e-4
     assert abs(found.code_norm()[0] - np.mean(np.sqrt((codes**2).sum(axis=1)))) < 1e-6
     assert found.code_norm_max()[0] == pytest.approx(np.sqrt((codes**2).sum(axis=1)).max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-5])
+def test_tiny_codes_are_measured_as_large_ones(size):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6)
+    codes = (size * codes / np.linalg.norm(codes, axis=1).max()).astype(np.float32).astype(np.float64)
+    found, cut = feed(stats(e=6, codes=True), codes_of(codes)), feed(stats(e=6, codes=True), codes_of(codes), sizes=[1, 100, 299])
+    variances, variation, rank = plain_codes(codes)
+    assert np.abs(found.variances()[0] / variances - 1).max() < 1e-3 and abs(found.variation()[0] - variation) < 1e-3 and abs(found.effective_rank()[0] - rank) < 1e-2
+    assert abs(found.code_norm()[0] / np.mean(np.sqrt((codes**2).sum(axis=1))) - 1) < 1e-6
+    assert found.as_dicts() == cut.as_dicts()
+    same = feed(stats(e=6, codes=True), codes_of(np.repeat(codes[:1], 400, axis=0)))
+    assert same.variation()[0] < 1e-3 and (size < 1e-4 or same.effective_rank()[0] == 0)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5, 8])

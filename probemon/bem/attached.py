@@ -235,14 +235,13 @@ class Bem(nn.Module):
         bem = cls(model, saved.config, **how)
         if saved.int8:
             make_int8(bem)
-        elif saved.dtype is not None:
-            bem.to(saved.dtype)  # in another one it would be another adapter
-            if bem.impl == "triton" and saved.dtype.itemsize < 4:
-                if how["impl"] == "triton":
-                    raise ConfigError(f"{folder} was saved in {saved.dtype}, and the controller's kernel computes in fp32 and fp64: use impl='reference', or save it after bem.float()")
-                bem.impl = "reference"
-                bem.impl_why, bem.controller.fused = f"it was saved in {saved.dtype}, and the controller's kernel computes in fp32 and fp64", False
         saved.load(bem)
+        half = next((parameter.dtype for parameter in bem.controller.parameters() if parameter.dtype.itemsize < 4), None)
+        if bem.impl == "triton" and half is not None:
+            if how["impl"] == "triton":
+                raise ConfigError(f"the controller of {folder} was saved in {half}, and the controller's kernel computes in fp32 and fp64: use impl='reference', or save it after bem.float()")
+            bem.impl = "reference"
+            bem.impl_why, bem.controller.fused = f"its controller was saved in {half}, and the controller's kernel computes in fp32 and fp64", False
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
@@ -259,6 +258,10 @@ class Bem(nn.Module):
         """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises `BemStateError`."""
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
         z = state.history()[0]
+        if z.dtype != (own := self.controller.project.weight.dtype):
+            raise BemStateError(f"a state of {z.dtype} for a controller of {own}: give what state.tensors() gave as it was, or the adapter that gave it")
+        if (n_rows := _n_rows(cache)) not in (None, len(z)):
+            raise BemStateError(f"a state of {len(z)} rows for a cache of {n_rows}: it is of another cache, or rows of one of them were taken out or moved")
         if z.shape[2] != self.config.width or z.shape[1] != n_cached(cache, {}):
             raise BemStateError(
                 f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_cached(cache, {})} columns and a controller of "
@@ -436,6 +439,12 @@ class Bem(nn.Module):
         if forward is None:
             raise BemError("a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run layers alone")
         return forward
+
+
+def _n_rows(cache: Cache) -> int | None:
+    """Rows of a cache; None for one that does not tell, since it is empty or keeps its keys in some way of its own."""
+    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    return next((len(x) for x in keys if isinstance(x, Tensor) and x.dim() == 4), None)
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:

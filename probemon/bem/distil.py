@@ -186,7 +186,7 @@ def distil_trained(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) 
         return hook
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        real, inputs = real_tokens(batch), host_inputs(batch)
+        inputs, real = host_inputs(batch), real_tokens(batch)
         with torch.no_grad():
             wanted = host(**inputs, use_cache=False).logits[real].float().log_softmax(dim=-1)
         with ExitStack() as stack:
@@ -222,11 +222,11 @@ def _read(bem: Bem, batches: Sequence[Batch]) -> dict[str, _Moments]:
     decoder, _ = find_layers(host_of(bem))
     with mode(host_of(bem), training=False):
         for batch in batches:
-            real = real_tokens(batch)
+            given, real = host_inputs(batch), real_tokens(batch)
             if not bool(real.any()):
                 continue
             with watched(bem) as seen, _inputs(bem.sites) as inputs:
-                decoder(**host_inputs(batch), use_cache=False)
+                decoder(**given, use_cache=False)
             applied = bem.governor.apply(codes_taken(bem, seen[-1]))
             for site in bem.sites:
                 x = inputs[site.key].reshape(*real.shape, -1)[real].double().cpu()

@@ -4,7 +4,7 @@
     history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
     imitation_error(bem, held_out)                  # 0: the experts' codes; 1: no better than the best single code
 
-`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]` bool, optional: of which tokens; all real ones if it is not
+`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: of which tokens, those where it is not 0; all real ones if it is not
 given. A code of chunk k knows complete chunks before k alone, and that of chunk 0 is one learned vector (a token code also knows its own
 token): leave tokens out whose expert cannot be known yet. U and V do not learn, and the host is run without its head.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.losses import Batch, codes_taken, frozen, host_inputs, host_of, learner, real_tokens, watched
-from probemon.bem.training import History, TrainSettings, fit
+from probemon.bem.losses import Batch, chosen, codes_taken, frozen, host_inputs, host_of, learner, watched
+from probemon.bem.training import History, TrainSettings, check_lessons, fit
 from probemon.errors import ConfigError
 from probemon.host import find_layers
 
@@ -29,6 +29,7 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> Hist
     Raises `ConfigError` for experts out of reach (a norm of `max_norm` or more), `BemError` as `train`.
     """
     learner(bem)
+    check_lessons(batches, settings)
     for batch in batches:
         check_experts(bem, batch)
 
@@ -62,10 +63,10 @@ def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
 
 def check_experts(bem: Bem, batch: Batch) -> None:
     """Raise `ConfigError` unless a batch has codes of the right shape, within the reach of a code."""
-    experts, (n_rows, n_columns) = batch.get("expert_codes"), batch["input_ids"].shape
+    (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
     rank, most = bem.config.rank, bem.config.max_norm
-    if experts is None or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
-        found = "none" if experts is None else f"shape {tuple(experts.shape)}"
+    if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
+        found = f"shape {tuple(experts.shape)}" if isinstance(experts, Tensor) else "none" if experts is None else f"a {type(experts).__name__}"
         raise ConfigError(f"expert_codes: {found}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
     largest = float(experts.norm(dim=-1).max())
     if not largest < most:
@@ -74,14 +75,13 @@ def check_experts(bem: Bem, batch: Batch) -> None:
 
 def _compared(bem: Bem, batch: Batch) -> tuple[Tensor, Tensor]:
     """Codes that sites take `[M, r]`, and the experts' `[M, r]`, of the tokens that count."""
-    real = real_tokens(batch)
+    inputs, counted = host_inputs(batch), chosen(batch, "counted")
     decoder, _ = find_layers(host_of(bem))
     with frozen(host_of(bem)), watched(bem) as seen:
-        decoder(**host_inputs(batch), use_cache=False)
-    counted = real if batch.get("counted") is None else real & batch["counted"]
+        decoder(**inputs, use_cache=False)
     if not bool(counted.any()):
         raise ConfigError("a batch has no token that counts: leave it out")
     experts = batch["expert_codes"]
-    experts = experts[:, None].expand(-1, real.shape[1], -1) if experts.dim() == 2 else experts
+    experts = experts[:, None].expand(-1, counted.shape[1], -1) if experts.dim() == 2 else experts
     taken = codes_taken(bem, seen[-1])
     return torch.cat([codes[counted] for codes in taken.values()]), torch.cat([experts[counted].to(codes) for codes in taken.values()])

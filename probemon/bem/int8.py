@@ -62,8 +62,8 @@ def quantize(bem: Bem) -> Bem:
         raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
     made = type(bem)(bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed)
     made.impl_why = bem.impl_why
+    made.controller.to(bem.controller.query)  # first, for what is loaded is rounded to what is there
     made.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))
-    made.controller.to(bem.controller.query)
     make_int8(made)
     for key, update in made.updates.items():
         for name in "UV":

@@ -76,6 +76,8 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on its host, `ConfigError` for a batch of padding
     alone or without a label.
     """
+    if weights is not None and not isinstance(weights, LossWeights):
+        raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
     inputs, labels = host_inputs(batch), batch.get("labels")
     with frozen(host_of(bem)), watched(bem) as seen:
@@ -171,8 +173,32 @@ def learner(bem: Bem) -> Bem:
 
 
 def host_inputs(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch the host is given; the rest is for losses and rewards."""
+    """What of a batch the host is given; the rest is for losses and rewards. Raises `ConfigError` where it is none: whoever learns from one, or measures on it, asks here first."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"a batch is a {type(batch).__name__}: give a sequence of batches, each with its tensors by name, as [{{'input_ids': ids, 'labels': labels}}]")
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
+        told = f"of shape {tuple(ids.shape)} and {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}" if ids is not None else "not among " + (", ".join(batch) or "nothing")
+        raise ConfigError(f"a batch's input_ids are {told}: give whole numbers [B, T] in a tensor")
+    for name in ("attention_mask", "labels"):
+        if batch.get(name) is not None:
+            by_token(batch, name)
     return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+
+
+def by_token(batch: Batch, name: str) -> Tensor:
+    """What a batch has for each token `[B, T]`. Raises `ConfigError` for another shape."""
+    given, ids = batch[name], batch["input_ids"]
+    if not isinstance(given, Tensor) or given.shape != ids.shape:
+        told = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise ConfigError(f"{name} of a batch are {told}, its input_ids of {tuple(ids.shape)}: give one for each token, in a tensor")
+    return given
+
+
+def chosen(batch: Batch, name: str) -> Tensor:
+    """Real tokens `[B, T]` bool; of these the ones at which the batch's mask `name` is not 0, if it has one. Raises `ConfigError` for a mask of another shape."""
+    real = real_tokens(batch)
+    return real if batch.get(name) is None else real & (by_token(batch, name) != 0).to(real.device)
 
 
 def real_tokens(batch: Batch) -> Tensor:

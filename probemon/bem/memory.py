@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,18 @@ def host_memory() -> tuple[int, int]:
     info = Path("/proc/meminfo")
     stated = _numbers(info.read_text()) if info.is_file() else {}
     available = stated["MemAvailable:"] * 1024 if "MemAvailable:" in stated else os.sysconf("SC_AVPHYS_PAGES") * page
-    found = [(whole - available, whole)]
-    for top, controller, names in _GROUPS:
-        found += _of_group(top, controller, names, whole)
-    return max(found, key=lambda pair: pair[0] / pair[1])
+    return max([(whole - available, whole), *_groups(whole)], key=lambda pair: pair[0] / pair[1])
+
+
+def process_memory() -> tuple[int, int]:
+    """Bytes in use by this process alone, and bytes that it may have: the machine's, or what the group that limits it allows."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_PHYS_PAGES") * page
+    whole = min([whole, *(allowed for _, allowed in _groups(whole))])
+    pages = Path("/proc/self/statm")
+    if pages.is_file():
+        return int(pages.read_text().split()[1]) * page, whole
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, whole  # no Linux: the most there was
 
 
 def gpu_memory(device: str | torch.device = "cuda") -> Source:
@@ -122,6 +131,11 @@ def _give_back() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _groups(whole: int) -> list[tuple[int, int]]:
+    """Use and limit of each group that allows this process less than the `whole` machine."""
+    return [pair for top, controller, names in _GROUPS for pair in _of_group(top, controller, names, whole)]
 
 
 def _of_group(top: Path, controller: str, names: tuple[str, str, str], whole: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ anything: what a user said, a checker's verdict, a score. The gradient is that o
 with b the running mean of earlier rewards, which does not depend on the action and so leaves the expectation as it is.
 
 A decision is made where a code may change: at each token of token codes, at the first token of each chunk otherwise, and holds until
-the next. `acts [B, T]` bool in a batch, optional, says which tokens are steered by the policy; the others keep the controller's code.
+the next. `acts [B, T]` in a batch, optional, says which tokens are steered by the policy, those where it is not 0; the others keep the controller's code.
 U and V do not learn. Codes of sites that take chunk codes whatever the level are the policy's only where no others are used.
 """
 
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.config import LEVELS
+from probemon.bem.config import LEVELS, is_number
 from probemon.bem.controller import TOKEN, Codes
-from probemon.bem.losses import Batch, frozen, host_inputs, host_of, learner, on_codes, real_tokens
-from probemon.bem.training import History, TrainSettings, fit
+from probemon.bem.losses import Batch, chosen, frozen, host_inputs, host_of, learner, on_codes
+from probemon.bem.training import History, TrainSettings, check_lessons, fit
 from probemon.errors import BemError, ConfigError
 
 Reward = Callable[[Batch, Any], Tensor]
@@ -51,7 +51,7 @@ class Gaussian:
     std: float = 0.3
 
     def __post_init__(self) -> None:
-        if not 0 < self.std < math.inf:
+        if not is_number(self.std) or not self.std > 0:
             raise ConfigError(f"std is {self.std!r}: give a number over 0")
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
@@ -70,9 +70,10 @@ class Categorical:
     temperature: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.experts.dim() != 2 or len(self.experts) < 2:
-            raise ConfigError(f"experts have shape {tuple(self.experts.shape)}: give the codes of two or more, [K, r]")
-        if not 0 < self.temperature < math.inf:
+        if not isinstance(self.experts, Tensor) or self.experts.dim() != 2 or len(self.experts) < 2:
+            told = f"have shape {tuple(self.experts.shape)}" if isinstance(self.experts, Tensor) else f"are a {type(self.experts).__name__}"
+            raise ConfigError(f"experts {told}: give the codes of two or more, [K, r]")
+        if not is_number(self.temperature) or not self.temperature > 0:
             raise ConfigError(f"temperature is {self.temperature!r}: give a number over 0")
 
     def log_probs(self, codes: Tensor) -> Tensor:
@@ -119,6 +120,8 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
 
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
+    if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.rank:
+        raise ConfigError(f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have rank {bem.config.rank}: give [K, {bem.config.rank}]")
     with on_codes(bem, act):
         yield seen
 
@@ -164,19 +167,24 @@ def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, 
     Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row, `BemError` as `train`.
     """
     learner(bem)
-    if len(sizes := {len(batch["input_ids"]) for batch in batches}) > 1:
+    check_lessons(batches, settings)
+    if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
+        raise ConfigError(f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob")
+    if not is_number(baseline_decay) or not 0 <= baseline_decay <= 1:
+        raise ConfigError(f"baseline_decay is {baseline_decay!r}: give 0 to 1, how much of the running mean is kept at each step")
+    if len(sizes := {len(host_inputs(batch)["input_ids"]) for batch in batches}) > 1:
         raise ConfigError(f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards are kept a row")
     generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
     taken: list[Tensor] = []
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        acts = real_tokens(batch) & batch["acts"] if "acts" in batch else real_tokens(batch)
+        inputs, acts = host_inputs(batch), chosen(batch, "acts")
         if not bool(acts.any()):
             raise ConfigError("a batch has no token at which the policy acts: leave it out")
         with frozen(host_of(bem)), frozen(bem.updates), acting(bem, policy, generator, acts) as seen:
-            output = host_of(bem)(**host_inputs(batch), use_cache=False)
+            output = host_of(bem)(**inputs, use_cache=False)
         with torch.no_grad():
-            rewards = reward(batch, output).float()
+            rewards = _numbers(reward(batch, output)).to(acts.device)
         if rewards.shape != (len(acts),) or not bool(torch.isfinite(rewards).all()):
             raise ConfigError(f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each")
         taken.append(rewards.cpu())
@@ -185,6 +193,14 @@ def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, 
 
     history = fit(list(bem.controller.parameters()), loss_of, batches, settings)
     return PolicyHistory(history, torch.stack(taken))
+
+
+def _numbers(rewards: Any) -> Tensor:
+    """What a reward gave, in a tensor of fp32: a checker gives a list."""
+    try:
+        return torch.as_tensor(rewards, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"the reward gave {rewards!r}: give one finite number for each row") from None
 
 
 def regret(rewards: Tensor, best: Tensor | float) -> Tensor:

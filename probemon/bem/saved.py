@@ -50,24 +50,20 @@ class Saved:
         """Whether its U and V are int8."""
         return any(name.startswith("updates.") and tensor.dtype == torch.int8 for name, tensor in self.tensors.items())
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """That of all its numbers, None where they have several."""
-        found = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
-        return found.pop() if len(found) == 1 else None
-
     def load(self, module: nn.Module) -> None:
-        """Put the tensors into an adapter made from `config`. Raises `BemFileError` where names or shapes are not its own."""
+        """Put the tensors into an adapter made from `config`, each in the dtype it was saved in: in another one it would be another adapter.
+
+        Raises `BemFileError` where names, shapes or kinds of numbers are not its own.
+        """
         own = module.state_dict()
         wrong = [name for name in {*own, *self.tensors} if name not in own or name not in self.tensors or own[name].shape != self.tensors[name].shape]
         if wrong:
             raise BemFileError(f"{self.folder / WEIGHTS}: tensor {min(wrong)!r} is missing, unknown or of another shape than {SETTINGS} says: copy the folder again")
         for name, tensor in self.tensors.items():
-            if tensor.is_floating_point() != own[name].is_floating_point() and tensor.dtype != torch.int8:
+            if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
                 raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder again")
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(own[name].dtype)).all()):
-                raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} holds numbers that {own[name].dtype} has not: save it in that dtype")
-        module.load_state_dict(dict(self.tensors))
+        with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
+            module.load_state_dict({name: tensor.to(own[name].device, copy=True) for name, tensor in self.tensors.items()}, assign=True)
 
 
 def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:

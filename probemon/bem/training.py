@@ -112,15 +112,16 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
 
     Batches are taken in a new order each time round.
     """
-    if not batches:
-        raise ConfigError("there are no batches to learn from: give at least one")
+    check_lessons(batches, settings)
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
     with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
         for step in range(settings.n_steps):
             optimiser.zero_grad()
-            loss, terms = loss_of(_learnable(batches[next(order)]))
+            batch = batches[next(order)]
+            host_inputs(batch)  # told before anything is computed
+            loss, terms = loss_of(_learnable(batch))
             loss.backward()
             norm = float(nn.utils.clip_grad_norm_(parameters, limit))
             if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
@@ -132,6 +133,16 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
             steps.append(Step(float(loss.detach()), {name: float(term) for name, term in terms.items()}, lr, norm))
     optimiser.zero_grad()
     return History(tuple(steps))
+
+
+def check_lessons(batches: Sequence[Batch], settings: TrainSettings) -> None:
+    """Raise `ConfigError` unless these are batches in a sequence, which is gone through many times, and settings."""
+    if not isinstance(settings, TrainSettings):
+        raise ConfigError(f"settings is {settings!r}: give TrainSettings(n_steps=..., ...)")
+    if isinstance(batches, Mapping) or not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+        raise ConfigError(f"batches is a {type(batches).__name__}: give a list of batches, list(batches) of a generator, [batch] of one")
+    if not len(batches):
+        raise ConfigError("there are no batches to learn from: give at least one")
 
 
 def _learnable(batch: Batch) -> Batch:
@@ -146,10 +157,11 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
-            if "labels" not in batch:
+            inputs = host_inputs(batch)
+            if batch.get("labels") is None:
                 raise ConfigError(f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be counted")
             labels = labels_after(batch["labels"], real_tokens(batch)).flatten()
-            logits = model(**host_inputs(batch), use_cache=False).logits[:, :-1].flatten(0, 1)
+            logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
             n += int((labels != -100).sum())
     if n == 0:

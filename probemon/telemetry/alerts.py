@@ -4,8 +4,8 @@
     for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...       # Alert(raised=True, kind="collapse", ...)
     alerts.raised                                                               # what holds now
 
-A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row. Between its two
-thresholds it leaves things as they are, so that a metric near one does not flap. A window is full when it holds enough tokens of those
+A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row, but for a rule of one token,
+`at_once`. Between its two thresholds it leaves things as they are, so that a metric near one does not flap. A window is full when it holds enough tokens of those
 that its metric is over: decisions that are not finite fill none, codes that steer nothing fill none of how codes vary. A rule whose windows
 do not fill is silent since it sees nothing, and is `unjudged`.
 """
@@ -36,8 +36,9 @@ class Rule:
     """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
 
     Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
-    its mean over the first four windows. `each_expert`: windows hold a hundred choices for each expert at least. For streams of `sources`, and of
-    `levels` where any are named. Raises `ConfigError`.
+    its mean over the first four windows. `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of a
+    window too, with the tokens of the batch that passed the threshold; it is cleared by full ones alone. For streams of `sources`, and of `levels` where any are
+    named. Raises `ConfigError`.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Rule:
     in_a_row: int = 2
     drift: bool = False
     each_expert: bool = False
+    at_once: bool = False
     sources: tuple[str, ...] = _DISTRIBUTIONS
     levels: tuple[str, ...] = ()
 
@@ -60,6 +62,8 @@ class Rule:
             raise ConfigError(f"rule {self.kind!r}: raise_at is {self.raise_at!r}, clear_at {self.clear_at!r}: give two numbers that differ, else it flaps")
         if not _is(Integral, self.window, self.in_a_row) or self.window < 1 or self.in_a_row < 1:
             raise ConfigError(f"rule {self.kind!r}: window is {self.window!r}, in_a_row {self.in_a_row!r}: give 1 or more")
+        if self.at_once and (self.in_a_row > 1 or self.drift or self.each_expert or self.of_all):
+            raise ConfigError(f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a metric of each router")
         for name, given, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
             if not isinstance(given, (tuple, list)) or not all(one in choices for one in given):
                 raise ConfigError(f"rule {self.kind!r}: {name} is {given!r}: give a tuple of some of {', '.join(choices)}")
@@ -85,13 +89,17 @@ class Rule:
         least = max(self.window, -(-_PER_EXPERT * n_experts // n_chosen) if self.each_expert else 0)
         return -(-least // window) * window
 
+    def needs(self, n_experts: int, n_chosen: int, window: int) -> int:
+        """Tokens that it takes to be judged."""
+        return 1 if self.at_once else self.size(n_experts, n_chosen, window) * self.n_windows
+
 
 def _is(kind: type, *values: object) -> bool:
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
 DEFAULT_RULES = (
-    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, sources=_ALL),  # one is enough; a window without any clears it
+    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),  # one is enough; a window without any clears it
     Rule("collapse", "spread", 0.2, 0.35),
     Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
     Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
@@ -154,9 +162,10 @@ class Alerts:
     """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`."""
 
     def __init__(self, rules: Sequence[Rule], streams: Sequence[Stream], n_experts: int, n_chosen: int, window: int) -> None:
-        self._streams = list(streams)
+        self._streams, self._sizes = list(streams), (n_experts, n_chosen, window)
         self._n_tokens = 0
         self._now: dict[tuple[int, int], Alert] = {}
+        self._at_once: list[_Watch] = []
         self._watches: dict[tuple[int, str], list[_Watch]] = {}  # by how many tokens their windows have, and which
         self._windows: dict[tuple[int, str], RoutingStatistics] = {}
         self._memory: dict[tuple[int, str], float] = {}
@@ -164,6 +173,7 @@ class Alerts:
             which = [i for i, stream in enumerate(streams) if rule.applies(stream)]
             if which:
                 watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which))
+                self._at_once += [watch] if rule.at_once else []
                 self._watches.setdefault((rule.size(n_experts, n_chosen, window), over(rule.metric)), []).append(watch)
 
     @property
@@ -175,8 +185,17 @@ class Alerts:
     def unjudged(self) -> list[tuple[Rule, int]]:
         """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their silence says nothing."""
         return [
-            (watch.rule, size * watch.rule.n_windows) for (size, _), watches in self._watches.items() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
+            (watch.rule, watch.rule.needs(*self._sizes)) for watches in self._watches.values() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
         ]
+
+    def begun(self, statistics: RoutingStatistics) -> list[Alert]:
+        """What is raised by a window that is not full yet."""
+        found: list[Alert] = []
+        for watch in self._at_once:
+            open_ = ~watch.raised
+            values = np.where(open_, statistics.metric(watch.rule.metric)[watch.which], np.nan)
+            found += self._judge(watch, values, open_, self._n_tokens + statistics.n_tokens)
+        return found
 
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
         """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
@@ -200,6 +219,11 @@ class Alerts:
         which = watch.which[:1] if rule.of_all else watch.which
         full = full[which]
         values = np.where(full, memory_share if rule.metric == MEMORY else window.metric(rule.metric)[which], np.nan)
+        return self._judge(watch, values, full, self._n_tokens)
+
+    def _judge(self, watch: _Watch, values: Numbers, full: Mask, at: int) -> Iterator[Alert]:
+        """At the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
+        rule = watch.rule
         watch.n_judged += ~np.isnan(values)
         if rule.drift:
             values = watch.moved(values)
@@ -210,7 +234,7 @@ class Alerts:
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]
-            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, float(values[i]), float(threshold[i]), self._n_tokens, rule.drift)
+            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, float(values[i]), float(threshold[i]), at, rule.drift)
             if alert.raised:
                 self._now[watch.number, i] = alert
             else:

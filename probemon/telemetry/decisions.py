@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from probemon.bem.config import MAX_NORM
 from probemon.hierarchy import Ints, Mask
 
 Numbers = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 
 MOE, XLORA, BEM = "moe", "xlora", "bem"
+LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it its products would leave no room in 64 bits
 SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
 
 
@@ -97,15 +100,19 @@ class Decisions:
         axes = {"raw": 1, "weights": 1, "top_idx": 1, "top_w": 1, "decided": 1, "confidence": 0, "sigma1": 0, "delta_rel_norm": 0, "fallback": 0, "chunk": 0, "steering": 1}
         return Decisions(**{name: together(name, axis) for name, axis in axes.items()})  # type: ignore[arg-type]
 
-    @property
+    @cached_property
     def finite(self) -> Mask:
-        """`[S, n]`: False where a router gave what is no number."""
-        return np.asarray(np.isfinite(self.raw).all(axis=-1))
+        """`[S, n]`: False where a router gave what is no number, or a code of a norm beyond what limits allow."""
+        if self.weights is not None:
+            return np.asarray(np.isfinite(self.raw).all(axis=-1))
+        with np.errstate(invalid="ignore"):
+            return np.asarray(norms(self.raw) <= LARGEST)
 
 
 @dataclass(frozen=True)
 class Told:
-    """Beside decisions, against the token before each: `flips [S, n]`: 1 where another expert comes first now, 0 where not, -1 where no token went before.
+    """Beside decisions, against the token before each: `flips [S, n]`: 1 where another expert comes first now, 0 where not, -1 where no token went before, or what was
+    decided about it or this one is not finite.
 
     `changed [S, n]`: the code is another one though nothing was decided, so that keys and values before it were computed with an older one.
     """
@@ -133,12 +140,12 @@ class History:
 
     def tell(self, rows: Ints, decisions: Decisions) -> Told:
         """Of tokens that stand in `rows [n]`."""
-        first = decisions.top_idx[:, :, 0]
+        first = np.where(decisions.finite, decisions.top_idx[:, :, 0], -1)  # what comes first of no numbers says nothing
         before = np.empty_like(first)
         before[:, :1] = self._top[rows[:1]].T
         new_row = rows[1:] != rows[:-1]
         before[:, 1:] = np.where(new_row, self._top[rows[1:]].T, first[:, :-1])
-        flips = np.where(before < 0, -1, before != first).astype(np.int8)
+        flips = np.where((before < 0) | (first < 0), -1, before != first).astype(np.int8)
         self._top[rows] = first.T  # of a row that occurs more than once, the last
         return Told(flips, self._changed(rows, new_row, decisions))
 
@@ -158,9 +165,16 @@ class History:
 
 
 def entropy(shares: Numbers) -> Numbers:
-    """In nats, of distributions along the last axis."""
+    """In nats, of distributions along the last axis; NaN of what is no number."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Numbers = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(axis=-1)
+        found: Numbers = 0.0 - np.where(shares == 0, 0.0, shares * np.log(shares)).sum(axis=-1)  # not -0.0 where one is sure
+    return found
+
+
+def norms(raw: Singles) -> Numbers:
+    """`[...]` of what is `[..., E]`, in fp64."""
+    wide = raw.astype(np.float64)
+    found: Numbers = np.sqrt((wide * wide).sum(axis=-1))
     return found
 
 

@@ -135,10 +135,12 @@ class RoutingRecorder:
 
     def listen(self, listener: Listener) -> None:
         """Call `listener(placed, decisions, record)` with every batch of tokens, in the thread that generates: with beams, at the end."""
+        _check_call("listen", listener)
         self._listeners.append(listener)
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""
+        _check_call("on_alert", action)
         self._on_alert.append(action)
 
     @property
@@ -186,8 +188,8 @@ class RoutingRecorder:
             if number in self._tallies:
                 unjudged += self._tallies[number].alerts.unjudged
             else:
-                unjudged += [(rules[i], rules[i].size(source.n_experts, source.n_chosen, window) * rules[i].n_windows) for i in mine]
-        unjudged += [(rule, rule.size(0, 1, window) * rule.n_windows) for i, rule in enumerate(rules) if i not in judged and (rule not in DEFAULT_RULES or not judged)]
+                unjudged += [(rules[i], rules[i].needs(source.n_experts, source.n_chosen, window)) for i in mine]
+        unjudged += [(rule, rule.needs(0, 1, window)) for i, rule in enumerate(rules) if i not in judged and (rule not in DEFAULT_RULES or not judged)]
         found: dict[str, int] = {}
         for rule, needed in unjudged:
             found[rule.kind] = max(found.get(rule.kind, 0), needed)
@@ -326,7 +328,7 @@ class RoutingRecorder:
             prompt = recording.call.prompt_columns
             steps = np.zeros(len(placed), np.int64) if placed.phase == PROMPT or prompt is None else placed.columns - prompt + 1
             record = RoutingRecord.of(
-                decisions, told, source.streams, rows=placed.rows, positions=placed.columns - recording.offset, steps=steps, norms=source.kind != MOE,
+                decisions, told, source.streams, rows=placed.rows, positions=placed.columns - recording.offset, steps=steps, has_norm=source.kind != MOE,
                 run_id=self.run_id, request_id=recording.request or str(recording.number), source=source.kind, phase=PHASES[placed.phase], t_capture_us=latency_us,
                 dropped=self.n_unseen * decisions.n_streams,
             )  # fmt: skip
@@ -338,6 +340,11 @@ class RoutingRecorder:
             self.n_alerts += alert.raised
             for action in self._on_alert:
                 self._guard("an action on an alert", action, alert)
+
+
+def _check_call(name: str, given: object) -> None:
+    if not callable(given):
+        raise ConfigError(f"{name} is given {given!r}: give a function to call")
 
 
 def _timed(site: Site, reading: Any) -> Site:

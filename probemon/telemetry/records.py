@@ -25,7 +25,7 @@ import numpy.typing as npt
 from probemon.errors import MissingExtra
 from probemon.hierarchy import Ints, Mask
 from probemon.sinks import _FileSink, at_least
-from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy
+from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy, norms
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RoutingRecord:
     `run_id`; `request_id`: of continuous batching, else the generation's number; `row`, `pos_start`: where in the output of `generate` the decision's
     first token stands, `n_tokens`: how many after one another it was used for in this batch. `step`: 0 for a prompt, n for the n-th generated token;
     `phase` "prompt" or "generated". `layer`: of the host, -1 for none in particular; `site`, `source`, `level`: see `Stream`. `boundary`: it was
-    decided at this token, `reused`: it is one of an earlier batch. `h_decision`: entropy in units of log E, NaN of codes. `code_norm`: of a code or of scalings.
+    decided at this token, `reused`: it is one of an earlier line. `h_decision`: entropy in units of log E, NaN of codes and of what is not finite. `code_norm`: of a code or of scalings.
     `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not tell them. `flip`: another expert (or dimension of a code) comes first than at the
-    token before. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch. `dropped`: decisions before
+    token before. `fallback`: of all its tokens. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch. `dropped`: decisions before
     this batch that are in no record: their token was not seen, or this sink was too slow.
     """
 
@@ -70,15 +70,21 @@ class RoutingRecord:
         return len(self.row)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Each decision with its columns in their order; None for NaN."""
+        """Each decision with its columns in their order; None for a number that is not finite, which JSON has not."""
         columns = [self.column(name) for name in COLUMNS]
         for values in zip(*columns, strict=True):
-            yield {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in zip(COLUMNS, values, strict=True)}
+            yield dict(zip(COLUMNS, values, strict=True))
 
     def column(self, name: str) -> list[Any]:
-        """A column as plain values, one for each decision."""
+        """A column as plain values, one for each decision; None for a number that is not finite."""
         value = getattr(self, name)
-        return value.tolist() if isinstance(value, np.ndarray) else [value] * len(self)
+        if not isinstance(value, np.ndarray):
+            return [None if isinstance(value, float) and not math.isfinite(value) else value] * len(self)
+        if value.dtype.kind == "f" and not (known := np.isfinite(value)).all():
+            value = value.astype(object)
+            value[~known] = None
+        plain: list[Any] = value.tolist()
+        return plain
 
     def with_dropped(self, more: int) -> RoutingRecord:
         """The same, after so many that a sink did not take."""
@@ -86,23 +92,24 @@ class RoutingRecord:
 
     @classmethod
     def of(
-        cls, decisions: Decisions, told: Told, streams: Sequence[Stream], *, rows: Ints, positions: Ints, steps: Ints, norms: bool, **scalars: Any
+        cls, decisions: Decisions, told: Told, streams: Sequence[Stream], *, rows: Ints, positions: Ints, steps: Ints, has_norm: bool, **scalars: Any
     ) -> RoutingRecord:
-        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and share a decision are one.
+        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and share a decision, and whether it fell back, are one.
 
-        `norms`: whether what the routers gave has a norm worth telling; `scalars`: the other columns.
+        `has_norm`: whether what the routers gave has a norm worth telling; `scalars`: the other columns.
         """
         follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         begins = np.ones(decisions.decided.shape, dtype=bool)
-        begins[:, 1:] = decisions.decided[:, 1:] | ~follows
+        begins[:, 1:] = decisions.decided[:, 1:] | ~follows | (decisions.fallback[1:] != decisions.fallback[:-1])
         stream, token = np.nonzero(begins)
         end_of = np.append(stream[1:] * len(rows) + token[1:], len(streams) * len(rows))
         raw = decisions.raw[stream, token]
         if decisions.weights is None:
             h = np.full(len(stream), np.nan, dtype=np.float32)
         else:
-            h = (entropy(decisions.weights[stream, token]) / math.log(raw.shape[1])).astype(np.float32)
-        norm = np.sqrt((raw.astype(np.float64) ** 2).sum(axis=1)).astype(np.float32) if norms else np.full(len(stream), np.nan, dtype=np.float32)
+            shares = np.where(decisions.finite[stream, token, None], decisions.weights[stream, token], np.nan)
+            h = (entropy(shares) / math.log(raw.shape[1])).astype(np.float32)
+        norm = norms(raw).astype(np.float32) if has_norm else np.full(len(stream), np.nan, dtype=np.float32)
         decided = decisions.decided[stream, token]
         return cls(
             row=rows[token], step=steps[token], layer=np.array([s.layer for s in streams])[stream], site=np.array([s.site for s in streams])[stream],
@@ -171,7 +178,7 @@ class RoutingParquet(_FileSink):
         arrays = []
         for name, kind in zip(COLUMNS, self._schema.types, strict=True):
             values = [value for record in self._held for value in record.column(name)]
-            arrays.append(pa.array(values, kind, from_pandas=True))  # as there, NaN is nothing
+            arrays.append(pa.array(values, kind))
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
         self._held, self._n_held = [], 0
 

@@ -90,7 +90,9 @@ class ExpertRouters:
     """Routers of a mixture of experts, E experts and k chosen in each: mixtral, qwen3_moe, gpt_oss and what is made like them.
 
     Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is the softmax of its logits
-    over all experts (some versions of transformers give that itself, as "logits": rows that are distributions are left as they are).
+    over all experts (some versions of transformers give that itself, as "logits": rows that are distributions are left as they are). Of a router
+    that scores each expert by itself, by a sigmoid (deepseek_v3, glm4_moe), it is that softmax all the same, which such a router does not use: entropies are those of
+    the softmax, while the chosen experts and their weights, and all that is of the load, are what the router itself took, with its bias and groups.
     """
 
     kind, codes = MOE, False

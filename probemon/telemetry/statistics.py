@@ -6,7 +6,8 @@
     statistics.metric("mutual_information")             # [S]
 
 Every number is rounded to a fixed binary place and summed as a whole one, so that sums do not depend on how a stream was cut or
-merged, to the last bit. Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their
+merged, to the last bit. Codes may be small, and their products are smaller by far: what rounding leaves of them is summed beside them,
+rounded in its turn, so that codes of a norm from about 1e-4 on have their true rank. Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their
 difference is the mutual information of token and expert. Codes are no distribution (a softmax over clamped ones is never
 peaked), so of them the covariance over tokens is kept: its effective rank (Roy and Vetterli, 2007) and each dimension's variance.
 """
@@ -18,15 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from probemon.bem.config import MAX_NORM
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
-from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy
+from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy, norms
 from probemon.telemetry.sketch import LogSketch
 
 _SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
-_CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8
-_LARGEST = MAX_NORM * (1 + 1e-5)  # of a code, rounded: beyond it its products would leave no room in 64 bits
+_CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8, and what that leaves at 4e-15
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
 
@@ -47,7 +46,8 @@ class RoutingStatistics:
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
         shapes = {
             "n": one, "n_bad": one, "n_steering": one, "n_reused": one, "n_pairs": one, "n_flips": one, "n_invalidated": one, "n_fallback": one, "n_confident": one,
-            "load": each, "_entropy": one, "_weights": each, "_confidence": one, "_codes": each, "_products": pairs, "_norm": one,
+            "load": each, "_entropy": one, "_weights": each, "_confidence": one, "_codes": each, "_codes_left": each, "_products": pairs, "_products_left": pairs,
+            "_norm": one, "_norm_left": one,
         }  # fmt: skip
         self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
         self.norm_max: Numbers = np.zeros(n_streams)
@@ -65,11 +65,6 @@ class RoutingStatistics:
     def add(self, decisions: Decisions, told: Told) -> None:
         """Tokens, in any number."""
         good = decisions.finite
-        raw = decisions.raw.astype(np.float64)
-        if self.codes:
-            with np.errstate(invalid="ignore", over="ignore"):
-                norm = np.sqrt((raw * raw).sum(axis=-1))
-                good = good & (norm <= _LARGEST)
         n_good, sums = good.sum(axis=1), self._sums
         sums["n"] += n_good
         sums["n_bad"] += good.shape[1] - n_good
@@ -91,12 +86,12 @@ class RoutingStatistics:
             sums["_entropy"] += _whole(entropy(weights) / self._log_e, _SHARE).sum(axis=1)
             sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
         if self.codes:
-            codes, norm = np.where(steering[:, :, None], raw, 0.0), np.where(good, norm, 0.0)
-            sums["_codes"] += _whole(codes, _CODE).sum(axis=1)
-            for begin in range(0, codes.shape[1], 512):  # a prompt's products are many
-                some = codes[:, begin : begin + 512]
-                sums["_products"] += _whole(some[:, :, :, None] * some[:, :, None, :], _CODE).sum(axis=1)
-            sums["_norm"] += _whole(norm, _CODE).sum(axis=1)
+            codes, norm = np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64), norms(np.where(good[:, :, None], decisions.raw, 0.0))
+            self._add_exactly("_codes", codes)
+            for begin in range(0, codes.shape[1], 128):  # a prompt's products are many
+                some = codes[:, begin : begin + 128]
+                self._add_exactly("_products", some[:, :, :, None] * some[:, :, None, :])
+            self._add_exactly("_norm", norm)
             self.norm_max = np.maximum(self.norm_max, norm.max(axis=1, initial=0.0))
 
     def add_latency(self, microseconds: float, count: int) -> None:
@@ -200,7 +195,7 @@ class RoutingStatistics:
         return found
 
     def flip_rate(self) -> Numbers:
-        """Of tokens after another one, the share whose first expert is another than that one's."""
+        """Of tokens after another one, both of finite decisions, the share whose first expert is another than that one's."""
         return _ratio(self.n_flips, self.n_pairs)
 
     def code_reuse_rate(self) -> Numbers:
@@ -221,7 +216,7 @@ class RoutingStatistics:
 
     def code_norm(self) -> Numbers:
         """Mean norm of the codes."""
-        return self._code(_ratio(self._norm, self.n * _CODE))
+        return self._code(_ratio(self._total("_norm"), self.n))
 
     def code_norm_max(self) -> Numbers:
         """Largest norm of a code."""
@@ -230,8 +225,8 @@ class RoutingStatistics:
     def covariance(self) -> Numbers:
         """Of the codes over tokens, `[S, E, E]`."""
         n = np.maximum(self.n_steering, 1)[:, None]
-        mean = self._codes / (n * _CODE)
-        return self._products / (n[:, :, None] * _CODE) - mean[:, :, None] * mean[:, None, :]
+        mean = self._total("_codes") / n
+        return self._total("_products") / n[:, :, None] - mean[:, :, None] * mean[:, None, :]
 
     def variances(self) -> Numbers:
         """Of each dimension of the codes over tokens, `[S, E]`."""
@@ -242,7 +237,7 @@ class RoutingStatistics:
         """Variance of the codes over their mean square: 0 where all are one, 1 where they vary about nothing."""
         if not self.codes:
             return self._code(np.full(self.n_streams, np.nan))
-        square = np.trace(self._products, axis1=1, axis2=2) / (np.maximum(self.n_steering, 1) * _CODE)
+        square = np.trace(self._total("_products"), axis1=1, axis2=2) / np.maximum(self.n_steering, 1)
         return np.where(self.n_steering > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
 
     def effective_rank(self) -> Numbers:
@@ -274,6 +269,19 @@ class RoutingStatistics:
         return found
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _add_exactly(self, name: str, values: Numbers) -> None:
+        """Numbers of codes `[S, n, ...]` to a sum, and to the one beside it what rounding leaves of them: a difference that is exact."""
+        scaled = values * _CODE
+        whole = np.rint(scaled)
+        self._sums[name] += whole.astype(np.int64).sum(axis=1)
+        scaled -= whole
+        self._sums[f"{name}_left"] += _whole(scaled, _CODE).sum(axis=1)
+
+    def _total(self, name: str) -> Numbers:
+        """Both sums as one."""
+        found: Numbers = (self._sums[name] + self._sums[f"{name}_left"] / _CODE) / _CODE
+        return found
 
     def _distribution(self, values: Numbers) -> Numbers:
         return np.full(self.n_streams, np.nan) if self.codes else values

@@ -8,14 +8,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from probemon.bem.memory import gpu_memory, process_memory
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Alerts, Rule
 from probemon.telemetry.decisions import Decisions, Stream, Told
 from probemon.telemetry.statistics import RoutingStatistics
@@ -50,6 +48,7 @@ class Tally:
                 self._window.add(decisions.take(np.arange(begin, end)), told.take(slice(begin, end)))
             self._window.add_latency(latency_us, (end - begin) * len(self.streams))
             begin = end
+            found += self.alerts.begun(self._window)
             if self._window.n_tokens == self._size:
                 used, most = self._memory()
                 self.memory_watermark_bytes = max(self.memory_watermark_bytes, used)
@@ -67,23 +66,5 @@ class Tally:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """How to ask for the memory in use, and how much there is: a GPU's, or this process's and the machine's (or its container's)."""
-    if device.type == "cuda":
-
-        def on_device() -> tuple[int, int]:
-            free, whole = torch.cuda.mem_get_info(device)
-            return whole - free, whole
-
-        return on_device
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed = Path("/sys/fs/cgroup/memory.max")
-    if allowed.is_file() and (text := allowed.read_text().strip()).isdigit():
-        whole = min(whole, int(text))
-    pages, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
-
-    def resident() -> tuple[int, int]:
-        if pages.is_file():
-            return int(pages.read_text().split()[1]) * page, whole
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, whole  # no Linux: the most there was
-
-    return resident
+    """How to ask for the memory in use, and how much there is: a GPU's, without what torch holds and does not use, or this process's and the machine's (or its group's)."""
+    return gpu_memory(device) if device.type == "cuda" else process_memory

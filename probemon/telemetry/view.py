@@ -119,8 +119,9 @@ class LiveRouting:
 def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
     """Routers with their metrics, at most so many of each kind: those that choose experts, those that give codes."""
     found: list[RenderableType] = []
+    broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
     for columns, mine, bars in (
-        (_DISTRIBUTION, [s for s in streams if s["source"] != BEM], ("load", "load")), (_CODES, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
+        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")), (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
     ):  # fmt: skip
         if not mine:
             continue
@@ -168,6 +169,7 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
 
 
 def _decision(line: Mapping[str, Any]) -> str:
-    chosen = ", ".join(f"{expert} ({weight:.2f})" for expert, weight in zip(line["top_idx"], line["top_w"], strict=True))
+    weights = ["not finite" if weight is None else f"{weight:.2f}" for weight in line["top_w"]]
+    chosen = ", ".join(f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True))
     entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
     return f"{line['site']} {line['level']}".strip() + f" {chosen}{entropy}{', reused' if line['reused'] else ''}"

@@ -10,5 +10,9 @@ if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/n
 fi
 export PYTHONDONTWRITEBYTECODE=  # tests start many processes, which would each compile us anew
 echo "== ruff"; .venv/bin/ruff check .
-echo "== mypy"; .venv/bin/mypy
-echo "== pytest"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+types=$(mktemp); trap 'rm -f "$types"' EXIT
+.venv/bin/mypy > "$types" 2>&1 & checking=$!  # beside the tests: alone it would leave a core idle
+failed=0
+echo "== pytest"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+echo "== mypy"; wait $checking || failed=1; cat "$types"
+exit $failed

@@ -354,7 +354,8 @@ def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(
     hidden = states("resid_post.1", n=300, seed=11)
     # States that lie along the probes, where scores are near the threshold: hardest for a bound.
     hidden["resid_post.1"][:180] = pack.weights["w1"][:, 0].float() * 3 + hidden["resid_post.1"][:180] * 0.3
-    expected = {(t, concept["id"]) for i, concept in enumerate(pack.concepts) for t in np.flatnonzero(exhaustive_reference(hidden, pack)[:, i].numpy() > 0.9)}
+    everything = exhaustive_reference(hidden, pack).numpy()
+    expected = {(t, concept["id"]) for i, concept in enumerate(pack.concepts) for t in np.flatnonzero(everything[:, i] > 0.9)}
     found = DynamicProbeManager(made, impl="reference", strategy="descent", keep_top_k=0, max_loaded_probes=10_000).score_tokens(hidden)
     fired = {(t, made.concepts[probe]["id"]) for t in range(300) for probe in found.fired(t)}
     assert fired == expected and len(expected) > 500
@@ -484,7 +485,8 @@ def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresho
     n = made.n_probes - 520
     assert n > 20 and made.recommended["max_loaded_probes"] == 520 + n
     open_all = {"resid_post.1": torch.randn(300, D, generator=torch.Generator().manual_seed(1))}
-    expected = {(t, f"p{i}") for i in range(520) for t in np.flatnonzero(exhaustive_reference(open_all, pack)[:, i].numpy() > 0.9)}
+    everything = exhaustive_reference(open_all, pack).numpy()
+    expected = {(t, f"p{i}") for i in range(520) for t in np.flatnonzero(everything[:, i] > 0.9)}
     assert fired_in(made, open_all) == (expected, 0) and expected
     assert made.aggregated == ("ema(0.3)",) and made.thresholds_for("ema(0.3)").tolist() == [1.0] * n + [pytest.approx(0.8)] * 520
     assert "# alike" in (tmp_path / "grouped/README.md").read_text()

@@ -59,13 +59,8 @@ class CascadePlan:
         missing = [level for level in config.base_layers if level not in present]
         if missing:
             raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
-        exempt = np.isin(tree.level, list(config.base_layers))
-        exempt[list(always_on)] = True
-        always = exempt.copy()
         path_rule = score_rule == "path"
-        if path_rule:
-            always[tree.roots] = True
-            always = tree.close(always[None])[0]
+        exempt, always = begins(tree, path_rule, config.base_layers, always_on)
         if not always.any():
             raise ConfigError("nothing would ever be scored: give base_layers or always_on")
         if always.sum() > config.max_loaded_probes:
@@ -74,6 +69,17 @@ class CascadePlan:
                 f"{config.max_loaded_probes}: raise it, or choose fewer base_layers"
             )
         return cls(tree, path_rule, config, expand_threshold, always, exempt)
+
+
+def begins(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
+    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with the roots and with what is above."""
+    exempt: Mask = np.isin(tree.level, list(base_layers))
+    exempt[list(always_on)] = True
+    always = exempt.copy()
+    if path_rule:
+        always[tree.roots] = True
+        always = tree.close(always[None])[0]
+    return exempt, always
 
 
 def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.cascade import auto_threshold
+from probemon.cascade import auto_threshold, begins
 from probemon.embed import common, embed
 from probemon.errors import PackError
-from probemon.hierarchy import Ints, Mask
+from probemon.hierarchy import Ints
 from probemon.manifest import CARD, PROBES
 from probemon.naming import Wanted
 from probemon.pack import ProbePack
@@ -47,8 +47,9 @@ def merge(
 ) -> ProbePack:
     """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a descent of one alone begins with and opens is begun
-    with and opened: room adds up, `max_rounds` is the largest, and where packs descend by unlike rules, each keeps its own as expand thresholds. Raises `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side.
+    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a descent of one alone begins with and opens is
+    begun with and opened: room adds up, `max_rounds` is the largest, and where packs descend by unlike rules, each keeps its own as expand thresholds. Raises
+    `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -124,17 +125,21 @@ def subset(
     ids = {pack.concepts[probe]["id"] for probe in kept}
     lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
     recommended = {**pack.recommended, **always_on(pack, ids)}
-    base = [level for level in recommended.pop("base_layers", CascadeConfig.base_layers) if level in pack.tree.level[probes]]
+    layers = recommended.pop("base_layers", CascadeConfig.base_layers)
+    base = [level for level in layers if level in pack.tree.level[probes]]
     elsewhere = bool(orphans) or not base  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
     if not elsewhere and "base_layers" in pack.recommended:
         recommended["base_layers"] = base
-    always = _begun(pack)
+    _, always = begins(pack.tree, pack.score_rule == "path", layers, [pack.find(concept) for concept in pack.recommended.get("always_on", ())])
     always[orphans] = True  # another parent, which is left out, could open it
+    on = list(recommended.get("always_on", []))
     for line, probe in zip(lines, probes.tolist(), strict=True):
         line["parents"] = [parent for parent in line["parents"] if parent in ids]
         level = line.pop("level") if elsewhere else line["level"]
         if always[probe] and line["parents"] and (elsewhere or level not in base):
-            recommended["always_on"] = [*dict.fromkeys([*recommended.get("always_on", []), line["id"]])]
+            on.append(line["id"])
+    if on:
+        recommended["always_on"] = list(dict.fromkeys(on))
     at = torch.from_numpy(probes)
     return copy_pack(
         pack, path, name or f"{pack.name}-subset", lines, "Cut out of", made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
@@ -267,13 +272,6 @@ def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: 
         return {}
     ids = [pack.concepts[pack.find(concept)]["id"] for concept in pack.recommended["always_on"]]
     return {"always_on": [(renamed or {}).get(concept, concept) for concept in ids if kept is None or concept in kept]}
-
-
-def _begun(pack: ProbePack) -> Mask:
-    """Which probes a descent begins with, by what the pack recommends, under the path rule with all above them `[P]`."""
-    begun: Mask = np.isin(pack.tree.level, list(pack.recommended.get("base_layers", CascadeConfig.base_layers)))
-    begun[[pack.find(concept) for concept in pack.recommended.get("always_on", ())]] = True
-    return pack.tree.close(begun[None])[0] if pack.score_rule == "path" else begun
 
 
 def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:

@@ -26,8 +26,8 @@ from probemon.documents import Document
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.fit import check_host
 from probemon.hierarchy import Ints, Mask
-from probemon.host import compiled_parts, find_layers, is_encoder_decoder, text_config, unwrap
-from probemon.tap import Tap
+from probemon.host import compiled_parts, find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.tap import Tap, check_states, ran_again
 from probemon.types import Scores
 from probemon.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
 
@@ -116,6 +116,7 @@ class CorpusScorer:
         self.host = host
         self._decoder, _ = find_layers(host)
         self._may_stop = may_be_left(host)
+        self._width = hidden_size(host)
         self._known = False  # that a forward shows each site once
         self._seen: dict[str, list[Tensor]] = {}
         self._stop = False
@@ -216,7 +217,8 @@ class CorpusScorer:
             seen, self._seen = self._seen, {}
             for site, hidden in seen.items():
                 if len(hidden) != 1:
-                    raise AlignmentError(f"{site} was run {len(hidden)} times in one forward: which of its states are the tokens' is unknown")
+                    raise AlignmentError(ran_again(site) if hidden else f"a forward of the host ended without reaching {site}")
+                check_states(site, hidden[0], *ids.shape, self._width)
             self._known = True
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
 

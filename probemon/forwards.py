@@ -32,12 +32,13 @@ from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_s
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
 from probemon.running import INSIDE, Generation, States, Thread, Waiting
-from probemon.tap import Site, Tap
+from probemon.tap import Site, Tap, check_states, ran_again
 from probemon.types import Gap
 
-# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what is left to be called
-# at the end of the forward, where a device scores them meanwhile.
-ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Callable[[], None] | None]
+# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports their scores,
+# to be called at the end of the forward: with False where they turned out not to be the tokens' and are to be thrown away.
+Report = Callable[[bool], None]
+ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Report | None]
 
 
 class Forwards:
@@ -126,8 +127,9 @@ class Forwards:
         mine = self.thread
         self.finish()
         if mine.generation is not None:
-            self.lost()  # of the forward before this one
-        mine.recording, mine.waiting, mine.shape = None, [], ()
+            self.ended()  # of the forward before this one
+            self.finish()
+        mine.recording, mine.waiting, mine.shape, mine.ran = None, [], (), set()
         early, mine.early = mine.early, {}
         if self._rehearses():
             return
@@ -143,7 +145,7 @@ class Forwards:
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             if self._closing.id not in self.decoder._forward_hooks:
-                self.lost()
+                self.ended()
             return
         forward, cache = read_forward(given, generation)
         if generation is None:
@@ -167,7 +169,7 @@ class Forwards:
         for site, states in early.items():
             self._tapped(site, states)
         if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
-            self.lost()
+            self.ended()
 
     def begin(self, generation: Generation, column: int, n_rows: int) -> Recording:
         """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
@@ -211,22 +213,38 @@ class Forwards:
             return
         begin = time.perf_counter()
         with self.batches.reporting() if mine.recording is None else nullcontext():
+            if site in mine.ran:
+                self._forget_forward()
+                raise AlignmentError(ran_again(site))
+            mine.ran.add(site)
             if own is not None and own.flat and hidden.shape[:2] == (1, mine.shape[0] * mine.shape[1]):
                 hidden = hidden.reshape(*mine.shape, -1)
-            if hidden.dim() != 3 or tuple(hidden.shape[:2]) != mine.shape:
-                raise NotSupportedHost(
-                    f"{site} gives {tuple(hidden.shape)} for a forward of {mine.shape[0]} rows and {mine.shape[1]} tokens, expected "
-                    "[rows, tokens, hidden size]: which state is whose is unknown"
-                )
+            try:
+                check_states(site, hidden, *mine.shape, self._width if own is None else own.width)
+            except NotSupportedHost:
+                self._forget_forward()
+                raise
             for one in mine.waiting:
                 if hidden.shape[1] == 1 and len(one.placed) == len(hidden):  # a token of every row
                     one.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
                     continue
                 rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (one.placed.rows, one.placed.offsets))
                 one.states[site] = hidden[rows, offsets]
-            if all(len(one.states) == len(self._sites) for one in mine.waiting):
+            # A device may begin now, beside the layers that are left. What it finds is reported once the forward has ended, since
+            # only then it is known that each site ran once; several batches of tokens begin with one another's retained sets.
+            if mine.recording is not None and len(mine.waiting) == 1 and self._complete():
                 self._hand_on()
         mine.seconds += time.perf_counter() - begin
+
+    def _complete(self) -> bool:
+        """Whether the tokens that wait have been seen at every site."""
+        return all(len(one.states) == len(self._sites) for one in self.thread.waiting)
+
+    def _forget_forward(self) -> None:
+        """Of the open forward nothing is reported."""
+        mine = self.thread
+        mine.shape, mine.waiting = (), []
+        self.finish(report=False)
 
     def _hand_on(self, unseen: str = "") -> None:
         """The tokens of this forward with their states, or why there are none, to be scored; drafts wait."""
@@ -248,28 +266,31 @@ class Forwards:
         self.finish()  # its retained sets are what this one begins with
         self.thread.unfinished = self._score(generation, recording, placed, states)
 
-    def finish(self) -> None:
-        """Wait for the step that is under way, if there is one."""
+    def finish(self, report: bool = True) -> None:
+        """Wait for the scores that are under way, if there are any, and report them."""
         unfinished, self.thread.unfinished = self.thread.unfinished, None
         if unfinished is not None:
-            unfinished()
+            unfinished(report)
 
     def leave(self) -> None:
         """The calling thread's generation has ended, however it did."""
         mine = self.thread
-        mine.generation, mine.shape, mine.waiting = None, (), []
+        mine.generation, mine.shape, mine.waiting, mine.ran = None, (), [], set()
         self._tap.buffers.abandon()
 
-    def lost(self) -> None:
-        """The forward that was open has ended, or will end unnoticed, and some of its tokens were not seen at every site."""
+    def ended(self) -> None:
+        """The forward that was open has ended, or will end unnoticed: its tokens are handed on, or were not seen at every site."""
         mine = self.thread
         if not self.open:  # detached meanwhile, by another thread
             mine.waiting = []
         if not mine.waiting:
             return
-        waiting, missing = mine.waiting, [site for site in self._sites if site not in mine.waiting[0].states]
         mine.shape = ()
         with self.batches.reporting() if mine.recording is None else nullcontext():
+            if self._complete():
+                self._hand_on()
+                return
+            waiting, missing = mine.waiting, [site for site in self._sites if site not in mine.waiting[0].states]
             mine.waiting = []  # told once, also where that raises
             for one in waiting:
                 columns = one.placed.columns
@@ -288,8 +309,8 @@ class Forwards:
             return
         for site, hidden in self._tap.buffers.written():
             self._tapped(site, hidden)
-        self.lost()
         begin = time.perf_counter()
+        self.ended()
         self.finish()
         mine.seconds += time.perf_counter() - begin
         cache = getattr(output, "past_key_values", None)

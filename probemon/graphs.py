@@ -48,9 +48,9 @@ class Buffers:
         self._lock = threading.Lock()
         self._open: dict[int | None, bool] = {}  # threads in a forward, and whether another was in one at the same time
 
-    def holds(self, site: str) -> bool:
-        """Whether there is room, so that `keep` may be traced."""
-        return site in self._room
+    def holds(self, site: str, hidden: Tensor) -> bool:
+        """Whether there is room for such states, so that `keep` may be traced."""
+        return site in self._room and hidden.dim() == 3 and hidden.shape[2] == self._room[site].shape[2]
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
         """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a graph anew."""

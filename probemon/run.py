@@ -38,7 +38,7 @@ from probemon.errors import (
 )  # fmt: skip
 from probemon.events import ACTIONS, Event, Rule
 from probemon.fit import check_host
-from probemon.forwards import ScoreTokens
+from probemon.forwards import Report, ScoreTokens
 from probemon.generation import Prompt
 from probemon.hierarchy import Mask
 from probemon.hold import HeldStreamer
@@ -281,37 +281,38 @@ class MonitorRun:
 
     # -- scoring ---------------------------------------------------------------------------------
 
-    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
+    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Report | None:
         if not len(placed):
             return None
         assert recording.retained is not None
-        n_probes, report_top_k = self.manager.pack.n_probes, self.manager.report_top_k
         rows = placed.rows
-        audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         origin = rows if generation is None or generation.origin is None or placed.phase == PROMPT else generation.origin[rows]
         if isinstance(states, str):
-            scores = Scores.nothing(len(placed), n_probes, states, report_top_k)
+            scores = Scores.nothing(len(placed), self.manager.pack.n_probes, states, self.manager.report_top_k)
             recording.retained[rows] = recording.retained[origin]
-        elif placed.phase == PROMPT:
-            # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
-            found, last = np.unique(rows[::-1], return_index=True)
-            kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
-            scores = Scores.join(parts, n_probes, report_top_k)
-            recording.retained[found] = kept
-        else:
-            begun = self.manager.begin(self._plan, states, recording.retained[origin], audit)
-            if callable(begun):
-                waits = begun
-                return lambda: self._step_ended(generation, recording, placed, *waits())
-            self._step_ended(generation, recording, placed, *begun)
+            self._tell(generation, recording, placed, scores)
             return None
-        self._tell(generation, recording, placed, scores)
-        return None
+        audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
+        if placed.phase == PROMPT:
+            return lambda report: self._prompt_ended(generation, recording, placed, states, audit) if report else None
+        begun = self.manager.begin(self._plan, states, recording.retained[origin], audit)
 
-    def _step_ended(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores, kept: Mask) -> None:
+        def step_ended(report: bool) -> None:
+            scores, kept = begun() if callable(begun) else begun
+            if report:
+                assert recording.retained is not None
+                recording.retained[rows] = kept
+                self._tell(generation, recording, placed, scores)
+
+        return step_ended
+
+    def _prompt_ended(self, generation: Generation | None, recording: Recording, placed: Placed, states: States, audit: Mask | None) -> None:
         assert recording.retained is not None
-        recording.retained[placed.rows] = kept
-        self._tell(generation, recording, placed, scores)
+        # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
+        found, last = np.unique(placed.rows[::-1], return_index=True)
+        kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
+        recording.retained[found] = kept
+        self._tell(generation, recording, placed, Scores.join(parts, self.manager.pack.n_probes, self.manager.report_top_k))
 
     def _tell(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores) -> None:
         with self._keeping:

@@ -189,7 +189,8 @@ class Thread(threading.local):
         self.recording: Recording | None = None  # of the open forward, where it is of one
         self.waiting: list[Waiting] = []
         self.early: States = {}  # of sites that run before the forward their output is of
-        self.unfinished: Callable[[], None] | None = None  # a step that is still under way on a device
+        self.ran: set[str] = set()  # sites that the open forward has run through
+        self.unfinished: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
         self.seconds = 0.0
 
 

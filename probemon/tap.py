@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probemon.errors import NotSupportedHost
 from probemon.graphs import Buffers
 from probemon.host import find_layers, site_module
 
@@ -55,7 +56,7 @@ class Tap:
         self._targets: list[tuple[str, nn.Module]] = []
         self.own = {site.name: site for site in sites if isinstance(site, Site)}
         for site in sites:
-            self._targets.append((str(site), site.module if isinstance(site, Site) else site_module(layers, site)))
+            self._targets.append((str(site), site.module if isinstance(site, Site) else _of_one_layer(layers, site)))
         self._callback = callback
         self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
         self._stack = ExitStack()
@@ -80,8 +81,10 @@ class Tap:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = read(output)
             if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
+                if not isinstance(hidden, Tensor):
+                    raise NotSupportedHost(f"{site} gives a {type(hidden).__name__}, expected a tensor [rows, tokens, hidden size] or a tuple that begins with one")
                 self._callback(site, hidden.detach())
-            elif buffers.holds(site):
+            elif buffers.holds(site, hidden):
                 buffers.keep(site, hidden)
             else:
                 leave(site, hidden.detach())
@@ -89,6 +92,41 @@ class Tap:
         return hook
 
 
-def _first(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return hidden
+def check_states(site: str, hidden: Tensor, n_rows: int, n_tokens: int, width: int | None) -> None:
+    """Raise `NotSupportedHost` unless `hidden` is `[n_rows, n_tokens, width]`: else whose state is whose, or what it is, is unknown.
+
+    It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
+    run, a forward of our own at attach would run code of the host's that nobody asked for, and the check takes no time.
+    """
+    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):
+        raise NotSupportedHost(
+            f"{site} gives {tuple(hidden.shape)} for a forward of {n_rows} rows and {n_tokens} tokens, expected "
+            "[rows, tokens, hidden size]: which state is whose is unknown"
+        )
+    if width is not None and hidden.shape[2] != width:
+        raise NotSupportedHost(
+            f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what this module gives"
+        )
+
+
+def ran_again(site: str) -> str:
+    """What is said of a module that ran a second time in one forward."""
+    return (
+        f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its states are the "
+        "tokens' is unknown. Read a site that runs once"
+    )
+
+
+def _of_one_layer(layers: nn.ModuleList, site: str) -> nn.Module:
+    module = site_module(layers, site)
+    holders = [number for number, layer in enumerate(layers) if any(part is module for part in layer.modules())]
+    if len(holders) > 1:
+        raise NotSupportedHost(
+            f"site {site!r}: layers {', '.join(map(str, holders))} share one module, which therefore runs more than once in a forward: which of its "
+            "states are the tokens' is unknown. Read a site that runs once"
+        )
+    return module
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, (tuple, list)) and output else output

@@ -154,6 +154,7 @@ class Watcher:
             sequences = getattr(out, "sequences", out)
             self._forwards.seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
         except BaseException:
+            self._forwards.finish(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
                 failed()
             raise
@@ -198,7 +199,8 @@ class Watcher:
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording
-        self._forwards.lost()
+        self._forwards.ended()
+        self._forwards.finish()
         if generation.prompt.speculative:
             if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
                 return done

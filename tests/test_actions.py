@@ -649,7 +649,8 @@ def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 300})
     assert len(run.recordings[0].placed) < 60
-    check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 299)])
+    # The host's own cached and whole forwards differ by 1.2e-5 in a score after 250 tokens, twice the positions it was made for.
+    check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 299)], within=1e-4)
 
 
 def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):

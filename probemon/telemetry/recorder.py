@@ -25,7 +25,7 @@ from torch import Tensor
 from probemon.align import Placed
 from probemon.delivery import Delivery
 from probemon.errors import ConfigError, UnknownSetting, closest
-from probemon.forwards import ScoreTokens
+from probemon.forwards import Report, ScoreTokens
 from probemon.hierarchy import Ints
 from probemon.record import Recording
 from probemon.running import Generation, States
@@ -209,7 +209,7 @@ class RoutingRecorder:
     # -- tokens with what routers gave -----------------------------------------------------------
 
     def take(self, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
-        """Accepted tokens, in order, before they are added to `recording`; on a GPU what is left to be done once their states have arrived."""
+        """Accepted tokens, in order, before they are added to `recording`: what records their decisions once the forward has ended."""
         if not len(placed):
             return None
         first_entry, begin = recording.n_entries, time.perf_counter()
@@ -222,23 +222,21 @@ class RoutingRecorder:
         arrived = _to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
         spent = time.perf_counter() - begin + getattr(self._reading, "seconds", 0.0)
         self._reading.seconds = 0.0
-        if callable(arrived):
-            return lambda: self._arrived(recording, placed, arrived(), first_entry, spent)
-        self._arrived(recording, placed, arrived, first_entry, spent)
-        return None
+        return lambda: self._arrived(recording, placed, arrived() if callable(arrived) else arrived, first_entry, spent)
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
         """What takes tokens for routing, then hands them to `score`."""
 
-        def both(generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
-            waits = [self.take(recording, placed, states), score(generation, recording, placed, states)]
+        def both(generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Report | None:
+            record, report_scores = self.take(recording, placed, states), score(generation, recording, placed, states)
 
-            def wait() -> None:
-                for one in waits:
-                    if one is not None:
-                        one()
+            def report_both(report: bool) -> None:
+                if record is not None and report:
+                    record()
+                if report_scores is not None:
+                    report_scores(report)
 
-            return wait if any(one is not None for one in waits) else None
+            return report_both
 
         return both
 

@@ -356,10 +356,6 @@ def test_hosts_that_cannot_be_read_are_refused(model, manager, tokenizer, pack, 
         CorpusScorer(manager, make_model(layers=2), tokenizer, SMALL)
     with pytest.raises(ConfigError, match="takes at most 128"):
         CorpusScorer(manager, model, tokenizer, Reading(Window(256, 0)))
-    twice = make_model()
-    twice.model.layers[2] = twice.model.layers[1]
-    with pytest.warns(UserWarning), pytest.raises(AlignmentError, match=r"resid_post\.1 was run 2 times"):
-        list(score_documents(manager, twice, tokenizer, read_documents(["abc"])))
     bare = make_pack(tmp_path / "bare", model, alert_threshold=None)
     with pytest.raises(ConfigError, match="nothing of it fires"):
         analyze(DynamicProbeManager(bare, load_threshold=0.3), model, tokenizer, ["a"], tmp_path / "out")

@@ -136,6 +136,9 @@ def test_states_that_change_in_the_middle_of_a_generation_are_refused_there(bend
 def test_a_layer_that_runs_twice_in_a_forward_is_refused_whatever_else_is_read(sites, first, tmp_path):
     manager = DynamicProbeManager(pack_of(tmp_path, *sites))
     refused(manager, lambda: looping(first), AlignmentError, r"resid_post\.1 was run twice", first=first)
+    if not first:
+        with pytest.raises(AlignmentError, match=r"resid_post\.1 was run twice"):
+            manager.analyze(looping(), make_tokenizer(), random_texts(3), tmp_path / "out")
 
 
 @pytest.mark.parametrize("site", ["resid_post.1", "resid_post.2", "mlp_out.0", "attn_out.2"])

@@ -194,8 +194,9 @@ class Batches:
             request = live.pop(output.request_id, None)
             # None: no forward of it was seen at all.
             generation = self._new_request(live, output.request_id, list(output.prompt_ids)) if request is None else request.generation
-            generation.recording.output, generation.recording.done = output, True
-            ended.append((generation, np.asarray([[*output.prompt_ids, *output.generated_tokens]])))
+            ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
+            generation.recording.output, generation.recording.ids, generation.recording.done = output, ids, True
+            ended.append((generation, ids))
         return ended
 
     # -- inside ----------------------------------------------------------------------------------

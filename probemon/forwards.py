@@ -11,6 +11,7 @@ handed on at the last one; after the decoder, a forward that escaped a tap is an
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import time
@@ -18,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,9 @@ from torch import Tensor
 
 from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
-from probemon.errors import AlignmentError, NotSupportedHost
+from probemon.by_hand import generate_around, generates_now
+from probemon.copied_caches import same_columns
+from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.graphs import Bracket
 from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state, rehearsal
 from probemon.reading import read_forward
@@ -42,11 +46,15 @@ ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Rep
 
 
 class Forwards:
-    """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`."""
+    """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
+
+    `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an error.
+    """
 
     def __init__(
         self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *,
         scores: bool = True, on_gap: Callable[[Gap], None] | None = None, take_stop: Callable[[], bool] = lambda: False,
+        acts: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.model, self.scores, self.open = model, scores, False  # scores: of several ranks only one does
         self.recordings: list[Recording] = []
@@ -54,6 +62,8 @@ class Forwards:
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
         self._sites, self._n_probes, self._score, self._on_gap = [str(site) for site in sites], n_probes, score, on_gap
+        self._acts = acts
+        self._before_us: list[FrameType] = []  # of generate(), of other heads of this decoder
         self._tap = Tap(model, sites, self._tapped)
         self._rehearses = rehearsal(model)
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
@@ -61,7 +71,7 @@ class Forwards:
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.thread = Thread()
         self.batches = Batches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
-        self._n_recordings = 0
+        self.n_recordings = self.n_documents = 0
         self._lock = threading.Lock()
 
     def attach(self, stack: ExitStack) -> None:
@@ -71,6 +81,8 @@ class Forwards:
             torch._dynamo.reset()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
+        self._before_us = generates_now(self.decoder)
+        stack.callback(self._before_us.clear)
         self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
         stack.callback(setattr, self, "open", False)
         stack.callback(forget_compiled, self.model)
@@ -116,7 +128,7 @@ class Forwards:
     def new_recording(self, call: Call, offset: int) -> Recording:
         recording = Recording(call, offset, self._n_probes, host=host_state(self.model))
         with self._lock:
-            recording.number, self._n_recordings = self._n_recordings, self._n_recordings + 1
+            recording.number, self.n_recordings = self.n_recordings, self.n_recordings + 1
             self.recordings.append(recording)
         return recording
 
@@ -147,10 +159,14 @@ class Forwards:
             if self._closing.id not in self.decoder._forward_hooks:
                 self.ended()
             return
+        if generation is None and self._of_another_head():
+            return
         forward, cache = read_forward(given, generation)
         if generation is None:
             recording = self._document(forward, cache)
         else:
+            if generation.by_hand and generation.recording.call.first_column < 0:
+                generation.prompt = dataclasses.replace(generation.prompt, cached=forward.start, cache=cache)
             recording = self.begin(generation, min(generation.prompt.cached, forward.start), len(forward.ids))
             generation.check_ids(forward)
             if forward.start > recording.call.frontier:
@@ -177,7 +193,7 @@ class Forwards:
         if recording.call.first_column < 0:
             recording.call.begin(column, n_rows)
             if column > 0:
-                recording.earlier = self._known(generation.prompt.cache, n_rows)
+                recording.earlier = self._known(generation.prompt.cache, n_rows, column)
         return recording
 
     def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
@@ -189,18 +205,53 @@ class Forwards:
 
     def _document(self, forward: Forward, cache: Any) -> Recording:
         """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a new one."""
-        known = self._known(cache, len(forward.ids))
+        known = self._known(cache, len(forward.ids), forward.start)
+        if self._acts() and self._decodes(forward):
+            raise NotSupportedDecoding(
+                "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says that it was generated: rules would never "
+                "fire and sinks be told of a prompt. Put the loop into `with run.generating(from_column=...) as loop:` and tell it what was sampled"
+            )
+        self.n_documents += 1
         if known is not None and known.call.prompt_columns is None and known.call.frontier == forward.start > 0:
             if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
                 self.recordings.append(known)
             return known
         document = self.new_recording(Call(None), 0)
         document.done = True  # for all that is known: another forward may go on with it
-        document.earlier = known if forward.start > 0 else None
+        document.earlier = known
         return document
 
-    def _known(self, cache: Any, n_rows: int) -> Recording | None:
-        known = None if cache is None else self.by_cache.get(cache)
+    def _of_another_head(self) -> bool:
+        """Whether a plain forward is of a `generate()` that began before we came. Of one that cannot be followed it is an error."""
+        around = generate_around(self.decoder)
+        if around is None:
+            return False
+        frame, owner = around
+        if any(frame is known for known in self._before_us):
+            return True
+        raise NotSupportedDecoding(
+            f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached to {type(self.model).__name__}: which tokens are "
+            "generated, and where rows end, is unknown here, and rules would never fire. Attach to the very model whose generate() is called"
+        )
+
+    def _decodes(self, forward: Forward) -> bool:
+        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of the forward before it."""
+        n_rows, width = forward.ids.shape
+        if forward.start > 0:
+            return width == 1
+        last = self.recordings[-1] if self.recordings else None
+        if last is None or last.call.prompt_columns is not None or (last.call.n_rows, last.call.frontier) != (n_rows, width - 1):
+            return False
+        return last.n_entries > 0 and last.matches(forward.ids[:, :-1])
+
+    def _known(self, cache: Any, n_rows: int, n_columns: int) -> Recording | None:
+        """The recording that a cache of so many columns, all or some of which it may have seen being run, is of."""
+        if cache is None or n_columns == 0:
+            return None
+        known = self.by_cache.get(cache)
+        if known is None:
+            seen = (reference() for reference in reversed(self.by_cache.keyrefs()))  # a list: other threads may add to it meanwhile
+            known = next((self.by_cache.get(other) for other in seen if other is not None and same_columns(cache, other, n_columns)), None)
         return known if known is not None and known.call.n_rows == n_rows else None
 
     def _tapped(self, site: str, hidden: Tensor) -> None:

@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    StaticCache,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -55,6 +61,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     given = {**bound, **extra}
     _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
     _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
+    guided = any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in given.get("logits_processor") or ())
+    _refuse("classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on another prompt beside,", guided)
     cache = given.get("past_key_values")
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))

@@ -22,7 +22,7 @@ from probemon.hierarchy import Mask
 from probemon.types import GENERATED, PROMPT, HostState, Scores
 
 LAST = "the last generated token is never run by the host"
-BEFORE = "it came in a cache, and this run did not see it being run"
+BEFORE = "it came in a cache that this run did not see being filled"
 SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
 GAP = "no forward of the host showed it"
 FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
@@ -61,7 +61,8 @@ class Recording:
     offset: int
     n_probes: int
     earlier: Recording | None = None
-    output: Any = None  # what generate() returned, once it has
+    output: Any = None  # what generate() returned, once it has, and a copy of its ids [B, L]
+    ids: Ints | None = None
     retained: Mask | None = None
     beams: Beams | None = None
     host: HostState | None = None
@@ -109,11 +110,11 @@ class Recording:
 
     def matches(self, sequences: Ints) -> bool:
         """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
-        return self._mismatch(sequences) is None
+        return self.mismatch(sequences) is None
 
     def tokens(self, sequences: Ints) -> Tokens:
         """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands there."""
-        wrong = self._mismatch(sequences)
+        wrong = self.mismatch(sequences)
         if wrong is not None:
             raise AlignmentError(wrong)
         n_rows, length = sequences.shape
@@ -211,10 +212,11 @@ class Recording:
         joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10)
         return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep)
 
-    def _mismatch(self, sequences: Ints) -> str | None:
+    def mismatch(self, sequences: Ints) -> str | None:
+        """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
         n_rows, length = sequences.shape
-        if self.output is not None and not self.request and self.output.shape[1] != length:
-            return f"the output has {length} columns, the watched generate() returned {self.output.shape[1]}: give its output whole"
+        if self.ids is not None and self.ids.shape[1] != length:
+            return f"the output has {length} columns, the watched generate() returned {self.ids.shape[1]}: give its output whole"
         if self.beams is not None:
             return self._beam_mismatch(self.beams, sequences)
         if n_rows != self.call.n_rows:
@@ -233,6 +235,19 @@ class Recording:
             return (
                 f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward had "
                 f"{ids[i]}: this is not the output of the watched generate(), or it was edited"
+            )
+        return self._edited(sequences)
+
+    def _edited(self, sequences: Ints) -> str | None:
+        """Where an output differs from what was returned, which no forward may have shown: the last token of each row, and padding."""
+        if self.ids is None:
+            return None
+        if self.ids.shape != sequences.shape:
+            return f"the output has {len(sequences)} rows, the watched generate() returned {len(self.ids)}: give its output whole"
+        for row, column in np.argwhere(self.ids != sequences)[:1].tolist():
+            return (
+                f"row {row}, position {column}: the output has token {sequences[row, column]}, the watched generate() returned "
+                f"{self.ids[row, column]}: this is not its output, or it was edited"
             )
         return None
 
@@ -253,27 +268,47 @@ class Recording:
                     f"row {r}, position {beams.begin + len(entries)}: no beam had this sequence: this is not the output of the "
                     "watched generate(), or it was edited"
                 )
-        return None
+        return self._edited(sequences)
 
 
-def find_recording(recordings: Sequence[Recording], ids: Ints, out: Any, request: str = "", *, keep_tokens: int | None = None) -> Recording:
-    """The one that belongs to an output: the same object if it is known, else the newest that agrees with its ids `[B, L]`. Raises `AlignmentError`."""
-    newest_first = [recording for recording in recordings[::-1] if recording.request == request]
-    if not newest_first:
-        raise AlignmentError(
-            f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block"
-        )
-    same = next((r for r in newest_first if r.output is out), None)
+def find_recording(
+    recordings: Sequence[Recording], ids: Ints, out: Any, request: str = "", *, generation: int | None = None, keep_tokens: int | None = None
+) -> Recording:
+    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B, L]`. Raises `AlignmentError`."""
+    watched = [recording for recording in recordings if recording.request == request]
+    if not watched:
+        raise AlignmentError(f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block")
+    if generation is not None:
+        watched = [recording for recording in watched if recording.number == generation]
+        if not watched:
+            raise AlignmentError(f"generation {generation} was not watched, or is no longer kept: run.recordings has {_numbers(recordings)}")
+    same = next((recording for recording in watched[::-1] if recording.output is out), None)
     if same is not None:
         return same
-    agreeing = [r for r in newest_first if r.n_entries and r.matches(ids)]  # not one whose only forward failed
-    if any(r.host != agreeing[0].host for r in agreeing):
-        raise AlignmentError("several generations of this run have these ids, and the host was not the same in them: give the very object that generate() returned")
-    if not agreeing and keep_tokens is not None:
+    watched = [recording for recording in watched if recording.n_entries]  # not one whose only forward failed
+    agreeing = [recording for recording in watched if recording.matches(ids)]
+    # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the only one.
+    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.prompt_columns is None] or agreeing
+    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.frontier == ids.shape[1]] or agreeing
+    if len(agreeing) == 1:
+        return agreeing[0]
+    if agreeing:
+        raise AlignmentError(
+            f"generations {_numbers(agreeing)} of this run have these ids, and which of them is meant is unknown: give the very object that generate() "
+            f"returned, or its number, as in run.result(out, generation={agreeing[-1].number})"
+        )
+    if keep_tokens is not None:
         raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={keep_tokens}), or it is not an output of this run")
-    if not agreeing and not any(r.n_entries for r in newest_first):
+    if not watched:
         raise AlignmentError("no token was watched: every forward failed, or none was run")
-    return agreeing[0] if agreeing else next(r for r in newest_first if r.n_entries)
+    if len(watched) > 1:
+        raise AlignmentError(f"none of the generations {_numbers(watched)} of this run has these ids. Of the newest: {watched[-1].mismatch(ids)}")
+    return watched[0]
+
+
+def _numbers(recordings: Sequence[Recording]) -> str:
+    numbers = [str(recording.number) for recording in recordings]
+    return ", ".join(numbers if len(numbers) <= 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"
 
 
 def keep_newest(recordings: list[Recording], n_tokens: int) -> None:

@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from probemon.aggregate import Aggregator, named
 from probemon.align import Placed
 from probemon.audit import sample
+from probemon.by_hand import HandLoop
 from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
@@ -101,8 +102,9 @@ class MonitorRun:
             self.routing = RoutingRecorder(model, None if routing is True else routing, self._call)
             sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
         self._watcher = Watcher(
-            model, sites, manager.pack.n_probes, score, check=self._check, on_gap=None if on_gap == "raise" else self._gap, on_end=on_end
-        )
+            model, sites, manager.pack.n_probes, score, check=self._check, on_gap=None if on_gap == "raise" else self._gap, on_end=on_end,
+            acts=lambda: bool(self._rules or self._sinks),
+        )  # fmt: skip
         self._plan = manager.plan
         self._rules: list[Rule] = []
         self._listeners: list[Listener] = []
@@ -184,6 +186,22 @@ class MonitorRun:
         """Call `listener(placed, scores)` with every batch of tokens as soon as it is scored, in the thread that generates."""
         self._listeners.append(listener)
 
+    def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
+        """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, held streamers and results.
+
+            with run.generating(from_column=ids.shape[1]) as loop:
+                out = model(ids, past_key_values=cache)
+                ...
+                if loop.sampled(ids, ended=token[:, 0] == eos).all(): break
+
+        Forwards of the calling thread are one generation while the block is open: columns before `from_column` are its prompt (those of a cache
+        count), one generated column comes with each forward after it. `loop.sampled` is told of every column that is sampled and says which
+        rows are to end; `probemon.by_hand` has a whole loop. Raises `ConfigError`.
+        """
+        if not isinstance(from_column, int) or isinstance(from_column, bool) or from_column < 1:
+            raise ConfigError(f"from_column is {from_column!r}: it is the column at which generated tokens begin, so give the prompt's length, 1 or more")
+        return self._watcher.by_hand(from_column)
+
     def stop(self) -> None:
         """End every generation that runs at its next token, or the next one if none does; from any thread.
 
@@ -208,12 +226,14 @@ class MonitorRun:
         """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
         return self._watcher.forward_seconds
 
-    def result(self, out: Any) -> Result:
+    def result(self, out: Any, *, generation: int | None = None) -> Result:
         """The scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
 
         The ids of plain forwards `model(ids)` may be given as well, and what `generate_batch` returned, or one of its outputs:
-        row i is then its i-th request (`result.requests`). Every recorded token is compared with what
-        stands in `out`. Raises `AlignmentError` where they differ or nothing recorded belongs to `out`.
+        row i is then its i-th request (`result.requests`). Every token that was recorded or returned is compared with what
+        stands in `out`, the last one included. A copy of an output is enough where one generation of the run has its ids; where several
+        have, `generation` says which is meant, by its number in the run (as in `Event.generation`).
+        Raises `AlignmentError` where nothing recorded belongs to `out`, or more than one thing does.
         """
         ranks = self._watcher.ranks
         if ranks is not None and not ranks.scores:
@@ -224,7 +244,7 @@ class MonitorRun:
         if not isinstance(sequences, Tensor) or sequences.dim() != 2:
             raise ConfigError(f"out is {type(out).__name__}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
-        recording = find_recording(self._watcher.recordings, ids, sequences, keep_tokens=self._keep_tokens)
+        recording = find_recording(self._watcher.recordings, ids, sequences, generation=generation, keep_tokens=self._keep_tokens)
         return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_after=recording.host_after)
 
     def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
@@ -272,6 +292,11 @@ class MonitorRun:
             self._failed("loading in the background", failed)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
             self._failed("continuous batching", error_in_batch if isinstance(error_in_batch, Exception) else RuntimeError(repr(error_in_batch)))
+        if self._rules and error is None and self._watcher.n_documents and not self._watcher.n_generations:
+            raise ConfigError(
+                f"{len(self._rules)} rules were set and could never fire: the model ran {self._watcher.n_documents} plain forwards, which are documents, and "
+                "rules are asked of generated tokens. Use model.generate(), or put a loop of your own into `with run.generating(from_column=...)`"
+            )
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(

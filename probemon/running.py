@@ -43,7 +43,7 @@ class Generation:
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
     rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
-    is being called. `end`: of continuous batching, ends the request with the token that is sampled now.
+    is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
     """
 
     recording: Recording
@@ -65,6 +65,7 @@ class Generation:
     drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
     origin: Ints | None = None
     end: Callable[[], None] | None = None
+    by_hand: bool = False
 
     def sequence(self, ids: Any, mask: Any) -> None:
         """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
@@ -104,8 +105,9 @@ class Generation:
         end = forward.start + forward.ids.shape[1]
         if ids.shape[1] + begin != end or not np.array_equal(ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]):
             raise AlignmentError(
-                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: "
-                "these are not the sequence's tokens at their own places, so the host's own answer is wrong too. Start with an empty cache, and run no forward of your own inside generate()"
+                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: these are not the "
+                "sequence's tokens at their own places. Either something runs the model inside generate() (a logits processor, a criterion, a callback): leave it "
+                "out; or the cache holds other columns than the sequence, so that the host's own answer is wrong too: start with an empty one"
             )
 
     def beam_tokens(self, placed: Placed) -> Placed:

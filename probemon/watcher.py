@@ -14,18 +14,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.align import Call
 from probemon.beams import Beams
-from probemon.errors import ConceptRaised, NotSupportedDecoding
+from probemon.by_hand import HandLoop
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.forwards import Forwards, ScoreTokens
 from probemon.generation import Prompt, read_call
 from probemon.hold import HeldStreamer
@@ -49,11 +51,11 @@ class Watcher:
 
     def __init__(
         self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[Prompt], None] = lambda prompt: None,
-        on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None,
+        on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None, acts: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
-        self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop)
+        self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
         self._running: list[Generation] = []
         self._stop_next = False  # the next generate() is to end at its first token
         self._attaching_thread = 0
@@ -69,6 +71,16 @@ class Watcher:
     def recordings(self) -> list[Recording]:
         """Of every generation and document so far."""
         return self._forwards.recordings
+
+    @property
+    def n_documents(self) -> int:
+        """Plain forwards that were taken for documents."""
+        return self._forwards.n_documents
+
+    @property
+    def n_generations(self) -> int:
+        """Of `generate()`, of requests of continuous batching and of loops by hand."""
+        return self._forwards.n_recordings - self._forwards.n_documents
 
     @property
     def forward_seconds(self) -> deque[float]:
@@ -126,8 +138,8 @@ class Watcher:
         if outer is not None:
             if not outer.prompt.speculative or outer.acting:
                 raise NotSupportedDecoding(
-                    "generate() inside generate(), from an action or a criterion: whose tokens a forward shows would be a guess. "
-                    "Generate after the first has returned"
+                    "generate() inside generate() (from an action or a criterion), or inside run.generating: whose tokens a forward shows would be a "
+                    "guess. Generate after the first has ended"
                 )
             outer.drafting += 1  # the model proposes tokens to itself: nothing of that is in the output
             try:
@@ -145,14 +157,43 @@ class Watcher:
         recording = self._forwards.new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
-        generation = self._forwards.thread.generation = Generation(recording, prompt)
+        generation = Generation(recording, prompt)
+        with self._following(generation):
+            out = original(*args, **kwargs)
+            sequences = getattr(out, "sequences", out)
+            self._forwards.seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
+        self._returned(recording, sequences)
+        return out
+
+    @contextmanager
+    def by_hand(self, from_column: int) -> Iterator[HandLoop]:
+        """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
+        if not self.open:
+            raise ConfigError("run.generating is for the inside of the with block of attach()")
+        if self._forwards.thread.generation is not None:
+            raise ConfigError("run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a forward shows would be a guess")
+        prompt = Prompt(from_column, 0)
+        self._check(prompt)
+        generation = Generation(self._forwards.new_recording(Call(from_column), 0), prompt, by_hand=True)
+        loop = HandLoop(generation, self._sampled, self.current)
+        with self._following(generation):
+            yield loop
+            self._forwards.ended()
+            self._forwards.finish()
+            if loop.ids is not None:
+                self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
+        if loop.ids is not None:
+            self._returned(generation.recording, loop.ids)
+
+    @contextmanager
+    def _following(self, generation: Generation) -> Iterator[None]:
+        """While the block runs, forwards of the calling thread are of this generation."""
+        self._forwards.thread.generation = generation
         INSIDE.models[id(self.model)] += 1
         self._running.append(generation)
         generation.stop_all |= self._take_stop()
         try:
-            out = original(*args, **kwargs)
-            sequences = getattr(out, "sequences", out)
-            self._forwards.seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
+            yield
         except BaseException:
             self._forwards.finish(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
@@ -165,12 +206,13 @@ class Watcher:
                 self._running.remove(generation)
                 INSIDE.models[id(self.model)] -= 1
                 self._forwards.leave()
-                recording.done = True
-        recording.output = sequences
+                generation.recording.done = True
+
+    def _returned(self, recording: Recording, sequences: Tensor) -> None:
+        recording.output, recording.ids = sequences, sequences.detach().cpu().numpy().astype(np.int64)
         recording.host_after = host_state(self.model)
         if self._on_end is not None:
             self._on_end(recording)
-        return out
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._forwards.thread.generation

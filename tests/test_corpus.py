@@ -25,7 +25,7 @@ from probemon.analysis import COUNTED, TABLES, Analysis
 from probemon.audit import Audit
 from probemon.corpus import CorpusScorer, score_documents
 from probemon.documents import read_documents
-from probemon.errors import AlignmentError, ConfigError, HostMismatch, SinkFailed
+from probemon.errors import ConfigError, HostMismatch, SinkFailed
 from probemon.offline import analyze
 from probemon.windows import Reading, Tokens, Window, batches, cut, encode, shards
 

@@ -290,8 +290,8 @@ class RoutingRecorder:
     def _settle(self, number: int, recording: Recording, waiting: list[_Waiting]) -> None:
         """Count the decisions of the beams that were returned: each once, in the first row of the output that has it."""
         beams = recording.beams
-        assert beams is not None
-        sequences = recording.output.detach().cpu().numpy()
+        sequences = recording.ids
+        assert beams is not None and sequences is not None
         decisions, each = Decisions.join([one.decisions for one in waiting]), len(sequences) // (recording.call.n_rows // beams.n_beams)
         rows, columns, ids = (np.concatenate([getattr(one.placed, name) for one in waiting]) for name in ("rows", "columns", "ids"))
         phases = np.concatenate([np.full(len(one.placed), one.placed.phase) for one in waiting])

@@ -1,0 +1,38 @@
+"""Whether one key-value cache begins as another does: a deep copy of a prompt's cache holds what the run saw being computed.
+
+    if same_columns(cache, other, 12): ...       # their first 12 columns are the same, bit for bit
+
+The deepest layer that keeps every column is compared: its keys and values are made of the whole sequence before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
+    """Whether keys and values of two caches are the same in their first `n_columns`; False where a cache does not show them."""
+    ours, theirs = _deepest(cache), _deepest(other)
+    if ours is None or theirs is None or ours[0] != theirs[0]:
+        return False
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        # The newest column first: it is almost always enough to tell two caches apart.
+        for begin in (n_columns - 1, 0):
+            one, two = a[:, :, begin:n_columns], b[:, :, begin:n_columns]
+            if one.shape[2] != n_columns - begin or one.dtype != two.dtype or one.device != two.device or not torch.equal(one, two):
+                return False
+    return True
+
+
+def _deepest(cache: Any) -> tuple[int, Tensor, Tensor] | None:
+    """Number, keys and values `[B, H, columns, D]` of the last layer that keeps all columns."""
+    layers = getattr(cache, "layers", None)
+    for number in reversed(range(len(layers) if isinstance(layers, list) else 0)):
+        layer = cache.layers[number]
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == 4 and not getattr(layer, "is_sliding", False):
+            return number, keys, values
+    return None

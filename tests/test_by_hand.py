@@ -1,0 +1,411 @@
+"""Decode loops of one's own: followed exactly inside `run.generating`, and an error wherever they would only look calm."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, PAD, make_model, make_pack
+from oracle import check
+from transformers import DynamicCache, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from probemon import DynamicProbeManager
+from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.record import LAST
+from probemon.sinks import MemorySink
+
+PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
+ROWS = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 13, 7, 22, 4], [PAD, 1, 8, 33, 6]])
+GREEDY = {"do_sample": False, "pad_token_id": PAD}
+
+
+@pytest.fixture
+def manager(pack):
+    return DynamicProbeManager(pack)
+
+
+def decode(run, model, ids, n, *, mask=None, cached=True, chunk=None, eos=None, cache=None, loop_ended=True):
+    """A real loop: prompt in chunks or whole, a cache or none, padding, rows that end."""
+    begun = 0 if cache is None else cache.get_seq_length()
+    with torch.no_grad(), run.generating(from_column=ids.shape[1]) as loop:
+        cache = (DynamicCache() if cache is None else cache) if cached else None
+        for at in range(begun, ids.shape[1], chunk or ids.shape[1]) if cached else [0]:
+            end = min(at + (chunk or ids.shape[1]), ids.shape[1]) if cached else ids.shape[1]
+            out = model(ids[:, at:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache, use_cache=cached)
+        ended = torch.zeros(len(ids), dtype=torch.bool)
+        for _ in range(n):
+            token = torch.where(ended, PAD, out.logits[:, -1].argmax(-1))
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            mask = None if mask is None else torch.cat([mask, torch.ones(len(ids), 1, dtype=mask.dtype)], dim=1)
+            ended = loop.sampled(ids, ended=None if eos is None else token == eos)
+            if ended.all():
+                break
+            out = model(ids[:, -1:] if cached else ids, attention_mask=mask, past_key_values=cache, use_cache=cached)
+    return ids
+
+
+@pytest.mark.parametrize("how", [{}, {"cached": False}, {"chunk": 2}, {"mask": torch.ones(1, 5, dtype=torch.int64)}], ids=str)
+def test_a_loop_has_the_scores_of_generate_token_by_token(manager, model, how):
+    with manager.attach(model) as run:
+        ids = decode(run, model, PROMPT, 7, **how)
+        out = model.generate(PROMPT, max_new_tokens=7, eos_token_id=None, **GREEDY)
+    assert torch.equal(ids, out)
+    mine, oracle = run.result(ids, generation=0), run.result(out)
+    assert (mine.phase == oracle.phase).all()
+    # After the last token that was sampled the loop runs one forward more than generate does.
+    check(manager, model, mine, 0, ids[0].tolist(), 0, [(5, 7)])
+    assert oracle.coverage.unseen[-1] == LAST and mine.coverage.unseen[-1] == ""
+
+
+def test_left_padding_and_rows_that_end_are_no_tokens(manager, model):
+    mask = (ROWS != PAD).long()
+    with manager.attach(model) as run:
+        plain = model.generate(ROWS, attention_mask=mask, max_new_tokens=8, eos_token_id=None, **GREEDY)
+        eos = int(plain[1, 7])  # what row 1 says third
+        ids = decode(run, model, ROWS, 8, mask=mask, eos=eos)
+        out = model.generate(ROWS, attention_mask=mask, max_new_tokens=8, eos_token_id=eos, **GREEDY)
+    assert torch.equal(ids, out) and (out == PAD)[:, 5:].any()
+    mine, oracle = run.result(ids, generation=1), run.result(out)
+    assert (mine.row == oracle.row).all() and (mine.position == oracle.position).all()
+    for i in range(len(oracle.row)):
+        if not oracle.coverage.unseen[i]:
+            assert np.abs(mine.scores.active_scores(i) - oracle.scores.active_scores(i)).max() < 1e-5
+
+
+def test_rules_stops_and_sinks_work_in_a_loop(manager, model):
+    events, memory = [], MemorySink()
+    with manager.attach(model) as run:
+        ids = decode(run, model, PROMPT, 8)
+    third = run.result(ids).scores  # the third token that is generated has the loudest concept that the rules below are on
+    top = int(third.active(7)[np.argmax(third.active_scores(7))])
+    level = float(np.max(third.active_scores(7))) - 1e-4
+    with manager.attach(model) as run:
+        run.on(top, above=level, action=events.append)
+        run.on(top, above=level, action="stop")
+        run.add_sink(memory)
+        ids = decode(run, model, PROMPT, 8)
+    with manager.attach(model) as oracle:
+        oracle.on(top, above=level, action="stop")
+        out = model.generate(PROMPT, max_new_tokens=8, eos_token_id=None, **GREEDY)
+    assert torch.equal(ids, out) and ids.shape[1] < 13, "the loop ends where generate does"
+    assert [event.column for event in events] == [ids.shape[1] - 2]
+    phases = {int(p): batch.phase for batch in memory.batches for p in batch.position}
+    assert phases == {p: int(p >= 5) for p in range(ids.shape[1] - 1)}
+    with manager.attach(model) as run:
+        run.on(top, above=level, action="raise")
+        with pytest.raises(ConceptRaised):
+            decode(run, model, PROMPT, 8)
+    with manager.attach(model) as run:
+        run.stop()
+        assert decode(run, model, PROMPT, 8).shape[1] == 6
+
+
+class Shown(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_held_streamer_holds_in_a_loop(manager, model):
+    shown = Shown()
+    with torch.no_grad(), manager.attach(model) as run:
+        run.on("c0", above=0.0, action=lambda event: None)
+        held = run.hold(shown)
+        with run.generating(from_column=5) as loop:
+            held.put(PROMPT)
+            ids, cache = PROMPT, DynamicCache()
+            for step in range(4):
+                token = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:].argmax(-1)
+                ids = torch.cat([ids, token], dim=1)
+                loop.sampled(ids)
+                held.put(token)
+                assert shown.tokens == ids[0, : 5 + step].tolist(), "a token is shown once it has been read"
+            held.end()
+    assert held.withheld == ids[0, -1:].tolist() and shown.ended
+
+
+def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path):
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = decode(run, model, PROMPT, 3, cache=cache)
+        longer = torch.cat([first, torch.tensor([[33, 34]])], dim=1)
+        second = decode(run, model, longer, 3, cache=cache)
+    check(manager, model, run.result(second), 0, second[0].tolist(), 0, [(5, 3), (2, 3)])
+    config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=3, state_size=4, intermediate_size=32, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    host = MambaForCausalLM(config).eval()
+    recurrent = DynamicProbeManager(make_pack(tmp_path / "mamba", host))
+    with torch.no_grad(), recurrent.attach(host) as run, run.generating(from_column=5) as loop:
+        out, ids = host(PROMPT, use_cache=True), PROMPT
+        for _ in range(4):
+            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+            loop.sampled(ids)
+            out = host(ids[:, -1:], cache_params=out.cache_params, use_cache=True)
+    check(recurrent, host, run.result(ids), 0, ids[0].tolist(), 0, [(5, 4)])
+
+
+def test_misuse_of_a_loop_is_named(manager, model):
+    more = torch.cat([PROMPT, PROMPT[:, :1]], dim=1)
+    for from_column in (0, -1, 1.5, True, None, "5"):
+        with manager.attach(model) as run, pytest.raises(ConfigError, match="from_column is"):
+            run.generating(from_column)
+    with pytest.raises(ConfigError, match="inside of the with block"), run.generating(5):
+        pass
+    with torch.no_grad(), manager.attach(model) as run:
+        with run.generating(5), pytest.raises(ConfigError, match="not for the inside"), run.generating(5):
+            pass
+        with run.generating(5), pytest.raises(NotSupportedDecoding, match=r"inside run\.generating"):
+            model.generate(PROMPT, max_new_tokens=2)
+        with run.generating(5) as loop, pytest.raises(AlignmentError, match="before the stopping criteria saw it"):
+            cache = DynamicCache()
+            model(PROMPT, past_key_values=cache)
+            model(PROMPT[:, :1], past_key_values=cache)
+        with run.generating(5), pytest.raises(AlignmentError, match="3 generated columns in one forward"):
+            model(torch.cat([PROMPT, PROMPT[:, :3]], dim=1))
+        with run.generating(5) as loop:
+            model(PROMPT)
+            for bad in (PROMPT, torch.cat([more, more], 1), more[0], more.float(), more.tolist()):
+                with pytest.raises((AlignmentError, ConfigError), match="ids"):
+                    loop.sampled(bad)
+            for bad in (torch.zeros(2, dtype=torch.bool), torch.zeros(1), [False]):
+                with pytest.raises(ConfigError, match="ended is"):
+                    loop.sampled(more, ended=bad)
+            assert loop.sampled(more, ended=torch.tensor([True])).all()
+            with pytest.raises(AlignmentError, match="every row has ended"):
+                loop.sampled(torch.cat([more, more[:, :1]], 1))
+        with pytest.raises(ConfigError, match="in the thread that opened it"):
+            loop.sampled(more)
+        with run.generating(5) as loop:
+            model(PROMPT)
+            loop.sampled(more)
+            other = torch.cat([more, more[:, :1]], 1)
+            other[0, 2] += 1
+            with pytest.raises(NotSupportedDecoding, match="another sequence than it had"):
+                loop.sampled(other)
+
+
+def test_two_threads_loop_at_once(manager, model):
+    found, gate = {}, threading.Barrier(2)
+
+    def work(number, run):
+        gate.wait()
+        found[number] = decode(run, model, PROMPT + number, 6)
+
+    with manager.attach(model) as run:
+        threads = [threading.Thread(target=work, args=(number, run)) for number in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    for ids in found.values():
+        check(manager, model, run.result(ids), 0, ids[0].tolist(), 0, [(5, 6)])
+
+
+# -- what is not followed never looks calm ---------------------------------------------------------
+
+
+def other_head(model):
+    host = LlamaForCausalLM(model.config).eval()
+    host.model, host.lm_head = model.model, model.lm_head
+    return host
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("attached", ["base", "another head"])
+def test_generate_of_a_model_that_is_not_attached_is_refused(manager, attached, batch, ruled):
+    host = make_model()
+    with manager.attach(host.model if attached == "base" else other_head(host)) as run, pytest.raises(NotSupportedDecoding, match="attached to Llama"):
+        if ruled:
+            run.on("c0", above=0.0, action="stop")
+        host.generate(PROMPT.repeat(batch, 1), max_new_tokens=8, **GREEDY)
+    assert not any(recording.n_entries for recording in run.recordings)
+
+
+def test_classifiers_share_a_decoder_as_documents(manager, model):
+    """A head without generate() is read as it always was."""
+    config = copy.deepcopy(model.config)
+    head = LlamaForSequenceClassification(config).eval()
+    head.model = model.model
+    with torch.no_grad(), manager.attach(head) as run:
+        head(PROMPT)
+    check(manager, model, run.result(PROMPT), 0, PROMPT[0].tolist(), 0, [(5, 0)])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("waits", ["rule", "sink"])
+@pytest.mark.parametrize("host", ["whole", "base"])
+def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_tokens(manager, model, host, waits, cached):
+    runs = model if host == "whole" else model.model
+    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(runs) as run:
+        run.on("c0", above=0.0) if waits == "rule" else run.add_sink(MemorySink())
+        ids, cache = PROMPT, DynamicCache() if cached else None
+        for _ in range(3):
+            model(ids[:, cache.get_seq_length() :] if cached else ids, past_key_values=cache, use_cache=cached)
+            ids = torch.cat([ids, PROMPT[:, :1]], dim=1)
+
+
+def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match=r"could never fire: the model ran 2 plain forwards"), manager.attach(model) as run:
+            run.on("c0", above=0.0)
+            model(PROMPT)
+            model(PROMPT + 1)
+        with pytest.raises(ZeroDivisionError), manager.attach(model) as run:
+            run.on("c0", above=0.0)
+            model(PROMPT)
+            raise ZeroDivisionError
+        with manager.attach(model) as run:  # a prefix that is read before a generation is no reason
+            run.on("c0", above=0.0, action=lambda event: None)
+            cache = DynamicCache()
+            model(PROMPT[:, :3], past_key_values=cache)
+            model(PROMPT[:, 3:4], past_key_values=DynamicCache())
+            model.generate(PROMPT, past_key_values=cache, max_new_tokens=2, eos_token_id=None, **GREEDY)
+
+
+def test_a_held_streamer_of_another_head_shows_nothing(manager):
+    host, shown = make_model(), Shown()
+    with manager.attach(host.model) as run, pytest.raises(ConfigError, match="no run watches this generate"):
+        host.generate(PROMPT, max_new_tokens=4, streamer=run.hold(shown), **GREEDY)
+    assert not shown.tokens
+
+
+def test_what_ran_on_another_head_before_we_came_goes_on_unwatched(manager):
+    host = make_model()
+    begun, attached = threading.Event(), threading.Event()
+    found = []
+
+    def wait(ids, scores, **kwargs):
+        begun.set()
+        attached.wait(30)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    def work():
+        from transformers import StoppingCriteriaList
+
+        found.append(host.generate(PROMPT, max_new_tokens=4, eos_token_id=None, stopping_criteria=StoppingCriteriaList([wait]), **GREEDY))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(30)
+    with manager.attach(host.model) as run:
+        attached.set()
+        thread.join()
+    assert found and not any(recording.n_entries for recording in run.recordings)
+
+
+def test_guidance_by_a_processor_is_refused_by_name(pack, model):
+    from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+    guided = [UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, model, unconditional_ids=PROMPT[:, :2])]
+    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="classifier-free guidance"):
+        model.generate(PROMPT, max_new_tokens=3, logits_processor=guided, eos_token_id=None, **GREEDY)
+
+
+# -- a copied prefix --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes_on", ["generate", "by hand", "document"])
+def test_deep_copies_of_a_prompt_cache_are_known(manager, model, goes_on):
+    """The recipe for prompt caching: one prefix is run once, and every question goes on from a copy of its cache."""
+    prefix, questions = PROMPT[:, :3], [[20, 21], [30, 31, 32]]
+    with torch.no_grad(), manager.attach(model) as run:
+        cache = DynamicCache()
+        model(prefix, past_key_values=cache)
+        for question in questions:
+            ids = torch.cat([prefix, torch.tensor([question])], dim=1)
+            copied = copy.deepcopy(cache)
+            if goes_on == "document":
+                model(ids[:, 3:], past_key_values=copied)
+                turns = [(ids.shape[1], 0)]
+            elif goes_on == "generate":
+                ids = model.generate(ids, past_key_values=copied, max_new_tokens=3, eos_token_id=None, **GREEDY)
+                turns = [(3 + len(question), 2)]
+            else:
+                ids = decode(run, model, ids, 3, cache=copied)
+                turns = [(3 + len(question), 3)]
+            check(manager, model, run.result(ids), 0, ids[0].tolist(), 0, turns)
+        assert cache.get_seq_length() == 3
+
+
+def test_a_cache_that_only_looks_alike_is_unseen(manager, model):
+    """Of another prompt, of a run that did not see it, or edited: never taken for what was seen."""
+    with torch.no_grad():
+        foreign = DynamicCache()
+        model(PROMPT + 1, past_key_values=foreign)
+        with manager.attach(model) as run:
+            cache = DynamicCache()
+            model(PROMPT, past_key_values=cache)
+            edited = copy.deepcopy(cache)
+            edited.layers[-1].values[0, 0, 1] += 1e-3
+            for other, before in ((foreign, PROMPT + 1), (edited, PROMPT)):
+                ids = torch.cat([before, torch.tensor([[33, 34]])], dim=1)
+                out = model.generate(ids, past_key_values=other, max_new_tokens=2, eos_token_id=None, **GREEDY)
+                assert [bool(reason) for reason in run.result(out).coverage.unseen] == [True] * 5 + [False] * 3 + [True]
+
+
+# -- a result is of one generation -------------------------------------------------------------------
+
+
+def steered(model):
+    """The host moves between generations: the same ids, other states."""
+    amount = [0.0]
+    return amount, model.model.layers[0].register_forward_hook(lambda module, args, out: out + amount[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}], ids=str)
+def test_a_result_is_of_the_generation_that_was_meant_or_none(manager, options):
+    model = make_model()
+    options = {"max_new_tokens": 3, "eos_token_id": None, **GREEDY, **options}
+    amount, handle = steered(model)
+    with manager.attach(model) as run:
+        first = model.generate(PROMPT, **options)
+        amount[0] = 1e-4  # too little for other tokens, enough for other scores
+        second = model.generate(PROMPT, **options)
+    handle.remove()
+    ids = [getattr(out, "sequences", out) for out in (first, second)]
+    assert torch.equal(*ids)
+    one, two = run.result(first), run.result(second)
+    assert any((one.scores.active_scores(i) != two.scores.active_scores(i)).any() for i in range(5))
+    with pytest.raises(AlignmentError, match=r"generations 0, 1 of this run have these ids.*the very object"):
+        run.result(ids[0].clone())
+    for number, result in enumerate((one, two)):
+        again = run.result(ids[0].clone(), generation=number)
+        assert all((again.scores.active_scores(i) == result.scores.active_scores(i)).all() for i in range(7))
+    with pytest.raises(AlignmentError, match="generation 7 was not watched"):
+        run.result(ids[0].clone(), generation=7)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("column", range(8))
+def test_an_output_that_was_edited_anywhere_is_refused(manager, model, column, options):
+    """The last column too, of which no forward is seen; in a copy and in the very object."""
+    with manager.attach(model) as run:
+        out = model.generate(torch.cat([PROMPT, PROMPT + 1]), max_new_tokens=3, eos_token_id=None, **GREEDY, **options)
+        short = model.generate(PROMPT, max_new_tokens=1, eos_token_id=None, **GREEDY)
+    edited = out.clone()
+    edited[1, column] = (edited[1, column] + 1) % 61
+    with pytest.raises(AlignmentError, match=r"none of the generations 0, 1 of this run has these ids"):
+        run.result(edited)
+    out[1, column] = (out[1, column] + 1) % 61
+    with pytest.raises(AlignmentError):
+        run.result(out)
+    with pytest.raises(AlignmentError, match=r"none of the generations"):
+        run.result(torch.cat([short, short]))
+
+
+def test_padding_that_was_edited_is_refused(manager, model):
+    ids = torch.tensor([[1, 5, 9, 13, 7], [1, 22, 4, 8, 33]])
+    with manager.attach(model) as run:
+        plain = model.generate(ids, max_new_tokens=6, eos_token_id=None, **GREEDY)
+        out = model.generate(ids, max_new_tokens=6, eos_token_id=int(plain[0, 5]), **GREEDY)
+    assert out.shape[1] > 6 and out[0, -1] == PAD
+    out = out.clone()
+    assert run.result(out)
+    out[0, -1] = EOS
+    with pytest.raises(AlignmentError):
+        run.result(out)

@@ -75,16 +75,7 @@ class HandLoop:
 
 def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
     """The `generate()` that the calling thread is in and that runs `decoder`: its frame, and the model it is of; None where there is none."""
-    return _generate_of(sys._getframe(1), decoder)
-
-
-def generates_now(decoder: nn.Module) -> list[FrameType]:
-    """The frames of `generate()` that any thread is in and that run `decoder`."""
-    found = (_generate_of(frame, decoder) for frame in sys._current_frames().values())
-    return [one[0] for one in found if one is not None]
-
-
-def _generate_of(frame: FrameType | None, decoder: nn.Module) -> tuple[FrameType, Any] | None:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate":
             owner = frame.f_locals.get("self")

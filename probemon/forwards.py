@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
-from probemon.by_hand import generate_around, generates_now
+from probemon.by_hand import generate_around
 from probemon.copied_caches import same_columns
 from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.graphs import Bracket
@@ -38,6 +38,8 @@ from probemon.record import GAP, Recording
 from probemon.running import INSIDE, Generation, States, Thread, Waiting
 from probemon.tap import Site, Tap, check_states, ran_again
 from probemon.types import Gap
+
+LOG = logging.getLogger("probemon")
 
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports their scores,
 # to be called at the end of the forward: with False where they turned out not to be the tokens' and are to be thrown away.
@@ -63,7 +65,6 @@ class Forwards:
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
         self._sites, self._n_probes, self._score, self._on_gap = [str(site) for site in sites], n_probes, score, on_gap
         self._acts = acts
-        self._before_us: list[FrameType] = []  # of generate(), of other heads of this decoder
         self._tap = Tap(model, sites, self._tapped)
         self._rehearses = rehearsal(model)
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
@@ -81,8 +82,6 @@ class Forwards:
             torch._dynamo.reset()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
-        self._before_us = generates_now(self.decoder)
-        stack.callback(self._before_us.clear)
         self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
         stack.callback(setattr, self, "open", False)
         stack.callback(forget_compiled, self.model)
@@ -159,9 +158,9 @@ class Forwards:
             if self._closing.id not in self.decoder._forward_hooks:
                 self.ended()
             return
-        if generation is None and self._of_another_head():
-            return
         forward, cache = read_forward(given, generation)
+        if generation is None and self._of_another_head(forward, cache):
+            return
         if generation is None:
             recording = self._document(forward, cache)
         else:
@@ -221,18 +220,23 @@ class Forwards:
         document.earlier = known
         return document
 
-    def _of_another_head(self) -> bool:
-        """Whether a plain forward is of a `generate()` that began before we came. Of one that cannot be followed it is an error."""
-        around = generate_around(self.decoder)
+    def _of_another_head(self, forward: Forward, cache: Any) -> bool:
+        """Whether a plain forward is of a `generate()` that was under way when we came. Of any other that cannot be followed it is an error."""
+        mine, around = self.thread, generate_around(self.decoder)
         if around is None:
+            mine.under_way = None
             return False
         frame, owner = around
-        if any(frame is known for known in self._before_us):
-            return True
-        raise NotSupportedDecoding(
-            f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached to {type(self.model).__name__}: which tokens are "
-            "generated, and where rows end, is unknown here, and rules would never fire. Attach to the very model whose generate() is called"
-        )
+        if frame is not mine.under_way:
+            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know had begun.
+            if forward.start == 0 or forward.ids.shape[1] > 1 or self._known(cache, len(forward.ids), forward.start) is not None:
+                raise NotSupportedDecoding(
+                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached to {type(self.model).__name__}: which "
+                    "tokens are generated, and where rows end, is unknown here, and rules would never fire. Attach to the very model whose generate() is called"
+                )
+            LOG.warning("a generate() of %s began before probemon was attached to its decoder, and is not watched", type(owner).__name__)
+            mine.under_way = frame
+        return True
 
     def _decodes(self, forward: Forward) -> bool:
         """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of the forward before it."""

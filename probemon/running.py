@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,7 @@ class Thread(threading.local):
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
+        self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.recording: Recording | None = None  # of the open forward, where it is of one
         self.waiting: list[Waiting] = []

@@ -163,7 +163,7 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
 
 def attacked() -> list[Any]:
     """Modules whose branches guide: those that read, check and write packs and others' files."""
-    names = ("manifest", "packfile", "pack", "packwriter", "hierarchy", "types", "naming", "edit", "embed", "regroup", "cli_pack", "hub", "quantize")
+    names = ("manifest", "strict_json", "heldfile", "heldtensors", "packfile", "pack", "packwriter", "hierarchy", "types", "naming", "edit", "embed", "regroup", "cli_pack", "hub", "quantize")
     known = [sys.modules.get(f"probemon.{name}") for name in names]
     return [module for module in known if module is not None] + [module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")]
 

@@ -158,10 +158,10 @@ def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch
 
 
 def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
-    from probemon import packfile
+    from probemon import heldfile
 
     room.seeds("pack")
-    monkeypatch.setattr(packfile, "check_inside", lambda path: None)
+    monkeypatch.setattr(heldfile, "inside", lambda path: path)
     tree = {**room.seeds("pack")[-1], "probes.safetensors": Link("../outside/probes.safetensors")}
     verdict = room.run("pack", tree, Random(3))
     assert verdict.outcome == "made" and "outside" in verdict.trouble

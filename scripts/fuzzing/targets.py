@@ -22,9 +22,10 @@ import torch
 from fuzzing import independent, seeds
 from fuzzing.independent import Net, Unreadable
 from fuzzing.mutate import Tree
-from probemon import packfile
 from probemon.cli_pack import read_object
 from probemon.edit import merge, rename, subset
+from probemon.heldfile import read_whole
+from probemon.heldtensors import HeldTensors
 from probemon.importers.generic import import_safetensors
 from probemon.importers.hallucination import import_head
 from probemon.importers.hatcat import import_pack
@@ -141,6 +142,10 @@ def _judge_concepts(found: Any, call: Call) -> None:
     lines = text.removesuffix("\n").split("\n") if text else []
     if len(found) != len(lines) or not all(isinstance(one["id"], str) and isinstance(one["parents"], list) for one in found):
         raise Wrong("concepts are not those of the lines")
+
+
+def _tensors(call: Call) -> dict[str, torch.Tensor]:
+    return read_whole(call.source, lambda folder: HeldTensors(folder.hold("probes.safetensors")).all())
 
 
 def _judge_tensors(found: Any, call: Call) -> None:
@@ -262,7 +267,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(lambda room: [{"manifest.json": tree["manifest.json"]} for tree in seeds.packs(room)], lambda call: read_manifest(call.source / "manifest.json"), _judge_manifest, folders=False),
     "concepts": Target(lambda room: [{"concepts.jsonl": tree["concepts.jsonl"]} for tree in seeds.packs(room)], lambda call: read_concepts(call.source / "concepts.jsonl"), _judge_concepts, folders=False),
     "tensors": Target(
-        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], lambda call: packfile.map_tensors(call.source / "probes.safetensors"), _judge_tensors,
+        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], _tensors, _judge_tensors,
         folders=False,
     ),
     "pack": Target(seeds.packs, _open, _judge_pack),

@@ -27,7 +27,7 @@ from probemon.errors import PackChanged, PackCorrupt, PackError
 
 _BLOCK_BYTES = 1 << 20
 _WAITS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # seconds before each attempt to open a folder that is being replaced
-_ABSENT = 4  # attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a moment
+_ABSENT = 6  # attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a moment
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd  # not on Windows
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _seeking = threading.Lock()  # where files cannot be read at a place, they are read one at a time

@@ -11,17 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 
-from fuzzing import independent, seeds
+from fuzzing import changes, independent, seeds
 from fuzzing.independent import Net, Unreadable
-from fuzzing.mutate import Tree
+from fuzzing.target import Call, Target, Wrong
 from probemon.cli_pack import read_object
 from probemon.edit import merge, rename, subset
 from probemon.heldfile import read_whole
@@ -43,31 +41,6 @@ SITE = "resid_post.1"
 SCALE = 3.0
 _N_STATES = 3
 _FLOOR = 2e-6  # of a score in fp32
-
-
-class Wrong(Exception):
-    """What was made is not what the files say."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One input: its folder, where a pack may be written, whether over an older one, and what else is left to chance."""
-
-    source: Path
-    out: Path
-    overwrite: bool
-    rng: Random
-
-
-@dataclass(frozen=True)
-class Target:
-    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder."""
-
-    seeds: Callable[[Path], list[Tree]]
-    run: Callable[[Call], Any]
-    judge: Callable[[Any, Call], None]
-    writes: bool = False
-    folders: bool = True
 
 
 def own_scores(pack: ProbePack) -> tuple[np.ndarray, np.ndarray]:
@@ -289,4 +262,5 @@ TARGETS: dict[str, Target] = {
             lambda call: import_safetensors(call.source / "heads.safetensors", call.out, mapping=call.source / "mapping.json", overwrite=call.overwrite), lambda call: independent.generic(call.source)
         ),
     ),
+    **changes.TARGETS,
 }  # fmt: skip

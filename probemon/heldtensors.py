@@ -149,7 +149,9 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
         header = loads(text.decode())
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+            raise ValueError("its metadata are no texts by name")
         entries = []
         for name, entry in header.items():
             shape, (begin, end) = entry["shape"], entry["data_offsets"]

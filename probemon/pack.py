@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ class ProbePack:
         self.aggregated = tuple(sorted(self._aggregated))
         self.golden_error: float | None = None  # found by `verify`
         self._check(where)
-        self._names = Names(self.name, concepts, self.path)
+        self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))  # not the pack's own method: a pack in a circle would hold its file for long
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -371,7 +372,7 @@ class ProbePack:
 
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe."""
-        return [self.concepts[i]["name"] for i in self.tree.path(probe)]
+        return _path(self.tree, self.concepts, probe)
 
     def weight_bytes(self) -> int:
         """Bytes of all stacked weights."""
@@ -453,6 +454,10 @@ class ProbePack:
         return hub.push(
             self, repo_id, private=private, revision=revision, commit_message=commit_message, create_pr=create_pr, token=token, endpoint=endpoint
         )
+
+
+def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:
+    return [concepts[i]["name"] for i in tree.path(probe)]
 
 
 def check_recommended(recommended: Mapping[str, Any], where: str) -> None:

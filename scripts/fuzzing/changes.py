@@ -129,11 +129,11 @@ def size_in_memory(n_bytes: int) -> Iterator[None]:
         yield
 
 
-class _System:
-    """`os` for `probemon.heldfile`, which does something before one of its calls."""
+class System:
+    """`os` for `probemon.heldfile`, which does something before one of its calls; then it is `done`."""
 
     def __init__(self, at: int, action: Callable[[], None]) -> None:
-        self._left, self._action = at, action
+        self._left, self._action, self.done = at, action, False
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(os, name)
@@ -141,9 +141,10 @@ class _System:
             return found
 
         def called(*arguments: Any, **named: Any) -> Any:
-            if self._left == 0:
-                self._action()
             self._left -= 1
+            if self._left == -1:
+                self.done = True
+                self._action()
             return found(*arguments, **named)
 
         return called
@@ -159,7 +160,7 @@ def _open(call: Call) -> ProbePack:
     place = call.out.parent / "use"
     pack = aged(call.source / "a", place / "pack")
     try:
-        with size_in_memory(0 if mapped else 1 << 20), mock.patch.object(heldfile, "os", _System(rng.randrange(40), lambda: change(pack, call.source / "b"))):
+        with size_in_memory(0 if mapped else 1 << 20), mock.patch.object(heldfile, "os", System(rng.randrange(70), lambda: change(pack, call.source / "b"))):
             opened = ProbePack.open(pack, verify=rng.random() < 0.2)
             opened.weights  # noqa: B018 (read now)
         for name in opened.weights if mapped else ():

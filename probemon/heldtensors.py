@@ -105,7 +105,7 @@ class HeldTensors:
         self.file.check()
         self.file.read_into(raw, 0)
         self.file.check()
-        digest = None if self._sha256 is None else hashlib.sha256(raw).hexdigest()
+        digest = None if self._sha256 is None else hashlib.sha256(memoryview(raw)).hexdigest()
         if digest is not None and digest != self._sha256:
             raise PackCorrupt(f"{self.file.path} was changed: sha256 {digest[:12]}..., the manifest says {str(self._sha256)[:12]}...: fetch the pack again")
         self.file.close()

@@ -101,11 +101,11 @@ class HeldTensors:
         return math.prod(like.shape[1:]) * like.element_size()
 
     def _read_all(self) -> dict[str, Tensor]:
-        raw = np.empty(self.file.size, dtype=np.uint8)
+        raw: Any = np.empty(self.file.size, dtype=np.uint8)
         self.file.check()
         self.file.read_into(raw, 0)
         self.file.check()
-        digest = None if self._sha256 is None else hashlib.sha256(memoryview(raw)).hexdigest()
+        digest = None if self._sha256 is None else hashlib.sha256(raw).hexdigest()
         if digest is not None and digest != self._sha256:
             raise PackCorrupt(f"{self.file.path} was changed: sha256 {digest[:12]}..., the manifest says {str(self._sha256)[:12]}...: fetch the pack again")
         self.file.close()

@@ -271,7 +271,7 @@ class ProbePack:
                 raise PackCorrupt(f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack again")
         if self.manifest["host"].get("hidden_size") not in (None, d):
             raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
-        golden = {name: self._tensors.described[name] for name in ("golden_hidden", "golden_scores") if name in self._tensors.described}
+        golden: dict[str, Tensor] = {name: self._tensors.described[name] for name in ("golden_hidden", "golden_scores") if name in self._tensors.described}
         if len(golden) == 1:
             raise PackCorrupt(f"{where} has golden states without their scores, or scores without their states: fetch the pack again")
         if golden:

@@ -33,6 +33,7 @@ from probemon.pack import ProbePack
 from probemon.quantize import quantize
 
 PROBES = "probes.safetensors"
+_WAYS = 5  # of making a pack of a pack
 _PAGED_BYTES = 1000  # room for few of the probes
 _CALLS = ("open", "stat", "fstat", "preadv", "listdir")
 Change = Callable[[Path, Path], None]
@@ -111,6 +112,10 @@ def pairs(room: Path) -> list[Tree]:
         trees.append({f"{name}/{file}": data for name, tree in (("a", first), ("b", second)) for file, data in tree.items()})
         if len(first[PROBES]) != len(second[PROBES]) or first[PROBES] == second[PROBES]:
             raise RuntimeError(f"the packs of kind {kind} are no two packs of one size")
+    pack = ProbePack.open(room / "a" / "linear")
+    _scores(_manager(pack, False), dict.fromkeys(pack.sites, torch.zeros(1, seeds.D)))
+    for way in range(_WAYS):  # what is imported when it is first used is not the doing of a case
+        _make(pack, room / "a" / "linear", room / "made" / f"{way}", way)
     return trees
 
 
@@ -229,16 +234,16 @@ def _use(call: Call) -> str:
                 raise Wrong(f"{change.__name__}: scores are others, and nothing is said")
             if when == 3:
                 change(folder, call.source / "b")
-            _make(pack, call, place / "made", rng)
+            _make(pack, call.source / "a", place / "made", rng.randrange(_WAYS))
             return change.__name__
     finally:
         shutil.rmtree(place)
 
 
-def _make(pack: ProbePack, call: Call, out: Path, rng: Random) -> None:
-    """Another pack of it: of its weights as they were."""
+def _make(pack: ProbePack, source: Path, out: Path, way: int) -> None:
+    """Another pack of it: of its weights as they were, which still are in `source`."""
     try:
-        match rng.randrange(5):
+        match way:
             case 0:
                 made = rename(pack, out, name="new")
             case 1:
@@ -250,10 +255,10 @@ def _make(pack: ProbePack, call: Call, out: Path, rng: Random) -> None:
             case _:
                 made = quantize(pack, out)
     except ProbemonError:
-        if os.path.lexists(out) or any(name.startswith(".made") for name in os.listdir(out.parent)):
+        if os.path.lexists(out) or any(name.startswith(f".{out.name}") for name in os.listdir(out.parent)):
             raise Wrong("half a pack was left") from None
         raise
-    tensors, _ = independent.safetensors((call.source / "a" / PROBES).read_bytes())
+    tensors, _ = independent.safetensors((source / PROBES).read_bytes())
     numbers = [pack.find(concept["id"].removeprefix("a:").removeprefix("b:")) for concept in made.concepts]
     for name in ("b1", "b3"):  # which no edit rounds
         if name in tensors and not np.array_equal(made.weights[name].double().numpy(), tensors[name][numbers]):

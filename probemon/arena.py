@@ -75,34 +75,51 @@ class Arena(Protocol):
 
 
 class ResidentArena:
-    """The whole pack, slot = probe. On a CPU this is the mapped pack itself, on a GPU one upload.
+    """The whole pack, slot = probe. On a CPU these are the pack's own weights, in memory or mapped; on a GPU one upload.
 
     `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`). The weights of
-    several packs of one architecture lie one after another, in memory of the arena's own.
+    several packs of one architecture lie one after another, in memory of the arena's own. `unchanged()` raises where a file that weights are mapped from
+    was written to: it is asked before they are read, each time, and after what reads them without asking for a wave.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], device: torch.device, check: Callable[[Ints], None]) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], device: torch.device, check: Callable[[Ints], None], unchanged: Callable[[], None] | None = None
+    ) -> None:
         self._sources = [weights] if isinstance(weights, Mapping) else list(weights)
         self.weights: Mapping[str, Tensor] = (
             {name: tensor.to(device) for name, tensor in self._sources[0].items()} if len(self._sources) == 1 else _stacked(self._sources, device)
         )
         self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
         self._check = check
+        if unchanged is not None:
+            unchanged()  # what was copied was whole
+        in_place = all(tensor is self._sources[0][name] for name, tensor in self.weights.items())
+        self._unchanged = unchanged if in_place else None
         self._n = len(self.weights["w1"])
-        self.checked = np.zeros(self._n, dtype=bool)
+        self._checked = np.zeros(self._n, dtype=bool)
         self._pins: Counter[int] = Counter()
         self._hits = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """One wave of everything."""
-        if not self.checked[probes].all():
-            self.check(probes[~self.checked[probes]])
+        checked = self.checked
+        if not checked[probes].all():
+            self.check(probes[~checked[probes]])
         self._hits += len(probes)
         yield np.arange(len(probes)), probes
 
     def used(self, n: int) -> None:
-        """So many slots were read without asking for a wave."""
+        """So many slots were read without asking for a wave. Raises `PackChanged` where they may not be what they were."""
+        if self._unchanged is not None:
+            self._unchanged()
         self._hits += n
+
+    @property
+    def checked(self) -> Any:
+        """Which probes were looked at before their first use, `[P]` bool. Whoever asks is about to read weights: raises `PackChanged` as `waves` does."""
+        if self._unchanged is not None:
+            self._unchanged()
+        return self._checked
 
     def check(self, probes: Ints) -> None:
         """Look at the weights of probes before their first use. Raises `ProbeLoadError`."""
@@ -110,7 +127,7 @@ class ResidentArena:
             self._check(probes)
         except PackCorrupt as error:
             raise ProbeLoadError(str(error)) from error
-        self.checked[probes] = True
+        self._checked[probes] = True
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
         """Nothing is ever evicted; kept for the count."""

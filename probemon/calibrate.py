@@ -32,8 +32,9 @@ from probemon.aggregate import Aggregator, Each, named, over
 from probemon.errors import CalibrationError, ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.intervals import at_most, lower_bound, upper_bound
-from probemon.manifest import CARD, PROBES
+from probemon.manifest import PROBES
 from probemon.pack import ProbePack
+from probemon.packwriter import PackWriter
 from probemon.types import Floats
 
 if TYPE_CHECKING:
@@ -297,13 +298,16 @@ def write_calibrated(
     }  # fmt: skip
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
-    card = (pack.directory / CARD).read_text(encoding="utf-8") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
-    return ProbePack.write(
-        path, name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated", concepts=pack.concepts, weights=pack.weights,
+    card = pack.card_text()
+    with PackWriter(
+        path, name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated", concepts=pack.concepts, architecture=pack.architecture, dtype=pack.dtype,
         score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"],
         card=card + _note(alerts, expansion, changes, cleared), input_index=pack.input_index, alert_threshold=alert, expand_threshold=expand,
         aggregated=aggregated, golden_hidden=pack.golden_hidden, recommended=recommended, provenance=provenance, quality=quality,
-    )  # fmt: skip
+    ) as writer:  # fmt: skip
+        for start, block in pack.blocks():
+            writer.put_slice(start, block)
+    return writer.pack
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from probemon.errors import ConfigError
-from probemon.importers.strict_json import RepeatedKey, loads
+from probemon.strict_json import RepeatedKey, loads
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack

@@ -8,14 +8,14 @@
 - a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one document each, `id` is the path.
   What cannot be read, and links to folders, which are not followed, are bad documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
-- names that end in `.gz` are decompressed
+- names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of parquet files
 Rows of an iterable that are dicts (a Hugging Face dataset gives such) have their fields by name; strings are texts.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
+import io
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -24,8 +24,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from probemon.errors import ConfigError, MissingExtra
+from probemon.strict_json import loads
 
 MAX_CHARS = 2_000_000
+# What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a thousand times.
+MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
+# Of a parquet file's dictionary, compressed: it is read whole for a row group, and writers end it at a million bytes. Of one over the smaller bound rows are read one by one.
+MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 _JSON = (".jsonl", ".ndjson", ".json")
 Source = str | os.PathLike[str] | Iterable[Any]
 
@@ -197,7 +202,34 @@ def _zipped(path: Path) -> bool:
 
 
 def _opened(path: Path) -> Any:
-    return gzip.open(path) if _zipped(path) else path.open("rb")
+    return io.BufferedReader(_Unzipped(path), 1 << 16) if _zipped(path) else path.open("rb")
+
+
+class _Unzipped(io.RawIOBase):
+    """Decompressed bytes, as long as they are not too many for what they come from."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises `ConfigError` where there is more than there may be."""
+        data = self._file.read1(len(buffer))  # what there is: of a damaged file, all that comes before the damage
+        buffer[: len(data)] = data
+        self._left -= len(data)
+        if self._left < 0:
+            raise ConfigError(f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right")
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _most_bytes(compressed: int) -> int:
+    return max(ALWAYS_BYTES, MOST_TIMES * compressed)
 
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
@@ -226,7 +258,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
             yield _decoded(line.rstrip(b"\r\n"), at)
             continue
         try:
-            item = json.loads(line)
+            item = loads(line.decode(), halves=True)  # of texts it is told which cannot be scored
         except UnicodeDecodeError as error:
             yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
         except (ValueError, RecursionError) as error:
@@ -271,11 +303,33 @@ def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
 
 
 def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
-    columns, number = _parquet_columns(path, fields), 0
-    for batch in _parquet_file(path).iter_batches(batch_size=256, columns=columns):
-        for item in batch.to_pylist():
-            number += 1
-            yield _of_item(item, f"{where}:{number}", fields)
+    columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group)
+        chunks = [chunk for chunk in map(rows.column, range(rows.num_columns)) if chunk.path_in_schema.split(".")[0] in columns]
+        reason = next(filter(None, map(_too_large, chunks)), "")
+        if reason:
+            yield _Row(f"{where}:{number + 1}", reason=f"{rows.num_rows} rows cannot be read: {reason}")
+            number += rows.num_rows
+            continue
+        size = 1 if any(_dictionary_bytes(chunk) > LARGE_DICTIONARY_BYTES for chunk in chunks) else 256
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
+            for item in batch.to_pylist():
+                number += 1
+                yield _of_item(item, f"{where}:{number}", fields)
+
+
+def _too_large(chunk: Any) -> str:
+    """Why a column of a row group is not read, by what the file says of it; "" where it is."""
+    if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
+        return f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES} times its size"
+    if _dictionary_bytes(chunk) > MAX_DICTIONARY_BYTES:
+        return f"the dictionary of {chunk.path_in_schema} has {_dictionary_bytes(chunk):,} bytes, at most {MAX_DICTIONARY_BYTES:,} are read. Write the file without dictionaries"
+    return ""
+
+
+def _dictionary_bytes(chunk: Any) -> int:
+    return chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None else 0
 
 
 def _count_file(path: Path, alone: bool) -> int:

@@ -25,15 +25,14 @@ from probemon.cascade import auto_threshold, begins
 from probemon.embed import common, embed
 from probemon.errors import PackError
 from probemon.hierarchy import Ints
-from probemon.manifest import CARD, PROBES
+from probemon.manifest import PROBES
 from probemon.naming import Wanted
-from probemon.pack import ProbePack
+from probemon.pack import ALWAYS, ProbePack
 from probemon.packwriter import PackWriter, check_target
 from probemon.parts import Part
 from probemon.parts import named as of_pack
 from probemon.types import CascadeConfig
 
-_BLOCK_BYTES = 64 << 20
 _SHOWN = 5
 # Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
 _TOGETHER: dict[str, Callable[[list[Any]], Any]] = {
@@ -94,7 +93,7 @@ def merge(
     ) as writer:  # fmt: skip
         at = 0
         for pack in all_packs:
-            for start, block in _blocks(pack):
+            for start, block in pack.blocks():
                 writer.put_slice(at + start, embed(block, architecture))
             at += pack.n_probes
     return writer.pack
@@ -210,18 +209,9 @@ def copy_pack(
         path, name=name, concepts=lines, architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs],
         host=pack.manifest["host"], licence=pack.manifest["licence"], card=card_of(name, how, [pack]), golden_hidden=pack.golden_hidden, provenance=provenance, **rest,
     ) as writer:  # fmt: skip
-        for start, block in _blocks(pack, probes):
+        for start, block in pack.blocks(probes):
             writer.put_slice(start, block)
     return writer.pack
-
-
-def _blocks(pack: ProbePack, probes: Ints | None = None) -> Any:
-    """Weights of probes in their order, some at a time: where each block begins, and its stacked tensors."""
-    wanted = np.arange(pack.n_probes) if probes is None else probes
-    size = max(1, _BLOCK_BYTES // max(1, pack.weight_bytes() // max(1, pack.n_probes)))
-    for start in range(0, len(wanted), size):
-        some = torch.from_numpy(wanted[start : start + size])
-        yield start, {key: tensor[some] for key, tensor in pack.weights.items()}
 
 
 def _qualified(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
@@ -296,7 +286,9 @@ def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], T
     deep = [pack for _, pack in named if pack.tree.has_children.any()]
     rules = {auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold")) for pack in deep}
     if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
-        own = [np.where(part.pack.tree.has_children, part.thresholds, np.float32(np.nan)) for part in parts]
+        # Of numbers that no score can be on one side of, those that a pack may hold: they open the same.
+        thresholds = [np.where(part.thresholds < 0, np.float32(ALWAYS), np.minimum(part.thresholds, np.float32(1))) for part in parts]
+        own = [np.where(part.pack.tree.has_children, some, np.float32(np.nan)) for part, some in zip(parts, thresholds, strict=True)]
         return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(np.concatenate(own))
     if rules and any("load_threshold" in pack.recommended for pack in deep):
         recommended["load_threshold"] = rules.pop()
@@ -313,6 +305,6 @@ def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
 def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
     """A card that says what it was made of, with the parents' cards below."""
     made_of = "\n".join(f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}" for pack in packs)
-    cards = [(pack.directory / CARD).read_text(encoding="utf-8", errors="replace") for pack in packs if (pack.directory / CARD).is_file()]
+    cards = [pack.card_text() for pack in packs if pack.card is not None]
     below = "".join(f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards)
     return f"# {name}\n\n{how}:\n\n{made_of}\n{below}"

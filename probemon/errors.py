@@ -54,6 +54,10 @@ class PackCorrupt(PackError):
     """A file of the pack is missing, truncated or edited."""
 
 
+class PackChanged(PackError):
+    """A file of a pack was written to while the pack was opened or in use; the pack has to be opened again."""
+
+
 class ImportRefused(PackError):
     """A file of another project is not read: it holds code, leaves its folder, is larger than the bound, or is no probe."""
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probemon import packfile
-from probemon.errors import ConfigError, PackCorrupt, PackError, ProbemonError
+from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
 from probemon.pack import ProbePack
 from probemon.packwriter import check_target
@@ -63,22 +63,14 @@ def find(
     repo: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | Path | None = None, local_files_only: bool = False,
     manifest_sha256: str | None = None, endpoint: str | None = None,
 ) -> Path:  # fmt: skip
-    """The folder of a pack: `repo` itself where it is one, else a checked snapshot of it in the hub's cache. See `ProbePack.from_pretrained`."""
+    """The folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked snapshot of it in the hub's cache. See `ProbePack.from_pretrained`."""
     if manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256):
         raise ConfigError(f"manifest_sha256 is {manifest_sha256!r}: give all 64 hex digits of the sha256 of {MANIFEST}")
     if not os.path.isdir(repo):
         return _fetch(repo, revision, manifest_sha256, {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only, "endpoint": endpoint})
     if revision is not None:
         raise ConfigError(f"{repo!r} is a folder here, and a folder has no revision {revision!r}: leave revision out, or work from another folder to have the hub's {repo!r}")
-    folder = Path(repo)
-    if manifest_sha256 is not None:
-        if not (folder / MANIFEST).is_file():
-            raise PackError(f"{folder} holds no {MANIFEST}: it is not a probe pack")
-        packfile.check_inside(folder / MANIFEST)
-        _check_pin(folder, manifest_sha256)
-        for file, stated in _listed(folder).items():
-            _check_file(folder / file, stated)
-    return folder
+    return Path(repo)
 
 
 def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
@@ -91,17 +83,19 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
         made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         for file in (CONCEPTS, PROBES):
             shutil.copyfile(pack.directory / file, made / file)
+            _check_copied(pack, file, packfile.sha256(made / file))
         (made / CARD).write_bytes(card)
         (made / MANIFEST).write_bytes(manifest)
         made.chmod(0o755)  # mkdtemp makes it private
-        ProbePack.open(made)
+        copy = ProbePack.open(made)
         packfile.replace_directory(made, target)
     except OSError as error:
         raise PackError(f"{pack.directory} cannot be copied to {target} ({error.strerror}: {error.filename}): make room, or choose another path") from error
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
-    return ProbePack.open(target)
+    copy.moved(target)
+    return copy
 
 
 def push(
@@ -118,8 +112,12 @@ def push(
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
+        added = [CommitOperationAdd(file, what) for file, what in sent.items()]
+        for one in added:
+            if one.path_in_repo in (CONCEPTS, PROBES):  # what will be sent must have these hashes
+                _check_copied(pack, one.path_in_repo, one.upload_info.sha256.hex())
         commit = api.create_commit(
-            repo, [CommitOperationAdd(file, what) for file, what in sent.items()], commit_message=commit_message or f"Push {pack.name} with probemon",
+            repo, added, commit_message=commit_message or f"Push {pack.name} with probemon",
             revision=revision, create_pr=create_pr,
         )  # fmt: skip
     return Pushed(commit.commit_url, commit.oid, _sha256(manifest), commit.pr_url)
@@ -187,15 +185,19 @@ def _listed(folder: Path) -> dict[str, Any]:
 
 
 def _check_pin(folder: Path, pin: str | None) -> None:
-    path = folder / MANIFEST
-    found = packfile.sha256(path)
-    if pin is not None and found != pin.lower():
-        raise PackCorrupt(f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack, or was changed")
+    if pin is not None:
+        packfile.check_pin(folder / MANIFEST, packfile.sha256(folder / MANIFEST), pin)
 
 
 def _check_file(path: Path, stated: dict[str, Any]) -> None:
     packfile.check_size(path, stated["size"])
     packfile.check_hash(path, stated["sha256"])
+
+
+def _check_copied(pack: ProbePack, file: str, digest: str) -> None:
+    """Raise `PackChanged` where what is passed on is not what was opened: the pack was replaced meanwhile."""
+    if digest != pack.manifest["files"][file]["sha256"]:
+        raise PackChanged(f"{pack.directory / file} is another one than when the pack was opened: open the pack again")
 
 
 def _accepted(folder: Path) -> Path:
@@ -236,7 +238,7 @@ def _card(pack: ProbePack) -> bytes:
 
     path = pack.directory / CARD
     try:
-        text = path.read_bytes().decode() if path.is_file() else f"# {pack.name}\n"
+        text = f"# {pack.name}\n" if pack.card is None else pack.card.decode()
         block = REGEX_YAML_BLOCK.search(text)
         if block is not None and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2))):
             raise ValueError("its metadata refers to itself, and what refers to itself often enough has no end")

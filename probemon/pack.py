@@ -1,16 +1,20 @@
 """A probe pack: a directory of concept probes and everything needed to use them honestly.
 
-    pack = ProbePack.open("probes/wordnet-smollm2-135m")        # milliseconds; weights stay on disk until used
+    pack = ProbePack.open("probes/wordnet-smollm2-135m")        # milliseconds; weights are not read until used
     pack = ProbePack.open(path, verify=True)                    # hashes, every weight, and the golden scores
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")
 
-The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled.
+The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled. What becomes of the files of an opened pack does not change
+what it scores: `PackChanged` says where its weights can no longer be read as they were.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +30,21 @@ from probemon.errors import (
     PackError,
     ProbemonError,
 )
+from probemon.heldfile import HeldFolder, read_whole
+from probemon.heldtensors import HeldTensors
 from probemon.hierarchy import ConceptTree
-from probemon.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_concepts, read_manifest
+from probemon.manifest import (
+    CARD,
+    CONCEPTS,
+    MANIFEST,
+    MAX_CONCEPTS_BYTES,
+    MAX_MANIFEST_BYTES,
+    PROBES,
+    parse_concepts,
+    parse_manifest,
+)
 from probemon.naming import Names, Wanted
-from probemon.types import Architecture, InputSpec, input_dtype
+from probemon.types import Architecture, CascadeConfig, InputSpec, input_dtype
 
 if TYPE_CHECKING:
     from probemon.hub import Pushed
@@ -40,7 +55,9 @@ _VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 MATRICES = ("w1", "w2", "w3")
-_FINITE_BYTES = 64 << 20
+_FINITE_BYTES = _BLOCK_BYTES = 64 << 20
+ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
+THRESHOLDS = "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand threshold may be -1 (always opened)"
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
 
 # What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
@@ -51,12 +68,13 @@ class ProbePack:
     """An opened pack. Read-only; make one with `open`, `from_pretrained` or `write`.
 
     `manifest` (dict), `concepts` (one dict a probe), `tree` (ConceptTree), `weights` (stacked tensors
-    by parameter, mapped from disk), `inputs` (InputSpec list), `input_index [P]` int64,
+    by parameter, read when first asked for: into memory, or mapped where they are many), `inputs` (InputSpec list), `input_index [P]` int64,
     `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated, `aggregated` (names, as `str()` gives them, of the
-    aggregators that have alert thresholds of their own: `thresholds_for`), `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None.
+    aggregators that have alert thresholds of their own: `thresholds_for`), `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None,
+    `card` (bytes, None where there is none).
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any], concepts: list[dict[str, Any]], tensors: dict[str, Tensor]):
+    def __init__(self, directory: Path, manifest: dict[str, Any], concepts: list[dict[str, Any]], tensors: HeldTensors, card: bytes | None = None):
         self.directory = directory
         self.manifest = manifest
         self.concepts = concepts
@@ -64,33 +82,95 @@ class ProbePack:
         self.score_rule: str = manifest["score_rule"]
         self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
         self.recommended: dict[str, Any] = manifest.get("recommended") or {}
-        where = f"{directory / PROBES}"
+        self.card = card
+        self._tensors, self._weights = tensors, dict[str, Tensor]()
+        where, like = f"{directory / PROBES}", tensors.described
+        for needed in (*_VECTORS, "w1", "b1"):
+            if needed not in like:
+                raise PackCorrupt(f"{where} holds no tensor {needed!r}: it is not a probe pack's")
         for key, dtype in _VECTORS.items():
-            if tensors[key].dim() != 1 or tensors[key].dtype != dtype:
-                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype} {tuple(tensors[key].shape)}, expected a vector of {dtype}")
+            if like[key].dim() != 1 or like[key].dtype != dtype:
+                raise PackCorrupt(f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected a vector of {dtype}")
         for key in Architecture.parameters():
             weight = key in MATRICES
-            if key in tensors and tensors[key].dtype not in (DTYPES.values() if weight else (torch.float32,)):
-                raise PackCorrupt(f"{where}: {key} is {tensors[key].dtype}, expected {'a float type or int8' if weight else 'torch.float32'}")
+            if key in like and like[key].dtype not in (DTYPES.values() if weight else (torch.float32,)):
+                raise PackCorrupt(f"{where}: {key} is {like[key].dtype}, expected {'a float type or int8' if weight else 'torch.float32'}")
+        vectors = {key: tensors.read(key) for key in _VECTORS}
         try:
-            self.tree = ConceptTree(tensors["child_ptr"].numpy(), tensors["child_idx"].numpy(), tensors["level"].numpy())
+            self.tree = ConceptTree(vectors["child_ptr"].numpy(), vectors["child_idx"].numpy(), vectors["level"].numpy())
         except HierarchyError as error:
             raise HierarchyError(f"{where}: {error}") from None
         self.n_probes = self.tree.n
-        self.weights = {name: tensors[name] for name in Architecture.parameters() if name in tensors}
-        self.architecture = Architecture.of(self.weights, where)
-        self.dtype = self.weights["w1"].dtype
+        self._like = {name: like[name] for name in Architecture.parameters() if name in like}
+        self.architecture = Architecture.of(self._like, where)
+        self.dtype = self._like["w1"].dtype
         self.input_dtype = input_dtype(self.dtype)
-        self.input_index = tensors["input"].to(torch.int64)
-        self.alert_threshold = tensors["alert_threshold"].to(torch.float32)
-        self.expand_threshold = tensors["expand_threshold"].to(torch.float32)
-        self._aggregated = {name.removeprefix(AGGREGATED): tensor for name, tensor in tensors.items() if name.startswith(AGGREGATED)}
+        self.input_index, self.alert_threshold, self.expand_threshold = vectors["input"], vectors["alert_threshold"], vectors["expand_threshold"]
+        self._aggregated: dict[str, Tensor] = {}
+        for key in (key for key in like if key.startswith(AGGREGATED)):
+            name = key.removeprefix(AGGREGATED)
+            if name in ("", "each") or tuple(like[key].shape) != (self.n_probes,) or like[key].dtype != torch.float32:
+                raise PackCorrupt(
+                    f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected an aggregator's name and torch.float32 ({self.n_probes},)"
+                )
+            self._aggregated[name] = tensors.read(key)
         self.aggregated = tuple(sorted(self._aggregated))
-        self.golden_hidden = tensors.get("golden_hidden")
-        self.golden_scores = tensors.get("golden_scores")
         self.golden_error: float | None = None  # found by `verify`
         self._check(where)
-        self._names = Names(self.name, concepts, self.path)
+        self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))  # not the pack's own method: a pack in a circle would hold its file for long
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Stacked tensors by parameter. Raises `PackChanged` where their file was written to since the pack was opened, and `PackCorrupt` where it is not the manifest's."""
+        if not self._weights:
+            everything = self._tensors.all()
+            self._weights = {name: everything[name] for name in self._like}
+        self._tensors.check()
+        return self._weights
+
+    @property
+    def golden_hidden(self) -> Tensor | None:
+        """Golden states, read when asked for. Raises as `weights`."""
+        return self._tensors.all().get("golden_hidden")
+
+    @property
+    def golden_scores(self) -> Tensor | None:
+        """Their scores."""
+        return self._tensors.all().get("golden_scores")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether weights that were asked for are in memory of their own, where nobody can change them, rather than mapped."""
+        return self._tensors.in_memory
+
+    def check_unchanged(self) -> None:
+        """Raise `PackChanged` where weights are in a file that somebody wrote to since the pack was opened. Takes a microsecond or two."""
+        self._tensors.check()
+
+    def moved(self, directory: Path) -> None:
+        """The pack's folder has another name now; its files are held."""
+        self.directory = directory
+        self._tensors.moved(directory / PROBES)
+
+    def card_text(self) -> str:
+        """The card, as far as it is UTF-8; a heading where there is none."""
+        return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
+
+    def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Weights of the probes `first..stop - 1`, in memory of their own, as they were when the pack was opened. Raises `PackChanged`."""
+        if self._weights and self.in_memory:
+            return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
+        return self._tensors.read_rows(self._like, first, stop)
+
+    def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Copies of the weights of `probes` (all) in their order, some at a time: where each block begins, and its stacked tensors. Raises `PackChanged`."""
+        wanted = np.arange(self.n_probes) if probes is None else probes
+        size = max(1, _BLOCK_BYTES // max(1, self.weight_bytes() // self.n_probes))
+        for start in range(0, len(wanted), size):
+            some = torch.from_numpy(wanted[start : start + size])
+            block = {name: tensor[some] for name, tensor in self.weights.items()}
+            self.check_unchanged()
+            yield start, block
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -98,40 +178,54 @@ class ProbePack:
     def open(cls, path: str | Path, *, verify: bool = False) -> ProbePack:
         """Open the pack in a directory, checking structure, sizes and hierarchy.
 
-        `verify=True` also hashes every file, checks every weight and replays the golden scores.
-        Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `HierarchyError`) naming the file.
+        `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced meanwhile is one of the two, whole.
+        Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`, `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
         """
+        return cls._opened(Path(path), verify)
+
+    @classmethod
+    def _opened(cls, directory: Path, verify: bool, *, hashed: bool = False, pin: str | None = None) -> ProbePack:
+        """`hashed`: every file is, as by `verify`. `pin`: the manifest's sha256."""
         try:
-            return cls._open(Path(path), verify)
+            pack = read_whole(directory, lambda folder: cls._read(folder, verify or hashed, pin))
+            if verify:
+                pack.verify()
+            return pack
         except ProbemonError:
             raise
+        except (FileNotFoundError, NotADirectoryError):
+            raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}") from None
+        except PermissionError as error:
+            raise PackError(f"{directory} cannot be read ({error.strerror}): check its permissions") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
             first = (str(error).splitlines() or [""])[0][:200]
-            raise PackCorrupt(f"{path} is malformed ({type(error).__name__}: {first}): fetch the pack again") from error
+            raise PackCorrupt(f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again") from error
 
     @classmethod
-    def _open(cls, directory: Path, verify: bool) -> ProbePack:
-        if not (directory / MANIFEST).is_file():
-            if not directory.is_dir():
-                raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}")
+    def _read(cls, folder: HeldFolder, hashed: bool, pin: str | None) -> ProbePack:
+        directory = folder.path
+        if not folder.has(MANIFEST):
             raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
-        packfile.check_inside(directory / MANIFEST)
-        manifest = read_manifest(directory / MANIFEST)
-        for file, stated in manifest["files"].items():
-            packfile.check_size(directory / file, stated["size"])
+        # All at once, so that a folder that is replaced while the texts are read is still there, whole.
+        held = {file: folder.hold(file, keep=file == PROBES) for file in (MANIFEST, CONCEPTS, PROBES, CARD) if folder.has(file)}
+        data = held[MANIFEST].read(MAX_MANIFEST_BYTES)
+        if pin is not None:
+            packfile.check_pin(directory / MANIFEST, sha256(data).hexdigest(), pin)
+        manifest = parse_manifest(data, directory / MANIFEST)
         for needed in (CONCEPTS, PROBES):
             if needed not in manifest["files"]:
                 raise PackCorrupt(f"{directory / MANIFEST} lists no {needed}: fetch the pack again")
-        if verify:
-            for file, stated in manifest["files"].items():
-                packfile.check_hash(directory / file, stated["sha256"])
-        packfile.check_card(directory / CARD)
-        concepts = read_concepts(directory / CONCEPTS)
-        pack = cls(directory, manifest, concepts, packfile.map_tensors(directory / PROBES))
-        if verify:
-            pack.verify()
-        return pack
+        for file, stated in manifest["files"].items():
+            found = folder.hold(file)
+            packfile.check_stated_size(found.path, found.size, stated["size"])
+            if hashed:
+                packfile.check_stated_hash(found.path, found.sha256(), stated["sha256"])
+        card = held[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held else None
+        data = held[CONCEPTS].read(MAX_CONCEPTS_BYTES)
+        concepts = parse_concepts(data, directory / CONCEPTS)
+        packfile.check_stated_hash(directory / CONCEPTS, sha256(data).hexdigest(), manifest["files"][CONCEPTS]["sha256"])
+        return cls(directory, manifest, concepts, HeldTensors(held[PROBES], sha256=manifest["files"][PROBES]["sha256"]), card)
 
     @classmethod
     def from_pretrained(
@@ -149,10 +243,13 @@ class ProbePack:
         local = hub.find(
             repo, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only, manifest_sha256=manifest_sha256, endpoint=endpoint
         )
-        return cls.open(local, verify=verify)
+        # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the hub's cache were.
+        return cls._opened(local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256)
 
     def _check(self, where: str) -> None:
         n, d = self.n_probes, self.architecture.hidden_size
+        if not n or not d or 0 in self.architecture.hidden:
+            raise PackCorrupt(f"{where} holds {n} probes of {d} values and layers of {list(self.architecture.hidden)}: a pack has one probe or more, and none is empty")
         if len(self.concepts) != n:
             raise PackCorrupt(f"{self.directory / CONCEPTS} has {len(self.concepts)} lines for {n} probes: fetch the pack again")
         for name, tensor in (
@@ -162,10 +259,11 @@ class ProbePack:
         ):
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
-        for name, tensor in self._aggregated.items():
-            if name in ("", "each") or tuple(tensor.shape) != (n,) or tensor.dtype != torch.float32:
-                raise PackCorrupt(f"{where}: {AGGREGATED}{name} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and torch.float32 ({n},)")
-        if n and not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
+        for name, tensor in {"alert_threshold": self.alert_threshold, "expand_threshold": self.expand_threshold, **self._aggregated}.items():
+            bad = no_thresholds(name, tensor)
+            if bad is not None:
+                raise PackCorrupt(f"{where}: the {name} of concept {self.concepts[bad]['id']!r:.80} is {float(tensor[bad]):g}: {THRESHOLDS}. Fetch the pack again, or calibrate it")
+        if not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
         said = {"architecture": self.architecture.as_dict(), "dtype": next(name for name, dtype in DTYPES.items() if dtype is self.dtype)}
         for name, value in said.items():
@@ -173,46 +271,55 @@ class ProbePack:
                 raise PackCorrupt(f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack again")
         if self.manifest["host"].get("hidden_size") not in (None, d):
             raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
-        if (self.golden_hidden is None) is not (self.golden_scores is None):
+        golden: dict[str, Tensor] = {name: self._tensors.described[name] for name in ("golden_hidden", "golden_scores") if name in self._tensors.described}
+        if len(golden) == 1:
             raise PackCorrupt(f"{where} has golden states without their scores, or scores without their states: fetch the pack again")
-        if self.golden_hidden is not None and self.golden_scores is not None:
-            g = len(self.golden_hidden)
+        if golden:
+            g = golden["golden_hidden"].shape[0] if golden["golden_hidden"].dim() else 0
             expected = {"golden_hidden": (g, len(self.sites), d), "golden_scores": (g, n)}
             for name, shape in expected.items():
-                if tuple(getattr(self, name).shape) != shape:
-                    raise PackCorrupt(f"{where}: {name} has shape {tuple(getattr(self, name).shape)}, expected {shape}")
+                if tuple(golden[name].shape) != shape or golden[name].dtype != torch.float32:
+                    raise PackCorrupt(f"{where}: {name} has shape {tuple(golden[name].shape)} in {golden[name].dtype}, expected {shape} in torch.float32")
+        check_recommended(self.recommended, f"{self.directory / MANIFEST}")
         ids = [concept["id"] for concept in self.concepts]
         for i, concept in enumerate(self.concepts):
             above = [ids[p] for p in self.tree.parents(i).tolist()]
             if concept["level"] != int(self.tree.level[i]) or sorted(concept["parents"]) != sorted(above):
                 raise PackCorrupt(
-                    f"{self.directory / CONCEPTS} line {i + 1} ({concept['id']}): level {concept['level']} and parents "
-                    f"{concept['parents']} differ from {PROBES} ({int(self.tree.level[i])}, {above}): fetch the pack again"
+                    f"{self.directory / CONCEPTS} line {i + 1} ({concept['id']!r:.80}): level {str(concept['level'])[:20]} and parents "
+                    f"{concept['parents']!r:.200} differ from {PROBES} ({int(self.tree.level[i])}, {above!r:.200}): fetch the pack again"
                 )
         if len(set(ids)) != n:
-            twice = next(i for i in ids if ids.count(i) > 1)
-            raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r} appears twice")
+            twice = Counter(ids).most_common(1)[0][0]
+            raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r:.80} appears twice")
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
         """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
+        weights = self.weights
         # In bounded pieces: a sum of bf16 in fp32 makes an fp32 copy of what it sums.
-        most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in self.weights.values())))
+        most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
             for first in range(int(run[0]), int(run[-1]) + 1, most):
                 stop = min(first + most, int(run[-1]) + 1)
-                for name, tensor in self.weights.items():
-                    rows = tensor[first:stop].reshape(stop - first, -1)
-                    # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
-                    if tensor.dtype == torch.int8 or bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
-                        continue
-                    finite = torch.isfinite(rows).all(dim=1)
-                    if not bool(finite.all()):
-                        probe = first + int((~finite).nonzero()[0])
-                        raise PackCorrupt(
-                            f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
-                            f"is not finite: the pack is damaged or was trained to divergence"
-                        )
+                self.check_unchanged()
+                self.check_rows({name: tensor[first:stop] for name, tensor in weights.items()}, first)
+        self.check_unchanged()
+
+    def check_rows(self, rows: Mapping[str, Tensor], first: int) -> None:
+        """Raise `PackCorrupt` where stacked weights of neighbours, the first of them the probe `first`, are not all finite."""
+        for name, tensor in rows.items():
+            flat = tensor.reshape(len(tensor), -1)
+            # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+            if tensor.dtype == torch.int8 or bool(torch.isfinite(flat.sum(dim=1, dtype=torch.float32)).all()):
+                continue
+            finite = torch.isfinite(flat).all(dim=1)
+            if not bool(finite.all()):
+                probe = first + int((~finite).nonzero()[0])
+                raise PackCorrupt(
+                    f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
+                    f"is not finite: the pack is damaged or was trained to divergence"
+                )
 
     def verify(self, scorer: GoldenScorer | None = None) -> float | None:
         """Check every weight and replay the golden states; the largest score error, or None without golden states.
@@ -224,6 +331,7 @@ class ProbePack:
             return None
         scored = (scorer or _exhaustive_scores)(self, self.golden_hidden)
         error = (scored - self.golden_scores).abs()
+        self.check_unchanged()
         worst = float(error.max()) if error.numel() else 0.0
         if not worst <= 1e-5:
             probe = int(error.max(dim=0).values.argmax())
@@ -264,11 +372,11 @@ class ProbePack:
 
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe."""
-        return [self.concepts[i]["name"] for i in self.tree.path(probe)]
+        return _path(self.tree, self.concepts, probe)
 
     def weight_bytes(self) -> int:
         """Bytes of all stacked weights."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._like.values())
 
     def __repr__(self) -> str:
         return f"ProbePack({self.name!r}, {self.n_probes} probes, {self.architecture}, {self.score_rule}, {self.dtype})"
@@ -346,6 +454,27 @@ class ProbePack:
         return hub.push(
             self, repo_id, private=private, revision=revision, commit_message=commit_message, create_pr=create_pr, token=token, endpoint=endpoint
         )
+
+
+def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:
+    return [concepts[i]["name"] for i in tree.path(probe)]
+
+
+def check_recommended(recommended: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` (`UnknownSetting` for a typo) where what a pack recommends would be refused as settings."""
+    try:
+        CascadeConfig.of(recommended)
+    except (ConfigError, ArithmeticError, TypeError) as error:
+        kind = type(error) if isinstance(error, ConfigError) else ConfigError
+        raise kind(f"{where}: what the pack recommends is refused as a setting, too: {str(error)[:300]}") from error
+
+
+def no_thresholds(name: str, tensor: Tensor) -> int | None:
+    """The first of some thresholds `[P]` that is none; None where all are."""
+    outside = (tensor < 0) | (tensor > 1)
+    if name == "expand_threshold":
+        outside &= tensor != ALWAYS
+    return int(outside.nonzero()[0, 0]) if bool(outside.any()) else None
 
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:

@@ -1,60 +1,50 @@
-"""Files of a pack: mapped tensors, sizes, hashes, and directories that appear whole or not at all.
+"""Files of a pack: sizes, hashes, and directories that appear whole or not at all.
 
-    tensors = map_tensors(path)        # read-only views of the file; nothing is read until touched
+    check_size(path, stated["size"])
+    replace_directory(made, target)        # at every moment there is one of the two, whole; of several writers one is the last
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
+import secrets
 import shutil
+import sys
 import tempfile
-import warnings
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import safetensors
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from probemon.errors import PackCorrupt, PackError
-from probemon.manifest import CARD, MANIFEST, read_manifest
+from probemon.heldfile import HeldFolder, inside, read_whole
+from probemon.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
 
 MAX_CARD_BYTES = 16 << 20
-_MAX_DIMS, _MAX_SIZE = 8, 1 << 31
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+_rename: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None  # since glibc 2.28
+_CURRENT, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
-_NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8}
-
-
-def check_inside(path: Path) -> None:
-    """Raise `PackCorrupt` where a pack's file is a link that leads out of its folder: whoever made the pack would have another's file read, and copied on.
-
-    In the hub's cache a snapshot's files are links to the blobs beside it, and these are the pack's own.
-    """
-    if path.is_symlink():
-        real, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
-        own = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-        if not any(real.is_relative_to(place) for place in own):
-            raise PackCorrupt(f"{path} is a link that leads out of the pack: copy the pack with the files that it links to (cp -rL), if you trust it")
 
 
 def check_size(path: Path, size: int) -> None:
     """Raise `PackCorrupt` unless the file is there, in the pack's own folder, and has `size` bytes."""
-    check_inside(path)
+    if path.is_symlink():
+        inside(path)
     if not path.is_file():
         raise PackCorrupt(f"{path} is missing: fetch the pack again")
-    found = path.stat().st_size
+    check_stated_size(path, path.stat().st_size, size)
+
+
+def check_stated_size(path: Path, found: int, size: int) -> None:
+    """Raise `PackCorrupt` unless a file has the size that the manifest states."""
     if found != size:
         what = "truncated" if found < size else "longer than it was"
         raise PackCorrupt(f"{path} is {what}: {found} bytes, the manifest says {size}: fetch the pack again")
-
-
-def check_card(path: Path) -> None:
-    """Raise `PackCorrupt` where a pack's card, which the manifest need not list, is a link out of the pack or longer than any card."""
-    check_inside(path)
-    if path.is_file() and path.stat().st_size > MAX_CARD_BYTES:
-        raise PackCorrupt(f"{path} has {path.stat().st_size:,} bytes, a card at most {MAX_CARD_BYTES:,}: fetch the pack again")
 
 
 def sha256(path: Path) -> str:
@@ -65,46 +55,19 @@ def sha256(path: Path) -> str:
 
 def check_hash(path: Path, expected: str) -> None:
     """Raise `PackCorrupt` unless the file has the hash the manifest states."""
-    found = sha256(path)
+    check_stated_hash(path, sha256(path), expected)
+
+
+def check_stated_hash(path: Path, found: str, expected: str) -> None:
+    """Raise `PackCorrupt` unless a hash is the one that the manifest states."""
     if found != expected:
         raise PackCorrupt(f"{path} was changed: sha256 {found[:12]}..., the manifest says {expected[:12]}...: fetch the pack again")
 
 
-def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file as a read-only mapped view.
-
-    safetensors validates the header; the bytes are mapped here, read-only, because a private
-    writable mapping (what torch makes) is read two hundred times more slowly.
-    """
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            layout = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in layout.items()}
-            names = list(file.offset_keys())
-    except (safetensors.SafetensorError, OSError) as error:
-        raise PackCorrupt(f"{path} cannot be read as safetensors ({error}): fetch the pack again") from None
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
-    offset = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-    tensors: dict[str, Tensor] = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for name in names:
-            kind, shape = described[name]
-            bf16 = kind == "BF16"
-            if not bf16 and kind not in _NUMPY:
-                raise PackCorrupt(f"{path}: tensor {name} has dtype {kind}, which packs do not use")
-            if len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape):  # of no values, a tensor can state any shape
-                raise PackCorrupt(f"{path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS} dimensions under {_MAX_SIZE:,}: fetch the pack again")
-            dtype = np.dtype(np.int16 if bf16 else _NUMPY[kind])
-            length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            array = raw[offset : offset + length].view(dtype).reshape(shape)
-            tensor = torch.from_numpy(array)
-            tensors[name] = tensor.view(torch.bfloat16) if bf16 else tensor
-            offset += length
-    for needed in ("child_ptr", "child_idx", "level", "input", "alert_threshold", "expand_threshold", "w1", "b1"):
-        if needed not in tensors:
-            raise PackCorrupt(f"{path} holds no tensor {needed!r}: it is not a probe pack's")
-    return tensors
+def check_pin(path: Path, found: str, pin: str) -> None:
+    """Raise `PackCorrupt` unless a manifest has the hash that was asked for."""
+    if found != pin.lower():
+        raise PackCorrupt(f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack, or was changed")
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -114,39 +77,74 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else: what is replaced is gone, and may be all that somebody has."""
+    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else, or is gone: what is replaced is gone, and may be all that somebody has."""
     another = "choose another path, or move it away"
-    if target.is_symlink() or not target.is_dir():
+    if target.is_symlink() or (not target.is_dir() and os.path.lexists(target)):
         raise PackError(f"{target} is a {'link' if target.is_symlink() else 'file'}, no pack that could be overwritten: {another}")
     if Path.cwd().resolve().is_relative_to(target.resolve()):
         raise PackError(f"{target} is the folder that this is run in: {another}")
-    there = sorted(entry.name for entry in target.iterdir())
-    if not there:
-        return
     try:
-        listed = set(read_manifest(target / MANIFEST)["files"]) if MANIFEST in there else set()
+        whole, foreign = read_whole(target, _foreign)
+    except (FileNotFoundError, NotADirectoryError):  # another writer moved it away just now
+        return
     except (OSError, PackError) as error:
         raise PackError(f"{target} is no whole pack ({error}), so it is not overwritten: {another}") from None
-    foreign = [name for name in there if name not in {MANIFEST, CARD, *listed, *_OF_THE_HUB} or (target / name).is_dir() != (name == ".cache")]
-    if not listed or foreign:
+    if not whole or foreign:
         raise PackError(f"{target} holds {foreign[0] if foreign else 'no pack'}, which is no part of a pack and would be lost: {another}")
 
 
+def _foreign(folder: HeldFolder) -> tuple[bool, list[str]]:
+    """Whether a folder is empty or lists its files, and what else is in it."""
+    names = sorted(folder.names())
+    manifest = parse_manifest(folder.hold(MANIFEST).read(MAX_MANIFEST_BYTES), folder.path / MANIFEST) if MANIFEST in names else {"files": {}}
+    known = {MANIFEST, CARD, *manifest["files"], *_OF_THE_HUB} if manifest["files"] else set()
+    return bool(manifest["files"]) or not names, [name for name in names if name not in known or folder.is_folder(name) != (name == ".cache")]
+
+
 def replace_directory(made: Path, target: Path) -> None:
-    """Move a finished directory to its place; an older pack there is put back if that fails. Raises as `check_replaceable`."""
-    if not os.path.lexists(target):
-        made.rename(target)
-        return
-    check_replaceable(target)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    aside.rmdir()
-    target.rename(aside)
+    """Move a finished directory to its place; what was there is removed, and stays where that fails. Raises as `check_replaceable`, and `OSError`.
+
+    Where the file system can exchange two names there is no moment without a whole pack at `target`; elsewhere there is a short one. Of several writers each puts
+    its own there whole, and the last one stays.
+    """
+    while True:
+        try:
+            made.rename(target)  # to a free name, or in the place of an empty folder
+            return
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        check_replaceable(target)
+        older = made if _exchange(made, target) else _moved_aside(made, target)
+        if older is not None:
+            shutil.rmtree(older)
+            return
+
+
+def _moved_aside(made: Path, target: Path) -> Path | None:
+    """Where the older folder is now, `made` being in its place; None where another writer came between, and all is to be tried again."""
+    aside = target.parent / f".{target.name}-old-{secrets.token_hex(8)}"
+    try:
+        target.rename(aside)
+    except FileNotFoundError:
+        return None
     try:
         made.rename(target)
-    except OSError:
-        aside.rename(target)
+    except OSError as error:
+        if error.errno in _TAKEN:  # another writer's pack is there: whole, and later than what was moved aside
+            shutil.rmtree(aside)
+            return None
+        try:
+            aside.rename(target)
+        except OSError:  # the same, and what is told is the first error
+            shutil.rmtree(aside, ignore_errors=True)
         raise
-    shutil.rmtree(aside)
+    return aside
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Have two names changed in one step; False where this system or file system cannot, or one of them is gone."""
+    return _rename is not None and _rename(_CURRENT, os.fsencode(one), _CURRENT, os.fsencode(other), _EXCHANGE) == 0
 
 
 def write_text_atomically(path: Path, text: str) -> None:

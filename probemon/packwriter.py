@@ -35,7 +35,7 @@ from probemon.hierarchy import ConceptTree
 from probemon.kernels import prepare_input
 from probemon.kernels.reference import score_reference
 from probemon.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
-from probemon.pack import AGGREGATED, DTYPES, MATRICES, ProbePack
+from probemon.pack import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, ProbePack, check_recommended, no_thresholds
 from probemon.types import Architecture, InputSpec, input_dtype
 
 _BLOCK_BYTES = 16 << 20
@@ -81,6 +81,8 @@ class PackWriter:
             if not isinstance(text, str) or CONTROL.search(text):
                 raise PackError(f"{what} is {ascii(text)[:100]}: give a text without control characters, on which a terminal would act")
         n = self._n = len(concepts)
+        if not n or not architecture.hidden_size or 0 in architecture.hidden:
+            raise PackError(f"{n} concepts, whose probes read {architecture.hidden_size} values with layers of {list(architecture.hidden)}: a pack has one probe or more, and none is empty")
         stated = [concept["level"] for concept in concepts if "level" in concept]
         if stated and len(stated) != n:
             raise PackError(f"{len(stated)} of {n} concepts state a level: state it on all or on none")
@@ -101,7 +103,12 @@ class PackWriter:
             "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
         }
         self._small |= {AGGREGATED + str(key): thresholds.to(torch.float32)[at] for key, thresholds in (aggregated or {}).items()}
-        if n and not (int(self._small["input"].min()) >= 0 and int(self._small["input"].max()) < len(self._specs)):
+        for key in self._small:
+            bad = no_thresholds(key, self._small[key]) if "threshold" in key else None
+            if bad is not None:
+                raise PackError(f"the {key} of concept {self._ids[int(order[bad])]!r} is {float(self._small[key][bad]):g}: {THRESHOLDS}")
+        check_recommended(recommended or {}, f"{name!r:.100}")
+        if not (int(self._small["input"].min()) >= 0 and int(self._small["input"].max()) < len(self._specs)):
             raise PackError(f"input_index must lie in 0..{len(self._specs) - 1}: it says which of the inputs a probe reads")
         self._golden: list[Tensor] = []  # prepared, `[G, D]` for each input
         if golden_hidden is not None:
@@ -279,9 +286,10 @@ class PackWriter:
             }
             (self._made / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
             self._made.chmod(0o755)  # private until now
-            ProbePack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
+            pack = ProbePack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
             packfile.replace_directory(self._made, self._target)
-        self._pack = ProbePack.open(self._target)
+        pack.moved(self._target)  # what was written, whatever another writer puts there
+        self._pack = pack
 
     def _discard(self) -> None:
         if self._file is not None:

@@ -126,7 +126,13 @@ class _Kind:
         self.needed = min((len(self.always) + 1) * self.one, self.n_bytes)
 
     def resident(self, device: torch.device) -> Arena:
-        return ResidentArena([pack.weights for pack in self.packs], device, self._check)
+        mapped = [pack for pack in self.packs if not pack.in_memory]
+
+        def unchanged() -> None:
+            for pack in mapped:
+                pack.check_unchanged()
+
+        return ResidentArena([pack.weights for pack in self.packs], device, self._check, unchanged if mapped else None)
 
     def paged(self, n_bytes: int, cache_bytes: int, device: torch.device) -> Arena:
         n_registered = cache_bytes // Layout.of(self.packs[0].weights).n_bytes if device.type == "cuda" else 0

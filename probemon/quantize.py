@@ -20,7 +20,7 @@ from torch import Tensor
 from probemon.edit import opened
 from probemon.errors import ConfigError, PackCorrupt
 from probemon.kernels import exhaustive_reference
-from probemon.manifest import CARD, PROBES
+from probemon.manifest import PROBES
 from probemon.pack import MATRICES, ProbePack
 
 _STATES = 64  # random ones, for a pack without golden states
@@ -51,13 +51,14 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
         raise ConfigError(f"{pack.name} is int8 already")
     pack.check_finite()
     weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
+    pack.check_unchanged()
     golden, hidden = pack.golden_hidden, pack.golden_hidden
     if hidden is None or not len(hidden):
         size = (_STATES, len(pack.sites), pack.architecture.hidden_size)
         hidden = torch.randn(size, generator=torch.Generator().manual_seed(0))
     stated = _error(pack, weights, hidden, "random" if hidden is not golden else "golden")
     source = pack.manifest
-    card = (pack.directory / CARD).read_text(encoding="utf-8") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
+    card = pack.card_text()
     return ProbePack.write(
         path, name=f"{pack.name}-int8", concepts=pack.concepts, weights=weights, score_rule=pack.score_rule,
         inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"], card=card + _note(stated),

@@ -195,7 +195,8 @@ class Proposal:
             provenance=made_by("propose", [pack], method=str(self), share=self.share), overwrite=overwrite,
         ) as writer:  # fmt: skip
             writer.put_slice(0, weights)
-            writer.put_slice(n, pack.weights)
+            for start, block in pack.blocks():
+                writer.put_slice(n + start, block)
         return writer.pack
 
 

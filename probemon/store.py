@@ -38,7 +38,7 @@ class ProbeSource(Protocol):
 
 
 class PackSource:
-    """The stacked tensors of an opened pack: a run of neighbours is one slice of each.
+    """The stacked tensors of an opened pack: a run of neighbours is one slice of each, or one read, never of a map.
 
     `n_registered`: copies are records in a slab of so many rows that is registered with the GPU (in memory of their own when it is
     full), siblings next to one another.
@@ -50,18 +50,19 @@ class PackSource:
         self._slab = Slab(self._layout, n_registered, register=torch.cuda.is_available()) if n_registered else None
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
-        """Copies of the probes' weights, checked for finiteness."""
+        """Copies of the probes' weights, checked for finiteness. Raises `PackChanged` where the pack's file was written to since it was opened."""
         at = np.asarray(probes, dtype=np.int64)
-        try:
-            self._pack.check_finite(at)
-        except PackCorrupt as error:
-            raise ProbeLoadError(str(error)) from error
         order = np.argsort(at)
-        runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1)
+        runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
         made: dict[int, StateDict] = {}
         for run in runs:
             first, last = int(at[run[0]]), int(at[run[-1]]) + 1
-            rows = {name: tensor[first:last].unbind(0) for name, tensor in self._pack.weights.items()}
+            stacked = self._pack.read_rows(first, last)
+            try:
+                self._pack.check_rows(stacked, first)
+            except PackCorrupt as error:
+                raise ProbeLoadError(str(error)) from error
+            rows = {name: tensor.unbind(0) for name, tensor in stacked.items()}
             if self._slab is None:
                 for i, where in enumerate(run.tolist()):
                     made[where] = {name: parts[i].clone() for name, parts in rows.items()}

@@ -5,7 +5,7 @@
     python scripts/fuzz.py --only hatcat,pack --cases 2000 --troubles found/
 
 Every room that reads what others made is given valid input, broken with its structure in mind (`fuzzing`), guided by coverage: an input that takes a branch of the package
-that none took before is kept and broken further. A case is in trouble where the error is not probemon's, the pack made does not verify or scores otherwise than an
+that none took before is kept and broken further. In the rooms "opened" and "used" valid packs are replaced, cut or overwritten while they are opened or used. A case is in trouble where the error is not probemon's, the pack made does not verify or scores otherwise than an
 independent evaluation of the same files, anything beyond the case's folders is opened, changed or run, anything is left behind, memory beyond the bound is asked
 for, or the process dies. Cases of one seed are the same every time. The status is 1 where a case is in trouble; `--troubles` keeps its files.
 """
@@ -46,7 +46,7 @@ from provenance import commit, machine
 # Shares of the cases: more of what is quick, and of what all the others stand on.
 SHARES = {
     "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "edit": 6, "hierarchy": 5, "torch": 14, "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
-    "safetensors": 3,
+    "safetensors": 3, "opened": 4, "used": 2,
 }  # fmt: skip
 CHUNK = 1000
 KEPT_BYTES = 1 << 16
@@ -163,7 +163,7 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
 
 def attacked() -> list[Any]:
     """Modules whose branches guide: those that read, check and write packs and others' files."""
-    names = ("manifest", "packfile", "pack", "packwriter", "hierarchy", "types", "naming", "edit", "embed", "regroup", "cli_pack", "hub", "quantize")
+    names = ("manifest", "strict_json", "heldfile", "heldtensors", "packfile", "pack", "packwriter", "hierarchy", "types", "naming", "edit", "embed", "regroup", "cli_pack", "hub", "quantize")
     known = [sys.modules.get(f"probemon.{name}") for name in names]
     return [module for module in known if module is not None] + [module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")]
 
@@ -184,7 +184,7 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
     return {
         "cases": sum(whole.values()), "crashes": sum(len(part["troubles"]) for part in found) + len(died), "outcomes": dict(whole.most_common()), "targets": targets,
         "troubles": [*troubles.values(), *died],
-        "what": "a case is a valid input with one to six things broken; made: a pack that verified and scored as an independent evaluation of the same files; not compared: torch's own "
+        "what": "a case is a valid input with one to six things broken (opened, used: a valid pack whose files are changed meanwhile); made: a pack that verified and scored as an independent evaluation of the same files; not compared: torch's own "
         "restricted loader refuses a file of it; all else are probemon's typed errors",
         "memory": {"mapped_beyond_start_at_most": MEMORY_BYTES, "resident_beyond_start": max((part["peak_bytes"] for part in found), default=0), "of_one_case_at_most": RESIDENT_BYTES},
         "seed": seed, "seconds": round(seconds, 1), "machine": machine(), "commit": commit(),

@@ -229,3 +229,62 @@ def test_a_dataset_of_hugging_face_iterates():
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_list([{"text": "one", "id": "a"}, {"text": "two", "id": "b"}])
     assert told(made) == [(0, "a", "one", ""), (1, "b", "two", "")] and count_documents(made) == 2
+
+
+def test_a_key_that_stands_twice_is_told_and_stops_nothing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "text": "two"}\n{"text": "three"}\n')
+    (_, _, text, reason), (_, _, other, _) = told(path)
+    assert (text, other) == ("", "three") and "'text' stands twice" in reason
+
+
+def zipped(path, parts):
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        for part in parts:
+            stream.write(part)
+    return path
+
+
+@pytest.mark.parametrize("part", [b"a" * (1 << 20), b"\n" * (1 << 20)], ids=["one line", "blank lines"])
+def test_what_decompresses_to_hundreds_of_times_its_size_is_told_and_not_read_to_its_end(tmp_path, part, monkeypatch):
+    monkeypatch.setattr("probemon.documents.ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr("probemon.documents.MOST_TIMES", 20)
+    path = zipped(tmp_path / "a.txt.gz", [b"one\n", *[part] * 10])
+    read, real = [], gzip.GzipFile.read1
+
+    def counting(stream, size=-1):
+        data = real(stream, size)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(gzip.GzipFile, "read1", counting)
+    found = told(path)
+    assert found[0][2:] == ("one", "") and found[-1][3].startswith("cannot be read (further): it decompresses to more than 20 times its size") and len(found) == 2
+    assert 1 << 20 < sum(read) <= max(1 << 20, 20 * path.stat().st_size) + (1 << 17) < 10 << 20
+
+
+def test_long_texts_that_compress_well_are_read_to_their_end(tmp_path):
+    path = zipped(tmp_path / "a.txt.gz", [b"one two three\n" * 1000] * 30)
+    assert len(told(path)) == 30_000
+
+
+@pytest.mark.parametrize("compression, size, words", [("zstd", 3_000_000, "decompresses to"), ("none", 3_000_000, "the dictionary of text has")])
+def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(tmp_path, monkeypatch, compression, size, words):
+    monkeypatch.setattr("probemon.documents.ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr("probemon.documents.MAX_DICTIONARY_BYTES", 1 << 20)
+    path = tmp_path / "a.parquet"
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(path, schema, compression=compression, use_dictionary=True, dictionary_pagesize_limit=1 << 30) as writer:
+        for texts in (["one", "two"], ["a" * size] * 5, ["three"]):
+            writer.write_table(pa.table({"text": texts}, schema=schema))
+    found = told(path)
+    assert [row[2] for row in found] == ["one", "two", "", "three"] and found[-1][1] == "a.parquet:8"
+    assert found[2][1] == "a.parquet:3" and found[2][3].startswith("5 rows cannot be read") and words in found[2][3]
+
+
+def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {i % 7}" for i in range(50)], "id": list(range(50))}), path)
+    whole = told(path)
+    monkeypatch.setattr("probemon.documents.LARGE_DICTIONARY_BYTES", 1)
+    assert told(path) == whole and len(whole) == 50

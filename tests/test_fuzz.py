@@ -1,5 +1,6 @@
 """Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/fuzz.py) found, and that it would notice."""
 
+import importlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from test_forged import forge
 
 import fuzz
-from fuzzing import independent, targets, torchfile
+from fuzzing import changes, independent, targets, torchfile
 from fuzzing.case import Room
 from fuzzing.mutate import Link, write_tree
 from fuzzing.targets import TARGETS, Target
@@ -31,7 +32,7 @@ from probemon.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_conce
 from probemon.packfile import MAX_CARD_BYTES, sha256
 
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.json"
-EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300}
+EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +159,29 @@ def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch
 
 
 def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
-    from probemon import packfile
+    from probemon import heldfile
 
     room.seeds("pack")
-    monkeypatch.setattr(packfile, "check_inside", lambda path: None)
+    monkeypatch.setattr(heldfile, "inside", lambda path: path)
     tree = {**room.seeds("pack")[-1], "probes.safetensors": Link("../outside/probes.safetensors")}
     verdict = room.run("pack", tree, Random(3))
     assert verdict.outcome == "made" and "outside" in verdict.trouble
+
+
+@pytest.mark.parametrize(
+    "target, place, name, value, told",
+    [
+        ("opened", "heldfile.HeldFolder", "unchanged", lambda folder: True, "wrong: a mixture"),  # a pack is opened file by file
+        ("used", "heldfile.HeldFile", "check", lambda file: None, "scores are others"),  # nobody looks whether a file was written to
+    ],
+)
+def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch, target, place, name, value, told):
+    tree = room.seeds(target)[0]
+    monkeypatch.delitem(changes.CHANGES, "cut")  # without the check these would end this process
+    monkeypatch.delitem(changes.CHANGES, "halve")
+    module, _, owner = place.partition(".")
+    monkeypatch.setattr(getattr(importlib.import_module(f"probemon.{module}"), owner), name, value)
+    assert any(told in (room.run(target, tree, Random(seed)).trouble or "") for seed in range(300))
 
 
 def test_the_independent_evaluation_tells_a_wrong_weight_from_a_right_one(room):

@@ -13,6 +13,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.cli import app
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.kernels import IMPLS
+from probemon.packfile import sha256
 from probemon.quantize import quantize, quantize_weights
 
 
@@ -70,7 +71,7 @@ def test_damage_to_a_scale_is_noticed(small, tmp_path):
     def write(tensors):
         save_file(tensors, copy / "probes.safetensors")
         manifest = json.loads((small.directory / "manifest.json").read_text())
-        manifest["files"]["probes.safetensors"]["size"] = (copy / "probes.safetensors").stat().st_size
+        manifest["files"]["probes.safetensors"] = {"sha256": sha256(copy / "probes.safetensors"), "size": (copy / "probes.safetensors").stat().st_size}
         (copy / "manifest.json").write_text(json.dumps(manifest))
 
     write({**tensors, "w1_scale": tensors["w1_scale"].index_fill(0, torch.tensor([5]), float("nan"))})

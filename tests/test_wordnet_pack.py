@@ -735,7 +735,7 @@ def test_stated_quality_is_measured_again_from_the_files(built):
 def test_spoilt_weights_are_seen_in_the_measured_quality(built):
     data, (pack, _) = built
     spoilt = ProbePack.open(pack.directory)
-    spoilt.weights = {**spoilt.weights, "w1": -spoilt.weights["w1"]}
+    spoilt._weights = {**spoilt.weights, "w1": -spoilt.weights["w1"]}
     measured, _ = measure(spoilt, data)
     found = differences(pack.manifest["quality"], measured)
     assert any(line.startswith("auroc_median: stated") for line in found)

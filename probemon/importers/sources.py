@@ -20,7 +20,7 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.importers import weights
-from probemon.importers.strict_json import RepeatedKey, loads, no_constant
+from probemon.strict_json import RepeatedKey, loads, no_constant
 
 MAX_BYTES = 8 << 30
 _LARGEST = 1e300  # an integer of JSON can be larger than any float

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.importers.strict_json import RepeatedKey, loads
+from probemon.strict_json import RepeatedKey, loads
 
 MAX_BYTES = 256 << 20
 MAX_JSON_BYTES = 64 << 20

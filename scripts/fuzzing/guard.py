@@ -5,7 +5,8 @@
         ...                                         # may read room/source and room/out, and write room/out
     seen                                            # what it did beyond that, in words
 
-Files that a native library opens by itself raise no event: those are caught by what is in them (`fuzzing.case`).
+Files that a native library opens by itself raise no event: those are caught by what is in them (`fuzzing.case`). Those that are opened relative to a folder raise
+one that does not say which folder: of these the system is asked what was opened.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from probemon.heldfile import HeldFile
 
 _FORBIDDEN = (
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.startfile", "subprocess.Popen", "pickle.find_class", "socket.", "urllib.Request", "http.client.",
@@ -44,8 +48,15 @@ class Guard:
         self._known = {name.partition(".")[0] for name in sys.modules}
         found: list[str] = []
         self._seen = found
+        hold = HeldFile.__init__
+
+        def held(file: HeldFile, descriptor: int, path: Path) -> None:
+            self._hook("open", (os.readlink(f"/proc/self/fd/{descriptor}"), None, os.O_RDONLY))
+            hold(file, descriptor, path)
+
         try:
-            yield found
+            with mock.patch.object(HeldFile, "__init__", held):
+                yield found
         finally:
             self._seen = None
 

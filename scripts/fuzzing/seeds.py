@@ -27,19 +27,19 @@ SITES = ("resid_post.1", "resid_post.0")
 _PARENTS: list[list[int]] = [[], [], [0], [0, 1], [1], [2, 3], [3]]  # a DAG
 
 
-def packs(room: Path) -> list[Tree]:
-    """Packs of every architecture, dtype and score rule, with and without hierarchy, thresholds and golden states."""
+def packs(room: Path, first: int = 0) -> list[Tree]:
+    """Packs of every architecture, dtype and score rule, with and without hierarchy, thresholds and golden states. `first`: the seed of the first; it stands in the definitions."""
     kinds: list[tuple[str, tuple[int, ...], torch.dtype, str, bool]] = [
         ("linear", (), torch.float32, "independent", False), ("one", (4,), torch.bfloat16, "path", True), ("two", (4, 3), torch.float16, "path", True),
         ("int8", (4,), torch.int8, "independent", True), ("flat", (), torch.float32, "independent", False),
     ]  # fmt: skip
     found = []
-    for seed, (name, hidden, dtype, rule, two_sites) in enumerate(kinds):
+    for seed, (name, hidden, dtype, rule, two_sites) in enumerate(kinds, start=first):
         g = torch.Generator().manual_seed(seed)
         weights = quantize_weights(_weights(hidden, torch.float32, g)) if dtype == torch.int8 else _weights(hidden, dtype, g)
         sites = SITES if two_sites else SITES[:1]
         concepts = [
-            {"id": f"c{i}", "name": f"concept {i % 5}", "parents": [] if name == "flat" else [f"c{p}" for p in _PARENTS[i]], "definition": f"what {i} is"} for i in range(N)
+            {"id": f"c{i}", "name": f"concept {i % 5}", "parents": [] if name == "flat" else [f"c{p}" for p in _PARENTS[i]], "definition": f"what {i} is, in pack {seed:03}"} for i in range(N)
         ]
         ProbePack.write(
             room / name, name=name, concepts=concepts, weights=weights, score_rule=rule, inputs=[{"site": site, "norm": "rmsnorm" if name != "two" else "layernorm"} for site in sites],

@@ -11,20 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 
-from fuzzing import independent, seeds
+from fuzzing import changes, independent, seeds
 from fuzzing.independent import Net, Unreadable
-from fuzzing.mutate import Tree
-from probemon import packfile
+from fuzzing.target import Call, Target, Wrong
 from probemon.cli_pack import read_object
 from probemon.edit import merge, rename, subset
+from probemon.heldfile import read_whole
+from probemon.heldtensors import HeldTensors
 from probemon.importers.generic import import_safetensors
 from probemon.importers.hallucination import import_head
 from probemon.importers.hatcat import import_pack
@@ -42,31 +41,6 @@ SITE = "resid_post.1"
 SCALE = 3.0
 _N_STATES = 3
 _FLOOR = 2e-6  # of a score in fp32
-
-
-class Wrong(Exception):
-    """What was made is not what the files say."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One input: its folder, where a pack may be written, whether over an older one, and what else is left to chance."""
-
-    source: Path
-    out: Path
-    overwrite: bool
-    rng: Random
-
-
-@dataclass(frozen=True)
-class Target:
-    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder."""
-
-    seeds: Callable[[Path], list[Tree]]
-    run: Callable[[Call], Any]
-    judge: Callable[[Any, Call], None]
-    writes: bool = False
-    folders: bool = True
 
 
 def own_scores(pack: ProbePack) -> tuple[np.ndarray, np.ndarray]:
@@ -141,6 +115,10 @@ def _judge_concepts(found: Any, call: Call) -> None:
     lines = text.removesuffix("\n").split("\n") if text else []
     if len(found) != len(lines) or not all(isinstance(one["id"], str) and isinstance(one["parents"], list) for one in found):
         raise Wrong("concepts are not those of the lines")
+
+
+def _tensors(call: Call) -> dict[str, torch.Tensor]:
+    return read_whole(call.source, lambda folder: HeldTensors(folder.hold("probes.safetensors")).all())
 
 
 def _judge_tensors(found: Any, call: Call) -> None:
@@ -262,7 +240,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(lambda room: [{"manifest.json": tree["manifest.json"]} for tree in seeds.packs(room)], lambda call: read_manifest(call.source / "manifest.json"), _judge_manifest, folders=False),
     "concepts": Target(lambda room: [{"concepts.jsonl": tree["concepts.jsonl"]} for tree in seeds.packs(room)], lambda call: read_concepts(call.source / "concepts.jsonl"), _judge_concepts, folders=False),
     "tensors": Target(
-        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], lambda call: packfile.map_tensors(call.source / "probes.safetensors"), _judge_tensors,
+        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], _tensors, _judge_tensors,
         folders=False,
     ),
     "pack": Target(seeds.packs, _open, _judge_pack),
@@ -284,4 +262,5 @@ TARGETS: dict[str, Target] = {
             lambda call: import_safetensors(call.source / "heads.safetensors", call.out, mapping=call.source / "mapping.json", overwrite=call.overwrite), lambda call: independent.generic(call.source)
         ),
     ),
+    **changes.TARGETS,
 }  # fmt: skip

@@ -17,10 +17,13 @@ class RepeatedKey(ValueError):
     """A key stands twice in one object; the text names it and says what to do."""
 
 
-def loads(text: str, *, constant: Callable[[str], Any] | None = None) -> Any:
-    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`."""
+def loads(text: str, *, constant: Callable[[str], Any] | None = None, halves: bool = False) -> Any:
+    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. `halves`: half of a surrogate pair is taken, too.
+
+    Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`.
+    """
     found = json.loads(text, object_pairs_hook=_once, parse_constant=constant)
-    if "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
+    if not halves and "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
         json.dumps(found, ensure_ascii=False).encode()
     return found
 

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -222,11 +223,11 @@ def _levels(console: Console, pack: ProbePack) -> None:
         label = "median" if name == "auroc_median" else name.removeprefix("auroc_").removesuffix("_median")
         table.add_column(label, justify="right", min_width=max(5, len(label)))
     table.add_column("for example", no_wrap=True, overflow="ellipsis", ratio=1)
-    for at in pack.tree.level_slices:
-        level = str(int(pack.tree.level[at.start]))
-        values = [quality.get(level, {}).get(name) for name in names]
-        example = escape(", ".join(concept["name"] for concept in pack.concepts[at][:3]))
-        table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
+    for level in np.unique(pack.tree.level).tolist():
+        probes = np.flatnonzero(pack.tree.level == level).tolist()
+        values = [quality.get(str(level), {}).get(name) for name in names]
+        example = escape(", ".join(pack.concepts[probe]["name"] for probe in probes[:3]))
+        table.add_row(str(level), str(len(probes)), *("-" if v is None else f"{v:.3f}" for v in values), example)
     console.print(table)
 
 

@@ -44,8 +44,11 @@ NOT_STATED = "not stated"
 @importing.command()
 def hatcat(
     source: Source, target: Target, site: Site, normalize: Normalize,
-    hierarchy: Annotated[Path | None, typer.Option(help="The folder of hierarchy.json or the layer files, where it is not SRC.")] = None,
+    hierarchy: Annotated[Path | None, typer.Option(help="hierarchy.json or a layer file, or the folder that holds them, where it is not SRC.")] = None,
+    flat: Annotated[bool, typer.Option("--flat", help="Leave all edges out: every probe is scored at every token.")] = False,
+    allow_unlisted: Annotated[bool, typer.Option("--allow-unlisted", help="Take a hierarchy that lacks more than a fifth of the probes.")] = False,
     break_cycles: Annotated[bool, typer.Option("--break-cycles", help="Leave out the edges of a hierarchy that lead back, and say which.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the pack's weights: float32, bfloat16, or auto, the widest of the files. States are rounded to it.")] = "auto",
     name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """A lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
@@ -60,7 +63,8 @@ def hatcat(
             bar.update(done - bar.n)
 
         pack, report = import_pack(
-            source, target, site=site, normalize=normalize, hierarchy=hierarchy, break_cycles=break_cycles, name=name, licence=licence, model=model, overwrite=overwrite, progress=progress,
+            source, target, site=site, normalize=normalize, hierarchy=hierarchy, flat=flat, allow_unlisted=allow_unlisted, break_cycles=break_cycles, dtype=dtype, name=name,
+            licence=licence, model=model, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     _tell(pack, as_json, report.as_dict(), str(report).splitlines())
 

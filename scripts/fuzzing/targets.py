@@ -243,7 +243,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _import_hatcat(call: Call) -> tuple[ProbePack, str]:
     normalize = call.rng.choice(("none", "layernorm"))
-    return import_pack(call.source, call.out, site=SITE, normalize=normalize, break_cycles=call.rng.random() < 0.5, overwrite=call.overwrite)[0], normalize
+    how = {"break_cycles": call.rng.random() < 0.5, "allow_unlisted": call.rng.random() < 0.7, "flat": call.rng.random() < 0.2}
+    return import_pack(call.source, call.out, site=SITE, normalize=normalize, overwrite=call.overwrite, **how)[0], normalize
 
 
 def _judge_hatcat(found: Any, call: Call) -> None:

@@ -9,15 +9,14 @@ Pickled objects (scikit-learn's among them) are never opened: load them yourself
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from probemon.errors import ConfigError
+from probemon.terminal import answer, say
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -182,14 +181,13 @@ def _done(pack: ProbePack, as_json: bool) -> None:
 
 def _tell(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
     if as_json:
-        print(json.dumps({
+        answer({
             "directory": str(pack.directory), "name": pack.name, "n_probes": pack.n_probes, "architecture": str(pack.architecture), "dtype": pack.manifest.get("dtype"),
             "weight_bytes": pack.weight_bytes(), "inputs": pack.manifest["inputs"], "n_alert_thresholds": int((~pack.alert_threshold.isnan()).sum()), "report": report,
-        }))  # fmt: skip
+        })  # fmt: skip
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{pack.directory}: {pack.n_probes} probes, {pack.architecture}, {pack.manifest.get('dtype')}, {pack.weight_bytes() / 1e6:.2f} MB", markup=False)
+    say(f"{pack.directory}: {pack.n_probes} probes, {pack.architecture}, {pack.manifest.get('dtype')}, {pack.weight_bytes() / 1e6:.2f} MB")
     for line in lines:
-        console.print(line, markup=False)
+        say(line)
     if bool(pack.alert_threshold.isnan().any()):
-        console.print("Probes without an alert threshold never fire: probemon calibrate sets them to a rate of false alarms.", markup=False)
+        say("Probes without an alert threshold never fire: probemon calibrate sets them to a rate of false alarms.")

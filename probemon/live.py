@@ -20,6 +20,7 @@ from rich.text import Text
 
 from probemon.result import ConceptScore, Result
 from probemon.stream import TokenEvent
+from probemon.terminal import harmless
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
 _CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
@@ -54,14 +55,14 @@ class PlainView:
         """One more token."""
         token = printable(event.token)
         found = "; ".join(f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k))
-        self._console.print(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True)
 
 
 class LiveView:
     """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
 
     def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
-        self._console, self._title, self._k = console, title, n_concepts
+        self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
         self._text = Text()
         self._n_rows = n_rows
         self._events: deque[TokenEvent] = deque(maxlen=n_rows)
@@ -78,7 +79,7 @@ class LiveView:
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         found = event.leading(1)
-        self._text.append(event.token, style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
+        self._text.append(harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -136,8 +137,8 @@ def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
         above = [concept.path[0], "…", *concept.path[len(concept.path) - kept : -1]]
     text = Text()
     for name in above:
-        text.append(f"{name} > ", style="dim")
-    return text.append(concept.path[-1], style=style(concept))
+        text.append(harmless(f"{name} > "), style="dim")
+    return text.append(harmless(concept.path[-1]), style=style(concept))
 
 
 def strength_bar(concept: ConceptScore) -> Text:
@@ -177,4 +178,4 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
         )
     console.print(table if table.rows else "no concept fired on a generated token")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(Text(harmless(line)), soft_wrap=True)

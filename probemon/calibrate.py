@@ -297,7 +297,7 @@ def write_calibrated(
     }  # fmt: skip
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
-    card = (pack.directory / CARD).read_text(encoding="utf-8") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
+    card = (pack.directory / CARD).read_text(encoding="utf-8", errors="replace") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
     return ProbePack.write(
         path, name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated", concepts=pack.concepts, weights=pack.weights,
         score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"],

@@ -86,6 +86,7 @@ def watch(
     from probemon.live import LiveView, PlainView, View, summary
     from probemon.manager import DynamicProbeManager
     from probemon.measure import overhead
+    from probemon.result import without_thresholds
     from probemon.stream import encode
 
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
@@ -125,8 +126,16 @@ def watch(
             f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %; {cost.monitor_ms:.2f} ms inside "
             f"our hooks; medians of {cost.n_steps} steps each, alternating)"
         )
-    lines.append("A concept shown is over its own alert threshold; false alarms are expected, at the rate the pack's card states.")
     n_mute = int(opened.alert_threshold.isnan().sum())
+    if n_mute < opened.n_probes:
+        lines.append("A concept shown with an alert threshold is over it; false alarms are expected, at the rate the pack's card states.")
+    ranks = without_thresholds(opened)
+    if ranks.any():
+        lines.append(
+            f"{int(ranks.sum())} of {opened.n_probes} probes are of packs without any alert threshold: their concepts are shown by rank, which does not say that they are there. "
+            "probemon calibrate sets thresholds"
+        )
+    n_mute -= int(ranks.sum())
     if n_mute:  # their silence says nothing
         lines.append(f"{n_mute} of {opened.n_probes} probes have no alert threshold, so that they are never shown, whatever they score: probemon calibrate sets one")
     summary(console, result, lines)
@@ -137,7 +146,7 @@ def watch(
                     "watched_ms_per_token": cost and round(cost.watched_ms, 3), "overhead_pct": cost and round(cost.overhead_pct, 2),
                     "probes_total": opened.n_probes, "probes_evaluated_per_token": round(per_token[0], 2),
                     "probes_active_per_token": round(per_token[1], 2), "dropped": int(cover.dropped.sum()), "unseen_tokens": cover.n_unseen,
-                    "audit": result.audit.as_dict() if audit_rate else None, "probes_without_threshold": n_mute,
+                    "audit": result.audit.as_dict() if audit_rate else None, "probes_without_threshold": int(opened.alert_threshold.isnan().sum()), "probes_ranked": int(ranks.sum()),
                     "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
         })  # fmt: skip
 

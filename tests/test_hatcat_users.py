@@ -1,16 +1,21 @@
 """What a user of HatCat meets: the hierarchy that fits, levels that mean what they meant, room to descend, and their own rule where they want it."""
 
+import io
 import json
 
 import hatcat_packs as theirs
 import numpy as np
 import pytest
 import torch
+from arrangements import tokenizer
+from conftest import make_model, make_pack
 from hatcat_packs import modules
+from rich.console import Console
 
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat import import_pack
+from probemon.live import LiveView, PlainView, summary
 
 D = 24
 
@@ -226,3 +231,60 @@ def test_with_two_settings_a_manager_scores_what_their_rule_scores(tmp_path, see
     # By default a token goes to the bottom, and 30 are kept besides the base: more is scored.
     usual = DynamicProbeManager(pack, load_threshold=0.3, impl="reference", strategy="descent")
     assert usual.step(None, hidden[:1])[1].coverage.active[0] > sizes[0]
+
+
+# -- what is seen --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A host, its tokenizer, a pack without thresholds, and one with."""
+    folder = tmp_path_factory.mktemp("watched")
+    model = make_model()
+    mute = make_pack(folder / "mute", model, name="mute", rule="independent", alert_threshold=None)
+    return model, tokenizer(), mute, make_pack(folder / "rated", model, name="rated", rule="independent", n=12, seed=3)
+
+
+def by_score(pack, scores, most):
+    """The best of what is active by score, then number, in plain Python."""
+    active = list(zip(scores.active(0).tolist(), scores.active_scores(0).tolist(), strict=True))
+    return [(pack.concepts[probe]["id"], score) for probe, score in sorted(active, key=lambda pair: (-pair[1], pair[0]))[:most]]
+
+
+def test_a_pack_without_thresholds_shows_its_best_ranked_concepts_and_says_that_they_do_not_fire(watched):
+    model, tokens, mute, _ = watched
+    manager = DynamicProbeManager(mute, impl="reference", strategy="descent")
+    wide, plain = (Console(width=150, height=60, record=True, force_terminal=live, file=io.StringIO()) for live in (True, False))
+    with LiveView(wide, title="t", n_rows=40) as live, PlainView(plain) as lines:
+        for event in manager.stream(model, tokens, "w1 w5", max_new_tokens=5, do_sample=False):
+            assert [(concept.concept, concept.score) for concept in event.ranked(3)] == by_score(mute, event.scores, 3) and event.leading(3) == []
+            assert not any(concept.fired for concept in event.ranked(10))
+            live.show(event)
+            lines.show(event)
+            result = event.result
+    listed = plain.export_text().splitlines()
+    assert len(listed) == 5 and all("ranked, not firing: concept" in line for line in listed[:-1]) and "unseen" in listed[-1] and "alert" not in "".join(listed)
+    wide.print(live.render())
+    shown = wide.export_text()
+    assert "ranked, not firing where there is no alert" in shown and shown.count("not firing") > 5 and "nan" not in shown
+    summary(plain, result, [])
+    text = plain.export_text()
+    best = result.top(1, phase="generated")[0]
+    assert "ranked, not firing: highest scores over the generated tokens" in text and f"{best.score:.2f}" in text and "no concept fired" not in text
+
+
+def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
+    model, tokens, mute, rated = watched
+    manager = DynamicProbeManager([mute, rated], impl="reference", strategy="descent")
+    console = Console(width=200, record=True, file=io.StringIO())
+    n_fired = 0
+    with PlainView(console) as view:
+        for event in manager.stream(model, tokens, "w1 w5", max_new_tokens=5, do_sample=False):
+            assert all(concept.concept.startswith("mute:") for concept in event.ranked(5)) and all(concept.concept.startswith("rated:") for concept in event.leading(5))
+            assert len(event.ranked(5)) == (0 if event.unseen else 5)
+            n_fired += len(event.leading(3))
+            view.show(event)
+    lines = console.export_text()
+    assert n_fired and lines.count("(alert 0.30)") == n_fired and lines.count("ranked, not firing: mute:") == 4
+    alone = DynamicProbeManager(rated, impl="reference", strategy="descent")
+    assert all(event.ranked(5) == [] for event in alone.stream(model, tokens, "w1 w5", max_new_tokens=2, do_sample=False))

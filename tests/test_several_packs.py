@@ -538,7 +538,7 @@ def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
     mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
     options = ("--prompt", "abc", "--max-new-tokens", 2, "--plain", "--json")
     told, shown = cli("watch", folder, a.directory, "--pack", mute.directory, *options)
-    assert told["probes_without_threshold"] == 40 and "40 of 80 probes have no alert threshold, so that they are never shown" in shown
+    assert told["probes_without_threshold"] == 40 and told["probes_ranked"] == 40 and "40 of 80 probes are of packs without any alert threshold" in shown
     told, shown = cli("watch", folder, a.directory, *options)
     assert told["probes_without_threshold"] == 0 and "no alert threshold" not in shown
 

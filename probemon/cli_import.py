@@ -65,7 +65,7 @@ def hatcat(
             source, target, site=site, normalize=normalize, hierarchy=hierarchy, flat=flat, allow_unlisted=allow_unlisted, break_cycles=break_cycles, dtype=dtype, name=name,
             licence=licence, model=model, overwrite=overwrite, progress=progress,
         )  # fmt: skip
-    _tell(pack, as_json, report.as_dict(), str(report).splitlines())
+    _tell(pack, as_json, report.as_dict(), report.lines())
 
 
 @importing.command()
@@ -180,6 +180,9 @@ def _done(pack: ProbePack, as_json: bool) -> None:
 
 
 def _tell(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
+    warning = str(report.get("warning", ""))
+    if warning:  # before all else
+        say(f"warning: {warning}", error=as_json)
     if as_json:
         answer({
             "directory": str(pack.directory), "name": pack.name, "n_probes": pack.n_probes, "architecture": str(pack.architecture), "dtype": pack.manifest.get("dtype"),

@@ -2,17 +2,23 @@
 
 import io
 import json
+import re
+import shlex
+import sys
+import warnings
+from pathlib import Path
 
 import hatcat_packs as theirs
 import numpy as np
 import pytest
 import torch
+import typer
 from arrangements import tokenizer
-from conftest import make_model, make_pack
+from conftest import HIDDEN, make_model, make_pack
 from hatcat_packs import modules
 from rich.console import Console
 
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, cli
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat import import_pack
 from probemon.live import LiveView, PlainView, summary
@@ -288,3 +294,53 @@ def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
     assert n_fired and lines.count("(alert 0.30)") == n_fired and lines.count("ranked, not firing: mute:") == 4
     alone = DynamicProbeManager(rated, impl="reference", strategy="descent")
     assert all(event.ranked(5) == [] for event in alone.stream(model, tokens, "w1 w5", max_new_tokens=2, do_sample=False))
+
+
+# -- their page ----------------------------------------------------------------------------------
+
+
+def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs/hatcat.md").read_text(encoding="utf-8")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()]
+    host = tmp_path / "host"
+    model = make_model()
+    model.save_pretrained(host)
+    tokenizer().save_pretrained(host)
+    keys, tree = forest(np.random.default_rng(5), 6, 60)
+    made = modules(["plain"], HIDDEN, keys=keys)
+    theirs.write_layered(tmp_path / "lens_packs/mine", made)
+    theirs.write_hierarchy(tmp_path / "concept_packs/mine", tree)
+    monkeypatch.chdir(tmp_path)
+
+    def run(line):
+        # The site of a host of three layers, and the host itself, where the page speaks of a real one.
+        monkeypatch.setattr(sys, "argv", shlex.split(line.replace("resid_post.15", "resid_post.1").replace(" demo ", f" {host} ").replace("Tell me about whales.", "w1 w5")))
+        with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cli.main()
+        out, error = capsys.readouterr()
+        assert ended.value.code == 0, error
+        return out
+
+    imported, shown = map(run, commands)
+    assert imported.splitlines()[0].startswith("packs/mine: 60 probes") and shown.count("ranked, not firing") > 10 and "by rank, which does not say that they are there" in shown
+    held = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, held)
+    pack, n_base = held["pack"], held["n_base"]
+    assert n_base == sum(key.endswith(":0") for key in keys) and {c["id"]: c["level"] for c in pack.concepts} == {key: theirs.split(key)[1] for key in keys}
+    assert (held["theirs"].config.max_rounds, held["theirs"].config.keep_top_k) == (1, 30 - n_base) and held["usual"].config.max_rounds is None and held["usual"].config.keep_top_k == 30
+    for option in re.findall(r"^\| `(--[a-z-]+)", page, flags=re.MULTILINE):
+        assert option in {name for parameter in typer.main.get_command(cli.app).commands["import"].commands["hatcat"].params for name in parameter.opts}
+
+
+def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeypatch, capsys):
+    probes_of(tmp_path / "theirs", KEYS)
+    for extra in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["probemon", "import", "hatcat", str(tmp_path / "theirs"), str(tmp_path / f"ours{len(extra)}"), "--site", "resid_post.1", "--normalize", "none", "--allow-unlisted", *extra])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, error = capsys.readouterr()
+        assert ended.value.code == 0
+        warning = "warning: 4 of 5 probes are never scored (B:1, C:1, D:2, ...)"
+        assert (error if extra else out).startswith(warning) and (json.loads(out)["report"]["warning"].startswith(warning.removeprefix("warning: ")) if extra else out.count("warning:") == 1)

@@ -85,9 +85,10 @@ class ImportReport:
 
     def __str__(self) -> str:
         """The warning, if there is one; then a line for what was found, one for what was said, one for each kind of trouble."""
-        return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self._lines()])
+        return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
 
-    def _lines(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """All but the warning."""
         found = ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items())
         said = ", ".join(f"{name} {value}" for name, value in self.stated.items())
         lines = [f"{self.format} {self.source}: {found or 'nothing'}", *([f"not in its files, said at import: {said}"] if said else [])]
@@ -95,7 +96,7 @@ class ImportReport:
 
     def section(self) -> str:
         """The same as a part of a pack's card, in Markdown."""
-        first, *others = self._lines()
+        first, *others = self.lines()
         warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
         return "\n".join(["", "## Where it is from", "", *warning, f"Imported from {first}.", "", *(f"- {line}" for line in others), ""])
 

@@ -7,7 +7,7 @@ Much of it is free: a pack may state whatever else it likes, as deep as `MAX_DEP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 100  # of what is nested: it is walked by functions that call themselves
@@ -89,16 +89,16 @@ def _all(check: Check) -> Check:
     return checked
 
 
-def _object(needed: Mapping[str, Check] | None = None, **known: Check) -> Check:
-    """An object with all of `needed`; of what else it has, the `known`."""
+def _object(known: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
+    """An object that has all that is `needed`; of the `known`, each is of its kind."""
 
     def checked(where: str, value: Any) -> None:
         if not isinstance(value, dict):
             raise _wrong(where, value, "an object")
-        for key in needed or {}:
+        for key in needed:
             if key not in value:
                 raise ValueError(f"{where} has no {key}")
-        for key, check in {**(needed or {}), **known}.items():
+        for key, check in known.items():
             if key in value:
                 check(f"{where}.{key}", value[key])
 
@@ -106,18 +106,17 @@ def _object(needed: Mapping[str, Check] | None = None, **known: Check) -> Check:
 
 
 def _calibration(where: str, value: Any) -> None:
-    expansion = _maybe(_object({"recall": _number}))
-    _object({"source": _object({"name": _text})}, expansion=expansion)(where, value)
+    expansion = _maybe(_object({"recall": _number}, ["recall"]))
+    _object({"source": _object({"name": _text}, ["name"]), "expansion": expansion}, ["source"])(where, value)
     if "aggregator" in value:
-        _object({"aggregator": _text, "n_watched": _whole, "fpr": _number, "unit": _text})(where, value)
+        alerts = {"aggregator": _text, "n_watched": _whole, "fpr": _number, "unit": _text}
+        _object(alerts, list(alerts))(where, value)
 
 
-_measures = {name: _maybe(_number) for name in ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")}
-_overall = {name: _maybe(_number) for name in ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")}
-_alerts = _maybe(_each(_maybe(_object(concepts=_maybe(_each(_anything))))))
-_HOST = _object(
-    model_id=_maybe(_text), revision=_maybe(_text), n_layers=_maybe(_whole), hidden_size=_maybe(_whole), fingerprint=_maybe(_text), quantisation=_maybe(_text),
-    adapters=_maybe(_all(_text)),
-)  # fmt: skip
-_QUALITY = _object(per_level=_maybe(_each(_object(**_measures))), alerts=_alerts, **_measures, **_overall)
-_PROVENANCE = _object(calibrations=_maybe(_all(_calibration)))
+_measures = dict.fromkeys(("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median"), _maybe(_number))
+_overall = dict.fromkeys(("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold"), _maybe(_number))
+_alerts = _maybe(_each(_maybe(_object({"concepts": _maybe(_each(_anything))}))))
+_texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation"), _maybe(_text))
+_HOST = _object({**_texts, "n_layers": _maybe(_whole), "hidden_size": _maybe(_whole), "adapters": _maybe(_all(_text))})
+_QUALITY = _object({**_measures, **_overall, "per_level": _maybe(_each(_object(_measures))), "alerts": _alerts})
+_PROVENANCE = _object({"calibrations": _maybe(_all(_calibration))})

@@ -57,7 +57,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
         hidden = torch.randn(size, generator=torch.Generator().manual_seed(0))
     stated = _error(pack, weights, hidden, "random" if hidden is not golden else "golden")
     source = pack.manifest
-    card = (pack.directory / CARD).read_text(encoding="utf-8") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
+    card = (pack.directory / CARD).read_text(encoding="utf-8", errors="replace") if (pack.directory / CARD).is_file() else f"# {pack.name}\n"
     return ProbePack.write(
         path, name=f"{pack.name}-int8", concepts=pack.concepts, weights=weights, score_rule=pack.score_rule,
         inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"], card=card + _note(stated),

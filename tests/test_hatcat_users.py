@@ -180,7 +180,7 @@ def test_a_dtype_may_be_narrower_and_no_other_is_taken(tmp_path):
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", dtype="bfloat16")
     assert pack.dtype == torch.bfloat16 and report.note("rounded").examples == ("A:0 (float32 to bfloat16)",)
     for wrong in ("float64", "fp32", "", None, torch.float32):
-        with pytest.raises(ConfigError, match="dtype is .*: give auto, float32, bfloat16"):
+        with pytest.raises(ConfigError, match=r"dtype is .*: give auto, float32, bfloat16"):
             bring(tmp_path / "theirs", tmp_path / "no", dtype=wrong)
 
 

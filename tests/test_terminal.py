@@ -13,10 +13,11 @@ import warnings
 from pathlib import Path
 
 import hatcat_packs
+import numpy as np
 import pytest
 import torch
 import typer
-from conftest import EOS, HIDDEN, LAYERS, make_model, make_pack
+from conftest import EOS, HIDDEN, make_model, make_pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -26,6 +27,8 @@ from safetensors.torch import load_file, save_file
 
 import probemon
 from probemon import ProbePack, cli
+from probemon.calibrate import write_calibrated
+from probemon.expansion import Expansion
 from probemon.live import LiveView
 from probemon.packfile import sha256
 from probemon.telemetry.view import LiveRouting
@@ -283,6 +286,18 @@ def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(mo
         code, out, error = run(monkeypatch, capsys, *arguments)
         name = f"{part} is nested" if "x" in claim else f"{part}.{next(iter(claim))}"
         assert code == 2 and not out and error.count("\n") == 1 and name in error, (arguments, error)
+
+
+def test_a_card_that_is_no_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_path, hostile_pack):
+    pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack")
+    (pack / "README.md").write_bytes(b"# caf\xe9 \xff\n")
+    content = json.loads((pack / "manifest.json").read_text())
+    content["files"]["README.md"] = {"sha256": sha256(pack / "README.md"), "size": (pack / "README.md").stat().st_size}
+    (pack / "manifest.json").write_text(json.dumps(content))
+    assert run(monkeypatch, capsys, "quantize", pack, tmp_path / "int8")[0] == 0 and "caf\ufffd" in (tmp_path / "int8/README.md").read_text()
+    opened = ProbePack.open(pack)
+    expansion = Expansion(np.where(opened.tree.has_children, 0.1, np.nan).astype(np.float32), 0.9, 0.0, 1, 9, 9, 0.0, 1.0, 0, (0,))
+    assert "caf\ufffd" in (write_calibrated(opened, tmp_path / "calibrated", expansion=expansion).directory / "README.md").read_text()
 
 
 # -- a host, its tokens and its documents --------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuzzing import independent, seeds
+from fuzzing import commands, independent, seeds
 from fuzzing.independent import Net, Unreadable
 from fuzzing.mutate import Tree
 from probemon import packfile
@@ -60,13 +60,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Target:
-    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder."""
+    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder.
+    `guarded`: what it opens and runs is watched; not where the command line's own libraries compile and set what they need as they parse."""
 
     seeds: Callable[[Path], list[Tree]]
     run: Callable[[Call], Any]
     judge: Callable[[Any, Call], None]
     writes: bool = False
     folders: bool = True
+    guarded: bool = True
 
 
 def own_scores(pack: ProbePack) -> tuple[np.ndarray, np.ndarray]:
@@ -267,6 +269,7 @@ TARGETS: dict[str, Target] = {
         folders=False,
     ),
     "pack": Target(seeds.packs, _open, _judge_pack),
+    "commands": Target(seeds.packs, commands.run_command, commands.judge_command, guarded=False),
     "edit": Target(seeds.packs, _edit, _judge_edit, writes=True),
     "hierarchy": Target(seeds.hierarchies, _hierarchy, _judge_hierarchy, writes=True, folders=False),
     "torch": Target(seeds.torch_files, lambda call: load_plain(call.source / "x.pt"), _judge_torch, folders=False),

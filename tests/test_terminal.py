@@ -289,7 +289,7 @@ def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(mo
 
 
 def test_a_card_that_is_no_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_path, hostile_pack):
-    pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack")
+    pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", lambda content: content.update(host={"hidden_size": HIDDEN}, quality={}, provenance={}))
     (pack / "README.md").write_bytes(b"# caf\xe9 \xff\n")
     content = json.loads((pack / "manifest.json").read_text())
     content["files"]["README.md"] = {"sha256": sha256(pack / "README.md"), "size": (pack / "README.md").stat().st_size}

@@ -37,6 +37,7 @@ from probemon.terminal import Bordered, answer, border, harmless, say, terminal
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x9b31m\r\b\x7f"
 MARKUP = "[red]x[/nonsense]:skull:\u202egnp\u2066\u2028"  # what names may have: no control characters
+COMMANDS = typer.main.get_command(cli.app)  # made once: it takes longer than most commands
 HOSTILE = f"{ESCAPES}{MARKUP}\n\ud800"
 
 
@@ -48,6 +49,7 @@ def harmful(text, keep="\n"):
 def run(monkeypatch, capsys, *arguments):
     """Exit status, standard output and standard error of a command, of which no text is harmful."""
     monkeypatch.setattr(sys, "argv", ["probemon", *map(str, arguments)])
+    monkeypatch.setattr(cli, "app", COMMANDS)
     with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cli.main()
@@ -143,7 +145,7 @@ def commands(command, path=()):
         yield path, command
 
 
-ALL = list(commands(typer.main.get_command(cli.app)))
+ALL = list(commands(COMMANDS))
 
 
 @pytest.mark.parametrize("path, command", ALL, ids=[" ".join(path) for path, _ in ALL])

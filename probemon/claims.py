@@ -1,4 +1,5 @@
-"""What a manifest claims of its host, its quality and its calibrations: whether each is of the kind that the commands read.
+"""What a manifest claims of its host, its quality and its calibrations: whether each is of the kind that the commands
+read.
 
     check_claims(manifest)             # raises ValueError: "quality.per_level is a list: expected an object"
 
@@ -17,7 +18,8 @@ Check = Callable[[str, Any], None]
 
 
 def check_claims(manifest: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance` that is of another kind than it has to be."""
+    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance` that is of another kind than it
+    has to be."""
     for part, check in (("host", _HOST), ("quality", _QUALITY), ("provenance", _PROVENANCE)):
         claimed = manifest.get(part) or {}
         if any(depth > MAX_DEPTH for depth in _depths(claimed)):
@@ -46,7 +48,11 @@ def _text(where: str, value: Any) -> None:
 
 
 def _number(where: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and abs(value) > _LARGEST):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, int) and abs(value) > _LARGEST)
+    ):
         raise _wrong(where, value, "a number")
 
 
@@ -113,8 +119,13 @@ def _calibration(where: str, value: Any) -> None:
         _object(alerts, list(alerts))(where, value)
 
 
-_measures = dict.fromkeys(("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median"), _maybe(_number))
-_overall = dict.fromkeys(("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold"), _maybe(_number))
+_measures = dict.fromkeys(
+    ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median"), _maybe(_number)
+)
+_overall = dict.fromkeys(
+    ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold"),
+    _maybe(_number),
+)
 _alerts = _maybe(_each(_maybe(_object({"concepts": _maybe(_each(_anything))}))))
 _texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation"), _maybe(_text))
 _HOST = _object({**_texts, "n_layers": _maybe(_whole), "hidden_size": _maybe(_whole), "adapters": _maybe(_all(_text))})

@@ -7,8 +7,9 @@
         settle()
     sys.exit(received() or code)
 
-The handler raises `SystemExit`, at whatever Python runs at that moment. Where compiled code has called Python back (numba does while it compiles), an exception cannot
-go on: Python drops it, and the command would too. It is then raised again a little later, and `received` says that any error on the way came of it.
+The handler raises `SystemExit`, at whatever Python runs at that moment. Where compiled code has called Python back
+(numba does while it compiles), an exception cannot go on: Python drops it, and the command would too. It is then
+raised again a little later, and `received` says that any error on the way came of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class _Ended(SystemExit):
 
 
 def install() -> None:
-    """Set the handlers, where nobody has set others. Python allows it on the main thread alone; elsewhere nothing is set."""
+    """Set the handlers, where nobody has set others. Python allows it on the main thread alone; elsewhere nothing is
+    set."""
     _received.clear()
     if threading.current_thread() is not threading.main_thread():
         return

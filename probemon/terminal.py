@@ -1,13 +1,14 @@
 """The border to the terminal: every text of a command leaves through here, and none of it is obeyed.
 
-    with border():                                 # sys.stdout and sys.stderr, whoever writes to them: prints, warnings, logs, tracebacks
+    with border():                         # around sys.stdout and sys.stderr: prints, warnings, logs, tracebacks
         say(f"{name}: {licence}")                  # a line; of several arguments each is one
         say("not found", error=True)               # on standard error
         answer({"name": name})                     # one line of JSON
         terminal().print(table)                    # a rich console that takes no text for markup
 
-Names, texts and paths are somebody else's. What a terminal would act on (escapes, control characters, changes of the writing direction, characters
-that nobody sees) is shown as Python writes it, `\\x1b`; so is what cannot be encoded. A line break in a text is shown, too: it cannot begin a line of its own.
+Names, texts and paths are somebody else's. A terminal would act on some of their characters: escapes, other
+controls, changes of the writing direction, and those that nobody sees. They are shown as Python writes them,
+`\\x1b`; so is what cannot be encoded. A line break in a text is shown, too: it cannot begin a line of its own.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Control characters (C0, C1, DEL); soft hyphens, marks and embeddings of direction, spaces without width, line and paragraph separators, invisible operators,
+# Control characters (C0, C1, DEL); soft hyphens, marks and embeddings of direction, spaces without width, line and
+# paragraph separators, invisible operators,
 # interlinear and tag characters; halves of surrogate pairs. Joiners stay: scripts and emoji need them.
-_HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]")
+_HARMFUL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
 
 
 def harmless(text: str, keep: str = "") -> str:
-    """The text with every character that a terminal would obey, or nobody would see, written out; but for those to `keep`. Twice is as once."""
+    """The text with every character that a terminal would obey, or nobody would see, written out; but for those to
+    `keep`. Twice is as once."""
     if text.isascii() and text.isprintable():
         return text
-    return _HARMFUL.sub(lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text)
+    return _HARMFUL.sub(
+        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text
+    )
 
 
 def say(*lines: object, error: bool = False) -> None:
@@ -61,7 +68,8 @@ def _finite(value: Any) -> Any:
 
 
 class Bordered(io.TextIOBase):
-    """A stream whose texts are made harmless on their way. Lines stay lines; on a terminal a progress bar may go back to the beginning of its own."""
+    """A stream whose texts are made harmless on their way. Lines stay lines; on a terminal a progress bar may go back
+    to the beginning of its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unbordered = stream
@@ -116,7 +124,8 @@ def border() -> Iterator[None]:
 
 
 def terminal(*, error: bool = False, **options: Any) -> Console:
-    """A rich console at the border: text is never markup, and what is in it is harmless, also in tables, titles and `Text`. `options`: of `rich.console.Console`."""
+    """A rich console at the border: text is never markup, and what is in it is harmless, also in tables, titles and
+    `Text`. `options`: of `rich.console.Console`."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
@@ -127,7 +136,20 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):  # a control segment is rich's own: to move the cursor
-                yield segment if segment.control is not None else Segment(harmless(segment.text, keep="\n"), segment.style)
+                yield (
+                    segment
+                    if segment.control is not None
+                    else Segment(harmless(segment.text, keep="\n"), segment.style)
+                )
 
     stream: Any = sys.stderr if error else sys.stdout
-    return Terminal(**{"file": getattr(stream, "unbordered", stream), "markup": False, "emoji": False, "highlight": False, "soft_wrap": True, **options})
+    return Terminal(
+        **{
+            "file": getattr(stream, "unbordered", stream),
+            "markup": False,
+            "emoji": False,
+            "highlight": False,
+            "soft_wrap": True,
+            **options,
+        }
+    )

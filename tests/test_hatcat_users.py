@@ -1,4 +1,5 @@
-"""What a user of HatCat meets: the hierarchy that fits, levels that mean what they meant, room to descend, and their own rule where they want it."""
+"""What a user of HatCat meets: the hierarchy that fits, levels that mean what they meant, room to descend, and their
+own rule where they want it."""
 
 import io
 import json
@@ -35,7 +36,8 @@ def parents(pack):
 
 
 def forest(rng, n_roots, n, n_levels=4):
-    """A random forest by "Name:level"; a child's level is its parent's and one, but for one in eight, which stays on it."""
+    """A random forest by "Name:level"; a child's level is its parent's and one, but for one in eight, which stays on
+    it."""
     keys = [f"c{i}:0" for i in range(n_roots)]
     tree = {}
     for i in range(n_roots, n):
@@ -73,22 +75,38 @@ def test_probes_on_levels_that_nothing_connects_are_refused_with_every_remedy(tm
         bring(tmp_path / "lenses/mine", tmp_path / "ours")
     # Layer files that list no edge say as little.
     for level in range(3):
-        theirs.write_json(tmp_path / f"lenses/mine/layer{level}.json", {"layer": level, "concepts": [{"sumo_term": theirs.split(key)[0], "layer": level} for key in KEYS if key.endswith(str(level))]})
+        theirs.write_json(
+            tmp_path / f"lenses/mine/layer{level}.json",
+            {
+                "layer": level,
+                "concepts": [
+                    {"sumo_term": theirs.split(key)[0], "layer": level} for key in KEYS if key.endswith(str(level))
+                ],
+            },
+        )
     with pytest.raises(ImportRefused, match=r"layer0\.json does not say what is above what"):
         bring(tmp_path / "lenses/mine", tmp_path / "ours")
     pack, report = bring(tmp_path / "lenses/mine", tmp_path / "ours", allow_unlisted=True)
-    assert report.note("unreachable").count == 4 and str(report).startswith("warning: 4 of 5 probes are never scored (B:1, C:1, D:2, ...)") and pack.n_probes == 5
+    assert (
+        report.note("unreachable").count == 4
+        and str(report).startswith("warning: 4 of 5 probes are never scored (B:1, C:1, D:2, ...)")
+        and pack.n_probes == 5
+    )
 
 
 def test_without_edges_every_probe_is_scored_and_levels_stay(tmp_path):
     probes_of(tmp_path / "theirs", KEYS)
     theirs.write_hierarchy(tmp_path / "theirs", STALE)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", flat=True)
-    assert {c["id"]: c["level"] for c in pack.concepts} == {key: theirs.split(key)[1] for key in KEYS} and not any(parents(pack).values())
+    assert {c["id"]: c["level"] for c in pack.concepts} == {key: theirs.split(key)[1] for key in KEYS} and not any(
+        parents(pack).values()
+    )
     assert pack.recommended == {"base_layers": [0, 1, 2]} and report.warning == ""
     manager = DynamicProbeManager(pack, impl="reference", strategy="descent")
     assert (manager.score_tokens(torch.randn(3, D)).coverage.active == 5).all()
-    assert DynamicProbeManager(pack, impl="reference", base_layers=[0], strategy="descent").score_tokens(torch.randn(3, D)).coverage.active.tolist() == [1, 1, 1]
+    assert DynamicProbeManager(pack, impl="reference", base_layers=[0], strategy="descent").score_tokens(
+        torch.randn(3, D)
+    ).coverage.active.tolist() == [1, 1, 1]
     with pytest.raises(ConfigError, match="either flat or hierarchy"):
         bring(tmp_path / "theirs", tmp_path / "no", flat=True, hierarchy=tmp_path / "theirs")
 
@@ -98,22 +116,32 @@ def test_a_stale_hierarchy_beside_layer_files_that_fit_is_left_for_them(tmp_path
     theirs.write_hierarchy(tmp_path / "theirs", STALE)
     theirs.write_layer_files(tmp_path / "theirs", TREE)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}, "C:1": {"A:0"}, "D:2": {"B:1"}, "E:2": {"B:1"}} and report.warning == ""
+    assert (
+        parents(pack) == {"A:0": set(), "B:1": {"A:0"}, "C:1": {"A:0"}, "D:2": {"B:1"}, "E:2": {"B:1"}}
+        and report.warning == ""
+    )
     assert report.note("unfit").examples == ("hierarchy.json names 1 of 5 probes, layer0.json 5",)
-    assert report.note("missing") is None and report.note("stale") is None  # what was noted of the other one is gone with it
+    assert (
+        report.note("missing") is None and report.note("stale") is None
+    )  # what was noted of the other one is gone with it
 
 
 def test_a_stale_hierarchy_is_refused_naming_the_one_beside_the_folder(tmp_path):
     probes_of(tmp_path / "pack/hierarchy", KEYS)
     theirs.write_hierarchy(tmp_path / "pack/hierarchy", STALE)
-    with pytest.raises(ImportRefused, match=r"hierarchy/hierarchy\.json does not name 4 of the 5 probes \(B:1, C:1, D:2, \.\.\.\): it is the hierarchy of others") as refused:
+    with pytest.raises(
+        ImportRefused,
+        match=r"hierarchy/hierarchy\.json does not name 4 of the 5 probes \(B:1, C:1, D:2, \.\.\.\): it is the hierarchy of others",
+    ) as refused:
         bring(tmp_path / "pack/hierarchy", tmp_path / "ours")
     assert "may be it" not in str(refused.value)
     theirs.write_hierarchy(tmp_path / "pack", TREE)
     with pytest.raises(ImportRefused, match=r"pack/hierarchy\.json may be it"):
         bring(tmp_path / "pack/hierarchy", tmp_path / "ours")
     for given in (tmp_path / "pack", tmp_path / "pack/hierarchy.json", str(tmp_path / "pack/hierarchy.json")):
-        assert parents(bring(tmp_path / "pack/hierarchy", tmp_path / "ours", hierarchy=given, overwrite=True)[0])["D:2"] == {"B:1"}
+        assert parents(bring(tmp_path / "pack/hierarchy", tmp_path / "ours", hierarchy=given, overwrite=True)[0])[
+            "D:2"
+        ] == {"B:1"}
 
 
 def test_one_probe_in_five_may_be_unlisted(tmp_path):
@@ -134,7 +162,11 @@ def test_a_hierarchy_is_a_file_or_a_folder_and_what_is_neither_is_said(tmp_path)
         pack, report = bring(tmp_path / "theirs", tmp_path / "ours", hierarchy=tmp_path / given, overwrite=True)
         assert parents(pack)["E:2"] == {"B:1"} and not report.notes, given
     (tmp_path / "notes.txt").write_text("no hierarchy")
-    for given, words in (("concepts", "concepts holds no concepts"), ("gone", "gone is not there: give hierarchy.json, or the folder"), ("notes.txt", r"notes\.txt is no \.json file")):
+    for given, words in (
+        ("concepts", "concepts holds no concepts"),
+        ("gone", "gone is not there: give hierarchy.json, or the folder"),
+        ("notes.txt", r"notes\.txt is no \.json file"),
+    ):
         with pytest.raises(ImportRefused, match=words):
             bring(tmp_path / "theirs", tmp_path / "no", hierarchy=tmp_path / given)
 
@@ -150,7 +182,10 @@ def test_more_base_concepts_than_the_usual_limit_descend(tmp_path):
     by_bank = {key: theirs.state_of(made[key]) for key in keys}
     for level in (0, 1):  # few files: banks whose parents nobody names
         (tmp_path / f"theirs/banks/layer{level}").mkdir(parents=True)
-        torch.save({theirs.split(key)[0]: state for key, state in by_bank.items() if key.endswith(str(level))}, tmp_path / f"theirs/banks/layer{level}/All.bank.pt")
+        torch.save(
+            {theirs.split(key)[0]: state for key, state in by_bank.items() if key.endswith(str(level))},
+            tmp_path / f"theirs/banks/layer{level}/All.bank.pt",
+        )
     theirs.write_hierarchy(tmp_path / "theirs", tree)
     pack, _ = bring(tmp_path / "theirs", tmp_path / "ours")
     assert pack.n_probes == 1120 and pack.recommended["max_loaded_probes"] == 1120
@@ -159,24 +194,38 @@ def test_more_base_concepts_than_the_usual_limit_descend(tmp_path):
     roots = {key: i for i, key in enumerate(tree)}
     expected = torch.stack([theirs.expected(made[key], hidden, "none") for key in roots], dim=1) > 0.3
     opened = 2 * expected[:, :300].sum(dim=1)  # the auto threshold of an independent pack is 0.3
-    assert scores.coverage.active.tolist() == (520 + opened).tolist() and not scores.coverage.dropped.any() and opened.min() > 0
+    assert (
+        scores.coverage.active.tolist() == (520 + opened).tolist()
+        and not scores.coverage.dropped.any()
+        and opened.min() > 0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 def test_the_dtype_asked_for_is_the_packs(tmp_path, dtype):
-    made = {key: theirs.module(variant, D, i, torch.bfloat16) for i, (key, variant) in enumerate({"A:0": "LayerNorm", "B:0": "plain", "C:0": "linear"}.items())}
+    made = {
+        key: theirs.module(variant, D, i, torch.bfloat16)
+        for i, (key, variant) in enumerate({"A:0": "LayerNorm", "B:0": "plain", "C:0": "linear"}.items())
+    }
     theirs.write_layered(tmp_path / "theirs", made)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", dtype=dtype)
     assert pack.dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
     hidden = torch.randn(40, D, generator=torch.Generator().manual_seed(1))
     scores = DynamicProbeManager(pack, impl="reference").score_all({"resid_post.1": hidden})
-    worst = max(float((scores[:, pack.find(key)] - theirs.expected(module, hidden, "none")).abs().max()) for key, module in made.items())
+    worst = max(
+        float((scores[:, pack.find(key)] - theirs.expected(module, hidden, "none")).abs().max())
+        for key, module in made.items()
+    )
     assert worst < 1e-6 if dtype == "float32" else 1e-4 < worst < 0.02
-    assert (report.note("widened").count if dtype == "float32" else report.note("widened") is None) == (3 if dtype == "float32" else True)
+    assert (report.note("widened").count if dtype == "float32" else report.note("widened") is None) == (
+        3 if dtype == "float32" else True
+    )
 
 
 def test_a_dtype_may_be_narrower_and_no_other_is_taken(tmp_path):
-    theirs.write_layered(tmp_path / "theirs", {"A:0": theirs.module("plain", D, 0), "B:0": theirs.module("plain", D, 1, torch.bfloat16)})
+    theirs.write_layered(
+        tmp_path / "theirs", {"A:0": theirs.module("plain", D, 0), "B:0": theirs.module("plain", D, 1, torch.bfloat16)}
+    )
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", dtype="bfloat16")
     assert pack.dtype == torch.bfloat16 and report.note("rounded").examples == ("A:0 (float32 to bfloat16)",)
     for wrong in ("float64", "fp32", "", None, torch.float32):
@@ -193,8 +242,17 @@ def test_what_is_never_scored_is_the_first_line_with_its_remedy(tmp_path):
     assert first.startswith("warning: 2 of 4 probes are never scored (Lost:2, Deep:3)")
     for remedy in ("base_layers", "always on", "--hierarchy FILE", "--flat"):
         assert remedy in first
-    assert json.loads(json.dumps(pack.manifest["provenance"]["import"]))["warning"] == report.warning == first.removeprefix("warning: ")
-    assert (DynamicProbeManager(pack, impl="reference", strategy="descent", load_threshold=-1.0, base_layers=[0, 2]).score_tokens(torch.randn(3, D)).coverage.active == 4).all()
+    assert (
+        json.loads(json.dumps(pack.manifest["provenance"]["import"]))["warning"]
+        == report.warning
+        == first.removeprefix("warning: ")
+    )
+    assert (
+        DynamicProbeManager(pack, impl="reference", strategy="descent", load_threshold=-1.0, base_layers=[0, 2])
+        .score_tokens(torch.randn(3, D))
+        .coverage.active
+        == 4
+    ).all()
     theirs.write_hierarchy(tmp_path / "theirs", {"Root:0": ["Child:1"], "Child:1": ["Lost:2"], "Lost:2": ["Deep:3"]})
     assert not str(bring(tmp_path / "theirs", tmp_path / "whole")[1]).startswith("warning")
 
@@ -203,11 +261,18 @@ def test_what_is_never_scored_is_the_first_line_with_its_remedy(tmp_path):
 
 
 def seed_rule(children, base, score, n_tokens, *, threshold, keep_top_k):
-    """The rule of the first implementation in plain Python: what is scored at each token, by name. One level a token; the base counts in `keep_top_k`."""
+    """The rule of the first implementation in plain Python: what is scored at each token, by name. One level a token;
+    the base counts in `keep_top_k`."""
     loaded = set(base)
     for t in range(n_tokens):
         scores = {name: score(name, t) for name in loaded}
-        below = {child for name in loaded if scores[name] > threshold for child in children.get(name, []) if child not in loaded}
+        below = {
+            child
+            for name in loaded
+            if scores[name] > threshold
+            for child in children.get(name, [])
+            if child not in loaded
+        }
         scores |= {name: score(name, t) for name in below}
         yield scores
         others = sorted(scores.keys() - base, key=lambda name: -scores[name])
@@ -224,13 +289,29 @@ def test_with_two_settings_a_manager_scores_what_their_rule_scores(tmp_path, see
     assert report.note("not_down").count > 5  # levels as they state them
     base = {key for key in keys if key.endswith(":0")}
     n_tokens = 60
-    hidden = torch.randn(n_tokens, D, generator=torch.Generator().manual_seed(seed)).cumsum(0) / torch.arange(1, n_tokens + 1).sqrt()[:, None]
+    hidden = (
+        torch.randn(n_tokens, D, generator=torch.Generator().manual_seed(seed)).cumsum(0)
+        / torch.arange(1, n_tokens + 1).sqrt()[:, None]
+    )
     everything = {key: theirs.expected(module, hidden, "none").tolist() for key, module in made.items()}
-    manager = DynamicProbeManager(pack, base_layers=[0], load_threshold=0.3, keep_top_k=30 - len(base) if len(base) < 30 else 0, max_rounds=1, impl="reference", strategy="descent")
+    manager = DynamicProbeManager(
+        pack,
+        base_layers=[0],
+        load_threshold=0.3,
+        keep_top_k=30 - len(base) if len(base) < 30 else 0,
+        max_rounds=1,
+        impl="reference",
+        strategy="descent",
+    )
     state, n_equal, sizes = None, 0, []
-    for t, expected in enumerate(seed_rule(tree, base, lambda name, t: everything[name][t], n_tokens, threshold=0.3, keep_top_k=30)):
+    for t, expected in enumerate(
+        seed_rule(tree, base, lambda name, t: everything[name][t], n_tokens, threshold=0.3, keep_top_k=30)
+    ):
         state, scores = manager.step(state, hidden[t : t + 1])
-        ours = {pack.concepts[probe]["id"]: float(value) for probe, value in zip(scores.probes.tolist(), scores.values.tolist(), strict=True)}
+        ours = {
+            pack.concepts[probe]["id"]: float(value)
+            for probe, value in zip(scores.probes.tolist(), scores.values.tolist(), strict=True)
+        }
         assert ours.keys() == expected.keys() and max(abs(ours[name] - expected[name]) for name in ours) < 1e-6
         n_equal, sizes = n_equal + 1, [*sizes, len(ours)]
     assert n_equal == n_tokens and max(sizes) > 40 > 30 >= len(base)
@@ -254,29 +335,47 @@ def watched(tmp_path_factory):
 def by_score(pack, scores, most):
     """The best of what is active by score, then number, in plain Python."""
     active = list(zip(scores.active(0).tolist(), scores.active_scores(0).tolist(), strict=True))
-    return [(pack.concepts[probe]["id"], score) for probe, score in sorted(active, key=lambda pair: (-pair[1], pair[0]))[:most]]
+    return [
+        (pack.concepts[probe]["id"], score)
+        for probe, score in sorted(active, key=lambda pair: (-pair[1], pair[0]))[:most]
+    ]
 
 
 def test_a_pack_without_thresholds_shows_its_best_ranked_concepts_and_says_that_they_do_not_fire(watched):
     model, tokens, mute, _ = watched
     manager = DynamicProbeManager(mute, impl="reference", strategy="descent")
-    wide, plain = (Console(width=150, height=60, record=True, force_terminal=live, file=io.StringIO()) for live in (True, False))
+    wide, plain = (
+        Console(width=150, height=60, record=True, force_terminal=live, file=io.StringIO()) for live in (True, False)
+    )
     with LiveView(wide, title="t", n_rows=40) as live, PlainView(plain) as lines:
         for event in manager.stream(model, tokens, "w1 w5", max_new_tokens=5, do_sample=False):
-            assert [(concept.concept, concept.score) for concept in event.ranked(3)] == by_score(mute, event.scores, 3) and event.leading(3) == []
+            assert [(concept.concept, concept.score) for concept in event.ranked(3)] == by_score(
+                mute, event.scores, 3
+            ) and event.leading(3) == []
             assert not any(concept.fired for concept in event.ranked(10))
             live.show(event)
             lines.show(event)
             result = event.result
     listed = plain.export_text().splitlines()
-    assert len(listed) == 5 and all("ranked, not firing: concept" in line for line in listed[:-1]) and "unseen" in listed[-1] and "alert" not in "".join(listed)
+    assert (
+        len(listed) == 5
+        and all("ranked, not firing: concept" in line for line in listed[:-1])
+        and "unseen" in listed[-1]
+        and "alert" not in "".join(listed)
+    )
     wide.print(live.render())
     shown = wide.export_text()
-    assert "ranked, not firing where there is no alert" in shown and shown.count("not firing") > 5 and "nan" not in shown
+    assert (
+        "ranked, not firing where there is no alert" in shown and shown.count("not firing") > 5 and "nan" not in shown
+    )
     summary(plain, result, [])
     text = plain.export_text()
     best = result.top(1, phase="generated")[0]
-    assert "ranked, not firing: highest scores over the generated tokens" in text and f"{best.score:.2f}" in text and "no concept fired" not in text
+    assert (
+        "ranked, not firing: highest scores over the generated tokens" in text
+        and f"{best.score:.2f}" in text
+        and "no concept fired" not in text
+    )
 
 
 def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
@@ -286,14 +385,18 @@ def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
     n_fired = 0
     with PlainView(console) as view:
         for event in manager.stream(model, tokens, "w1 w5", max_new_tokens=5, do_sample=False):
-            assert all(concept.concept.startswith("mute:") for concept in event.ranked(5)) and all(concept.concept.startswith("rated:") for concept in event.leading(5))
+            assert all(concept.concept.startswith("mute:") for concept in event.ranked(5)) and all(
+                concept.concept.startswith("rated:") for concept in event.leading(5)
+            )
             assert len(event.ranked(5)) == (0 if event.unseen else 5)
             n_fired += len(event.leading(3))
             view.show(event)
     lines = console.export_text()
     assert n_fired and lines.count("(alert 0.30)") == n_fired and lines.count("ranked, not firing: mute:") == 4
     alone = DynamicProbeManager(rated, impl="reference", strategy="descent")
-    assert all(event.ranked(5) == [] for event in alone.stream(model, tokens, "w1 w5", max_new_tokens=2, do_sample=False))
+    assert all(
+        event.ranked(5) == [] for event in alone.stream(model, tokens, "w1 w5", max_new_tokens=2, do_sample=False)
+    )
 
 
 # -- their page ----------------------------------------------------------------------------------
@@ -314,7 +417,15 @@ def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, 
 
     def run(line):
         # The site of a host of three layers, and the host itself, where the page speaks of a real one.
-        monkeypatch.setattr(sys, "argv", shlex.split(line.replace("resid_post.15", "resid_post.1").replace(" demo ", f" {host} ").replace("Tell me about whales.", "w1 w5")))
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            shlex.split(
+                line.replace("resid_post.15", "resid_post.1")
+                .replace(" demo ", f" {host} ")
+                .replace("Tell me about whales.", "w1 w5")
+            ),
+        )
         with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cli.main()
@@ -323,24 +434,58 @@ def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, 
         return out
 
     imported, shown = map(run, commands)
-    assert imported.splitlines()[0].startswith("packs/mine: 60 probes") and shown.count("ranked, not firing") > 10 and "by rank, which does not say that they are there" in shown
+    assert (
+        imported.splitlines()[0].startswith("packs/mine: 60 probes")
+        and shown.count("ranked, not firing") > 10
+        and "by rank, which does not say that they are there" in shown
+    )
     held = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         exec(block, held)
     pack, n_base = held["pack"], held["n_base"]
-    assert n_base == sum(key.endswith(":0") for key in keys) and {c["id"]: c["level"] for c in pack.concepts} == {key: theirs.split(key)[1] for key in keys}
-    assert (held["theirs"].config.max_rounds, held["theirs"].config.keep_top_k) == (1, 30 - n_base) and held["usual"].config.max_rounds is None and held["usual"].config.keep_top_k == 30
+    assert n_base == sum(key.endswith(":0") for key in keys) and {c["id"]: c["level"] for c in pack.concepts} == {
+        key: theirs.split(key)[1] for key in keys
+    }
+    assert (
+        (held["theirs"].config.max_rounds, held["theirs"].config.keep_top_k) == (1, 30 - n_base)
+        and held["usual"].config.max_rounds is None
+        and held["usual"].config.keep_top_k == 30
+    )
     for option in re.findall(r"^\| `(--[a-z-]+)", page, flags=re.MULTILINE):
-        assert option in {name for parameter in typer.main.get_command(cli.app).commands["import"].commands["hatcat"].params for name in parameter.opts}
+        assert option in {
+            name
+            for parameter in typer.main.get_command(cli.app).commands["import"].commands["hatcat"].params
+            for name in parameter.opts
+        }
 
 
 def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeypatch, capsys):
     probes_of(tmp_path / "theirs", KEYS)
     for extra in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", ["probemon", "import", "hatcat", str(tmp_path / "theirs"), str(tmp_path / f"ours{len(extra)}"), "--site", "resid_post.1", "--normalize", "none", "--allow-unlisted", *extra])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "probemon",
+                "import",
+                "hatcat",
+                str(tmp_path / "theirs"),
+                str(tmp_path / f"ours{len(extra)}"),
+                "--site",
+                "resid_post.1",
+                "--normalize",
+                "none",
+                "--allow-unlisted",
+                *extra,
+            ],
+        )
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, error = capsys.readouterr()
         assert ended.value.code == 0
         warning = "warning: 4 of 5 probes are never scored (B:1, C:1, D:2, ...)"
-        assert (error if extra else out).startswith(warning) and (json.loads(out)["report"]["warning"].startswith(warning.removeprefix("warning: ")) if extra else out.count("warning:") == 1)
+        assert (error if extra else out).startswith(warning) and (
+            json.loads(out)["report"]["warning"].startswith(warning.removeprefix("warning: "))
+            if extra
+            else out.count("warning:") == 1
+        )

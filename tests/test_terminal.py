@@ -1,4 +1,5 @@
-"""Nothing that comes from outside is obeyed by the terminal: hostile text through every command, every option and every part of a pack."""
+"""Nothing that comes from outside is obeyed by the terminal: hostile text through every command, every option and
+every part of a pack."""
 
 import ast
 import io
@@ -42,7 +43,8 @@ HOSTILE = f"{ESCAPES}{MARKUP}\n\ud800"
 
 
 def harmful(text, keep="\n"):
-    """Characters that a terminal would obey, by their Unicode categories: controls, halves of pairs, separators of lines, and those of direction."""
+    """Characters that a terminal would obey, by their Unicode categories: controls, halves of pairs, separators of
+    lines, and those of direction."""
     return [c for c in text if c not in keep and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
 
 
@@ -68,7 +70,9 @@ def test_what_is_harmless_has_nothing_harmful_stays_so_and_loses_nothing_else(te
     shown = harmless(text)
     assert not harmful(shown, keep="") and harmless(shown) == shown
     assert harmless(text, keep="\n").replace("\n", r"\n") == shown
-    if not harmful(text, keep="") and not re.search("[\xad\u180e\u200b-\u206f\ufeff\ufff0-\ufffb\U000e0000-\U000e0fff]", text):
+    if not harmful(text, keep="") and not re.search(
+        "[\xad\u180e\u200b-\u206f\ufeff\ufff0-\ufffb\U000e0000-\U000e0fff]", text
+    ):
         assert shown == text
     shown.encode("utf-8")
 
@@ -88,7 +92,12 @@ def test_a_console_at_the_border_takes_no_text_for_markup_and_lets_none_be_obeye
     for thing in (HOSTILE, Text(HOSTILE), table):
         console.print(thing)
     shown = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)  # rich's own colours
-    assert not harmful(shown) and "[red]" in shown and "[/nonsense]" in "".join(shown.split()).replace("│", "") and ":skull:" in "".join(shown.split())
+    assert (
+        not harmful(shown)
+        and "[red]" in shown
+        and "[/nonsense]" in "".join(shown.split()).replace("│", "")
+        and ":skull:" in "".join(shown.split())
+    )
 
 
 def test_the_border_is_around_prints_warnings_and_tracebacks_and_is_taken_away(capsys):
@@ -116,7 +125,11 @@ def test_json_is_json_with_the_same_content(capsys):
     answer(content)
     answer({"a": float("nan"), "b": [float("inf"), {"c": (1.5, float("-inf"))}]})
     first, second = capsys.readouterr().out.splitlines()
-    assert first.isascii() and json.loads(first) == content and json.loads(second, parse_constant=lambda _: 1 / 0) == {"a": None, "b": [None, {"c": [1.5, None]}]}
+    assert (
+        first.isascii()
+        and json.loads(first) == content
+        and json.loads(second, parse_constant=lambda _: 1 / 0) == {"a": None, "b": [None, {"c": [1.5, None]}]}
+    )
 
 
 def test_only_the_border_prints():
@@ -126,11 +139,19 @@ def test_only_the_border_prints():
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
-                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                name = (
+                    node.func.id
+                    if isinstance(node.func, ast.Name)
+                    else node.func.attr
+                    if isinstance(node.func, ast.Attribute)
+                    else ""
+                )
                 assert name not in ("echo", "secho", "from_markup", "from_ansi", "Console"), f"{path}:{node.lineno}"
                 assert not (isinstance(node.func, ast.Name) and name == "print"), f"{path}:{node.lineno}"
                 assert not (name == "write" and "std" in ast.unparse(node.func)), f"{path}:{node.lineno}"
-            assert not (isinstance(node, (ast.Import, ast.ImportFrom)) and "rich.markup" in ast.unparse(node)), f"{path}:{node.lineno}"
+            assert not (isinstance(node, (ast.Import, ast.ImportFrom)) and "rich.markup" in ast.unparse(node)), (
+                f"{path}:{node.lineno}"
+            )
 
 
 # -- every command and option --------------------------------------------------------------------
@@ -153,7 +174,11 @@ def test_hostile_arguments_of_every_command_and_option_are_shown_harmless(monkey
     monkeypatch.chdir(tmp_path)
     text = HOSTILE.replace("\n", "")
     required = [param for param in command.params if param.required]
-    given = [word for param in required for word in ([text] if param.param_type_name == "argument" else [param.opts[0], text])]
+    given = [
+        word
+        for param in required
+        for word in ([text] if param.param_type_name == "argument" else [param.opts[0], text])
+    ]
     code, _, error = run(monkeypatch, capsys, *path, *given)
     assert code == 2 and error.count("\n") == 1
     for param in command.params:
@@ -189,8 +214,10 @@ def host(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("host") / "model"
-    words = {f"{HOSTILE[: -1]}{i}": i for i in range(EOS + 1, 61)} | {f"<{i}>": i for i in range(EOS + 1)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")), eos_token=f"<{EOS}>", pad_token="<0>")
+    words = {f"{HOSTILE[:-1]}{i}": i for i in range(EOS + 1, 61)} | {f"<{i}>": i for i in range(EOS + 1)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")), eos_token=f"<{EOS}>", pad_token="<0>"
+    )
     tokenizer.backend_tokenizer.decoder = Fuse()
     make_model().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -201,13 +228,39 @@ def host(tmp_path_factory):
 def hostile_pack(tmp_path_factory):
     """A pack whose every text is as hostile as the format lets it be."""
     folder = tmp_path_factory.mktemp("packs")
-    concepts = [{"id": f"{MARKUP}{i}", "name": f"{MARKUP} {i % 5}", "parents": [f"{MARKUP}{(i - 1) // 3}"] if i else [], "definition": HOSTILE[:-1]} for i in range(12)]
-    made = make_pack(folder / "made", make_model(), n=12, name=MARKUP, concepts=concepts, licence=HOSTILE[:-1], alert_threshold=torch.full((12,), 0.05), card=f"# {HOSTILE[:-1]}\n")
+    concepts = [
+        {
+            "id": f"{MARKUP}{i}",
+            "name": f"{MARKUP} {i % 5}",
+            "parents": [f"{MARKUP}{(i - 1) // 3}"] if i else [],
+            "definition": HOSTILE[:-1],
+        }
+        for i in range(12)
+    ]
+    made = make_pack(
+        folder / "made",
+        make_model(),
+        n=12,
+        name=MARKUP,
+        concepts=concepts,
+        licence=HOSTILE[:-1],
+        alert_threshold=torch.full((12,), 0.05),
+        card=f"# {HOSTILE[:-1]}\n",
+    )
 
     def manifest(content):
         content["host"] |= {"model_id": HOSTILE, "fingerprint": HOSTILE, "revision": HOSTILE}
-        content["quality"] = {"auroc_median": 0.5, HOSTILE: HOSTILE, "per_level": {"0": {"auroc_median": 0.5}, HOSTILE: {HOSTILE: HOSTILE}}}
-        content["provenance"] = {HOSTILE: HOSTILE, "calibrations": [{"source": {"name": HOSTILE}, "aggregator": HOSTILE, "unit": HOSTILE, "n_watched": 1, "fpr": 0.1}]}
+        content["quality"] = {
+            "auroc_median": 0.5,
+            HOSTILE: HOSTILE,
+            "per_level": {"0": {"auroc_median": 0.5}, HOSTILE: {HOSTILE: HOSTILE}},
+        }
+        content["provenance"] = {
+            HOSTILE: HOSTILE,
+            "calibrations": [
+                {"source": {"name": HOSTILE}, "aggregator": HOSTILE, "unit": HOSTILE, "n_watched": 1, "fpr": 0.1}
+            ],
+        }
         content["inputs"][0]["eps"] = 1e-6
 
     return forged(made, folder / "pack", manifest)
@@ -215,22 +268,39 @@ def hostile_pack(tmp_path_factory):
 
 def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypatch, capsys, tmp_path, hostile_pack):
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack)
-    assert code == 0 and out.count(r"\x1b]0;pwned\x07") >= 3 and "[red]x[/nonsense]:skull:" in out and len(out.splitlines()) == len([line for line in out.splitlines() if line])
+    assert (
+        code == 0
+        and out.count(r"\x1b]0;pwned\x07") >= 3
+        and "[red]x[/nonsense]:skull:" in out
+        and len(out.splitlines()) == len([line for line in out.splitlines() if line])
+    )
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack, "--json")
     told = json.loads(out)
     assert told["host"]["model_id"] == HOSTILE and told["name"] == MARKUP and told["quality"][HOSTILE] == HOSTILE
     (tmp_path / "new.json").write_text(json.dumps({f"{MARKUP}1": {"name": f"{MARKUP}!"}}))
     (tmp_path / "bad.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (tmp_path / "tree.json").write_text(json.dumps({f"{MARKUP}1": [f"{MARKUP}2"], HOSTILE: [HOSTILE]}))
-    clean = forged(ProbePack.open(hostile_pack), tmp_path / "clean", lambda content: content.update(host={"model_id": "m", "hidden_size": HIDDEN}, quality={}, provenance={}))
+    clean = forged(
+        ProbePack.open(hostile_pack),
+        tmp_path / "clean",
+        lambda content: content.update(host={"model_id": "m", "hidden_size": HIDDEN}, quality={}, provenance={}),
+    )
     for arguments, status in (
-        (["pack", "subset", clean, tmp_path / "part", "--concept", f"{MARKUP}4"], 0), (["pack", "subset", clean, tmp_path / "no", "--concept", f"{MARKUP} 1"], 2),
-        (["pack", "subset", clean, tmp_path / "nothing", "--concept", HOSTILE], 2), (["pack", "rename", clean, tmp_path / f"{ESCAPES}new", "--concepts", tmp_path / "new.json"], 0),
-        (["pack", "rename", clean, tmp_path / "bad", "--concepts", tmp_path / "bad.json"], 2), (["pack", "merge", clean, tmp_path / "part", tmp_path / "both"], 2),
-        (["pack", "merge", clean, hostile_pack, tmp_path / "both"], 2), (["pack", "merge", clean, tmp_path / "part", tmp_path / "both", "--prefix"], 0),
-        (["pack", "diff", hostile_pack, clean], 1), (["pack", "diff", hostile_pack, tmp_path / f"{ESCAPES}new", "--json"], 1), (["quantize", clean, tmp_path / f"{ESCAPES}8"], 0),
-        (["hierarchy", clean, tmp_path / "tree.json"], 2), (["hierarchy", clean, "--from-weights"], 2), (["pack", "push", clean, f"org/{ESCAPES}"], 2),
-    ):  # fmt: skip
+        (["pack", "subset", clean, tmp_path / "part", "--concept", f"{MARKUP}4"], 0),
+        (["pack", "subset", clean, tmp_path / "no", "--concept", f"{MARKUP} 1"], 2),
+        (["pack", "subset", clean, tmp_path / "nothing", "--concept", HOSTILE], 2),
+        (["pack", "rename", clean, tmp_path / f"{ESCAPES}new", "--concepts", tmp_path / "new.json"], 0),
+        (["pack", "rename", clean, tmp_path / "bad", "--concepts", tmp_path / "bad.json"], 2),
+        (["pack", "merge", clean, tmp_path / "part", tmp_path / "both"], 2),
+        (["pack", "merge", clean, hostile_pack, tmp_path / "both"], 2),
+        (["pack", "merge", clean, tmp_path / "part", tmp_path / "both", "--prefix"], 0),
+        (["pack", "diff", hostile_pack, clean], 1),
+        (["pack", "diff", hostile_pack, tmp_path / f"{ESCAPES}new", "--json"], 1),
+        (["quantize", clean, tmp_path / f"{ESCAPES}8"], 0),
+        (["hierarchy", clean, tmp_path / "tree.json"], 2),
+        (["hierarchy", clean, "--from-weights"], 2),
+        (["pack", "push", clean, f"org/{ESCAPES}"], 2),
+    ):
         code, out, error = run(monkeypatch, capsys, *arguments)
         assert code == status, (arguments, code, out, error)
         if "--json" in arguments:
@@ -253,13 +323,25 @@ def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypa
         ("hidden_size", lambda content: content["host"].update(hidden_size=HOSTILE), None),
         ("recommended", lambda content: content["recommended"].update({HOSTILE: HOSTILE}), None),
         ("tensor", lambda content: None, lambda held: held.update({HOSTILE[:-1]: torch.ones(3)})),
-        ("aggregated", lambda content: None, lambda held: held.update({f"alert_threshold:{HOSTILE[:-1]}": torch.full((12,), 0.5)})),
+        (
+            "aggregated",
+            lambda content: None,
+            lambda held: held.update({f"alert_threshold:{HOSTILE[:-1]}": torch.full((12,), 0.5)}),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_opens_it(monkeypatch, capsys, tmp_path, hostile_pack, where, change, tensors):
+def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_opens_it(
+    monkeypatch, capsys, tmp_path, hostile_pack, where, change, tensors
+):
     pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", change, tensors or (lambda held: None))
-    for arguments in (["inspect", pack], ["inspect", pack, "--json"], ["quantize", pack, tmp_path / "q"], ["watch", "nowhere", pack], ["pack", "diff", pack, hostile_pack]):
+    for arguments in (
+        ["inspect", pack],
+        ["inspect", pack, "--json"],
+        ["quantize", pack, tmp_path / "q"],
+        ["watch", "nowhere", pack],
+        ["pack", "diff", pack, hostile_pack],
+    ):
         code, out, _ = run(monkeypatch, capsys, *arguments)
         assert code in (0, 1, 2)
         if arguments[-1] == "--json" and out:
@@ -267,71 +349,184 @@ def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_open
 
 
 CLAIMS = [
-    ("quality", {"per_level": []}), ("quality", {"per_level": {"0": []}}), ("quality", {"per_level": {"0": {"auroc_median": HOSTILE}}}), ("quality", {"per_level": {"0": {"auroc_p10": 10**400}}}),
-    ("quality", {"auroc_median": HOSTILE}), ("quality", {"n_test": 10**4000}), ("quality", {"alerts": []}), ("quality", {"alerts": {"each": []}}), ("quality", {"alerts": {"each": {"concepts": [1]}}}),
-    ("provenance", {"calibrations": [1]}), ("provenance", {"calibrations": HOSTILE}), ("provenance", {"calibrations": [{}]}), ("provenance", {"calibrations": {"a": 1}}),
-    ("provenance", {"calibrations": [{"source": HOSTILE}]}), ("provenance", {"calibrations": [{"source": {"name": [HOSTILE]}}]}),
-    ("provenance", {"calibrations": [{"source": {"name": "x"}, "aggregator": "each", "n_watched": 1, "fpr": HOSTILE, "unit": "token"}]}),
-    ("provenance", {"calibrations": [{"source": {"name": "x"}, "aggregator": "each"}]}), ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": [1]}]}),
-    ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": {"recall": HOSTILE}}]}), ("host", {"model_id": [HOSTILE]}), ("host", {"n_layers": HOSTILE}), ("host", {"adapters": 5}),
-    ("host", {"adapters": [1]}), ("host", {"fingerprint": 3}), ("quality", {"x": json.loads("[" * 150 + "]" * 150)}), ("provenance", {"x": json.loads('{"a":' * 150 + "1" + "}" * 150)}),
-]  # fmt: skip
+    ("quality", {"per_level": []}),
+    ("quality", {"per_level": {"0": []}}),
+    ("quality", {"per_level": {"0": {"auroc_median": HOSTILE}}}),
+    ("quality", {"per_level": {"0": {"auroc_p10": 10**400}}}),
+    ("quality", {"auroc_median": HOSTILE}),
+    ("quality", {"n_test": 10**4000}),
+    ("quality", {"alerts": []}),
+    ("quality", {"alerts": {"each": []}}),
+    ("quality", {"alerts": {"each": {"concepts": [1]}}}),
+    ("provenance", {"calibrations": [1]}),
+    ("provenance", {"calibrations": HOSTILE}),
+    ("provenance", {"calibrations": [{}]}),
+    ("provenance", {"calibrations": {"a": 1}}),
+    ("provenance", {"calibrations": [{"source": HOSTILE}]}),
+    ("provenance", {"calibrations": [{"source": {"name": [HOSTILE]}}]}),
+    (
+        "provenance",
+        {
+            "calibrations": [
+                {"source": {"name": "x"}, "aggregator": "each", "n_watched": 1, "fpr": HOSTILE, "unit": "token"}
+            ]
+        },
+    ),
+    ("provenance", {"calibrations": [{"source": {"name": "x"}, "aggregator": "each"}]}),
+    ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": [1]}]}),
+    ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": {"recall": HOSTILE}}]}),
+    ("host", {"model_id": [HOSTILE]}),
+    ("host", {"n_layers": HOSTILE}),
+    ("host", {"adapters": 5}),
+    ("host", {"adapters": [1]}),
+    ("host", {"fingerprint": 3}),
+    ("quality", {"x": json.loads("[" * 150 + "]" * 150)}),
+    ("provenance", {"x": json.loads('{"a":' * 150 + "1" + "}" * 150)}),
+]
 
 
 @pytest.mark.parametrize("part, claim", CLAIMS, ids=lambda value: repr(value)[:50].encode("ascii", "replace").decode())
-def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(monkeypatch, capsys, tmp_path, hostile_pack, part, claim):
+def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(
+    monkeypatch, capsys, tmp_path, hostile_pack, part, claim
+):
     pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", lambda content: content.update({part: claim}))
     for arguments in (
-        ["inspect", pack], ["inspect", pack, "--json"], ["quantize", pack, tmp_path / "q"], ["pack", "rename", pack, tmp_path / "r", "--name", "r"], ["pack", "subset", pack, tmp_path / "s", "--concept", "*"],
-        ["pack", "merge", pack, hostile_pack, tmp_path / "m"], ["watch", "nowhere", pack], ["calibrate", pack, "--benign", tmp_path / "none.txt", "--fpr", "0.1"],
-    ):  # fmt: skip
+        ["inspect", pack],
+        ["inspect", pack, "--json"],
+        ["quantize", pack, tmp_path / "q"],
+        ["pack", "rename", pack, tmp_path / "r", "--name", "r"],
+        ["pack", "subset", pack, tmp_path / "s", "--concept", "*"],
+        ["pack", "merge", pack, hostile_pack, tmp_path / "m"],
+        ["watch", "nowhere", pack],
+        ["calibrate", pack, "--benign", tmp_path / "none.txt", "--fpr", "0.1"],
+    ):
         code, out, error = run(monkeypatch, capsys, *arguments)
         name = f"{part} is nested" if "x" in claim else f"{part}.{next(iter(claim))}"
         assert code == 2 and not out and error.count("\n") == 1 and name in error, (arguments, error)
 
 
 def test_a_card_that_is_no_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_path, hostile_pack):
-    pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", lambda content: content.update(host={"hidden_size": HIDDEN}, quality={}, provenance={}))
+    pack = forged(
+        ProbePack.open(hostile_pack),
+        tmp_path / "pack",
+        lambda content: content.update(host={"hidden_size": HIDDEN}, quality={}, provenance={}),
+    )
     (pack / "README.md").write_bytes(b"# caf\xe9 \xff\n")
     content = json.loads((pack / "manifest.json").read_text())
     content["files"]["README.md"] = {"sha256": sha256(pack / "README.md"), "size": (pack / "README.md").stat().st_size}
     (pack / "manifest.json").write_text(json.dumps(content))
-    assert run(monkeypatch, capsys, "quantize", pack, tmp_path / "int8")[0] == 0 and "caf\ufffd" in (tmp_path / "int8/README.md").read_text()
+    assert (
+        run(monkeypatch, capsys, "quantize", pack, tmp_path / "int8")[0] == 0
+        and "caf\ufffd" in (tmp_path / "int8/README.md").read_text()
+    )
     opened = ProbePack.open(pack)
-    expansion = Expansion(np.where(opened.tree.has_children, 0.1, np.nan).astype(np.float32), 0.9, 0.0, 1, 9, 9, 0.0, 1.0, 0, (0,))
-    assert "caf\ufffd" in (write_calibrated(opened, tmp_path / "calibrated", expansion=expansion).directory / "README.md").read_text()
+    expansion = Expansion(
+        np.where(opened.tree.has_children, 0.1, np.nan).astype(np.float32), 0.9, 0.0, 1, 9, 9, 0.0, 1.0, 0, (0,)
+    )
+    assert (
+        "caf\ufffd"
+        in (write_calibrated(opened, tmp_path / "calibrated", expansion=expansion).directory / "README.md").read_text()
+    )
 
 
 # -- a host, its tokens and its documents --------------------------------------------------------
 
 
-def test_tokens_documents_and_names_are_harmless_in_every_command_that_runs_a_host(monkeypatch, capsys, tmp_path, host, hostile_pack):
+def test_tokens_documents_and_names_are_harmless_in_every_command_that_runs_a_host(
+    monkeypatch, capsys, tmp_path, host, hostile_pack
+):
     prompt = f"{HOSTILE[:-1]}20"
-    code, out, _ = run(monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "5", "--json")
-    assert code == 0 and json.loads(out.splitlines()[-1])["generated_tokens"] >= 1 and r"\x1b]0;pwned" in out and "[red]x[/nonsense]" in out
-    code, _, error = run(monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "2", "--strict")
+    code, out, _ = run(
+        monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "5", "--json"
+    )
+    assert (
+        code == 0
+        and json.loads(out.splitlines()[-1])["generated_tokens"] >= 1
+        and r"\x1b]0;pwned" in out
+        and "[red]x[/nonsense]" in out
+    )
+    code, _, error = run(
+        monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "2", "--strict"
+    )
     assert code == 2 and r"\x1b]0;pwned" in error
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "argv", ["probemon", "watch", str(host), str(hostile_pack), "--prompt", prompt, "--max-new-tokens", "4"])
+    monkeypatch.setattr(
+        sys, "argv", ["probemon", "watch", str(host), str(hostile_pack), "--prompt", prompt, "--max-new-tokens", "4"]
+    )
     with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cli.main()
     out, error = capsys.readouterr()
     shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]|\r", "", out)  # rich's colours and movements
-    assert ended.value.code == 0 and "pwned" in shown and not harmful(shown) and "\x1b[31m" not in out and not harmful(re.sub("\x1b\\[[0-9;?]*[A-Za-z]|\r", "", error))
+    assert (
+        ended.value.code == 0
+        and "pwned" in shown
+        and not harmful(shown)
+        and "\x1b[31m" not in out
+        and not harmful(re.sub("\x1b\\[[0-9;?]*[A-Za-z]|\r", "", error))
+    )
     monkeypatch.delenv("FORCE_COLOR")
     for name in ("a", "b"):
-        lines = [{"id": f"{HOSTILE}{i}", "text": f"{HOSTILE[:-1]}{i}" if i else HOSTILE, HOSTILE: HOSTILE} for i in range(4)]
+        lines = [
+            {"id": f"{HOSTILE}{i}", "text": f"{HOSTILE[:-1]}{i}" if i else HOSTILE, HOSTILE: HOSTILE} for i in range(4)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        code, out, _ = run(monkeypatch, capsys, "analyze", host, hostile_pack, tmp_path / f"{name}.jsonl", "--out", tmp_path / f"{ESCAPES}{name}", "--dtype", "float32")
+        code, out, _ = run(
+            monkeypatch,
+            capsys,
+            "analyze",
+            host,
+            hostile_pack,
+            tmp_path / f"{name}.jsonl",
+            "--out",
+            tmp_path / f"{ESCAPES}{name}",
+            "--dtype",
+            "float32",
+        )
         assert code == 0 and "1 bad ones" in out
     for arguments, status in (
-        (["analyze", host, hostile_pack, tmp_path / "a.jsonl", "--out", tmp_path / f"{ESCAPES}a", "--dtype", "float32", "--json"], 0), (["diff", tmp_path / f"{ESCAPES}a", tmp_path / f"{ESCAPES}b"], 0),
-        (["diff", tmp_path / f"{ESCAPES}a", tmp_path / f"{ESCAPES}b", "--json"], 0), (["report", tmp_path / f"{ESCAPES}a", "--out", tmp_path / f"{ESCAPES}.html"], 0), (["report", tmp_path / f"{ESCAPES}b", "--json"], 0),
-        (["calibrate", hostile_pack, "--benign", tmp_path / "a.jsonl", "--fpr", "0.5", "--confidence", "0.5", "--unit", "document", "--model", host, "--out", tmp_path / f"{ESCAPES}c", "--watch", f"{MARKUP}1"], None),
+        (
+            [
+                "analyze",
+                host,
+                hostile_pack,
+                tmp_path / "a.jsonl",
+                "--out",
+                tmp_path / f"{ESCAPES}a",
+                "--dtype",
+                "float32",
+                "--json",
+            ],
+            0,
+        ),
+        (["diff", tmp_path / f"{ESCAPES}a", tmp_path / f"{ESCAPES}b"], 0),
+        (["diff", tmp_path / f"{ESCAPES}a", tmp_path / f"{ESCAPES}b", "--json"], 0),
+        (["report", tmp_path / f"{ESCAPES}a", "--out", tmp_path / f"{ESCAPES}.html"], 0),
+        (["report", tmp_path / f"{ESCAPES}b", "--json"], 0),
+        (
+            [
+                "calibrate",
+                hostile_pack,
+                "--benign",
+                tmp_path / "a.jsonl",
+                "--fpr",
+                "0.5",
+                "--confidence",
+                "0.5",
+                "--unit",
+                "document",
+                "--model",
+                host,
+                "--out",
+                tmp_path / f"{ESCAPES}c",
+                "--watch",
+                f"{MARKUP}1",
+            ],
+            None,
+        ),
         (["routing", host, "--prompt", prompt], None),
-    ):  # fmt: skip
+    ):
         code, out, error = run(monkeypatch, capsys, *arguments)
         assert code == status or (status is None and code in (0, 2)), (arguments, code, error)
         if "--json" in arguments:
@@ -344,7 +539,9 @@ def test_imports_name_what_is_hostile_harmlessly(monkeypatch, capsys, tmp_path):
     hatcat_packs.write_layered(folder, hatcat_packs.modules(["linear"], HIDDEN, keys=["A:0", "B:1"]))
     hatcat_packs.write_hierarchy(folder, {"A:0": ["B:1", key.replace(":0", ":1")]})
     common = ["--site", "resid_post.1", "--normalize", "none"]
-    code, out, _ = run(monkeypatch, capsys, "import", "hatcat", folder, tmp_path / f"ours{ESCAPES}", *common, "--name", MARKUP)
+    code, out, _ = run(
+        monkeypatch, capsys, "import", "hatcat", folder, tmp_path / f"ours{ESCAPES}", *common, "--name", MARKUP
+    )
     assert code == 0 and r"\x1b[2J" in out
     torch.save(hatcat_packs.module("linear", HIDDEN, 3).state_dict(), folder / "layer1" / "C\x1b[2J\u202e.pt")
     code, out, _ = run(monkeypatch, capsys, "import", "hatcat", folder, tmp_path / "more", *common, "--allow-unlisted")
@@ -353,15 +550,53 @@ def test_imports_name_what_is_hostile_harmlessly(monkeypatch, capsys, tmp_path):
     code, _, error = run(monkeypatch, capsys, "import", "hatcat", folder, tmp_path / "no", *common, "--allow-unlisted")
     assert code == 2 and "posix" in error
     save_file({HOSTILE[:-1]: torch.ones(1, 12)}, tmp_path / "x.safetensors")
-    (tmp_path / "map.json").write_text(json.dumps({"site": HOSTILE, "normalize": HOSTILE, "probes": {HOSTILE: {"weight": HOSTILE}}}))
-    assert run(monkeypatch, capsys, "import", "safetensors", tmp_path / "x.safetensors", tmp_path / "no", "--mapping", tmp_path / "map.json")[0] == 2
-    (tmp_path / "map.json").write_text(json.dumps({"site": "resid_post.1", "normalize": "none", "probes": {f"{MARKUP}": {"weight": HOSTILE[:-1], "name": MARKUP}}}))
-    code, out, _ = run(monkeypatch, capsys, "import", "safetensors", tmp_path / "x.safetensors", tmp_path / f"{ESCAPES}p", "--mapping", tmp_path / "map.json", "--name", MARKUP)
+    (tmp_path / "map.json").write_text(
+        json.dumps({"site": HOSTILE, "normalize": HOSTILE, "probes": {HOSTILE: {"weight": HOSTILE}}})
+    )
+    assert (
+        run(
+            monkeypatch,
+            capsys,
+            "import",
+            "safetensors",
+            tmp_path / "x.safetensors",
+            tmp_path / "no",
+            "--mapping",
+            tmp_path / "map.json",
+        )[0]
+        == 2
+    )
+    (tmp_path / "map.json").write_text(
+        json.dumps(
+            {
+                "site": "resid_post.1",
+                "normalize": "none",
+                "probes": {f"{MARKUP}": {"weight": HOSTILE[:-1], "name": MARKUP}},
+            }
+        )
+    )
+    code, out, _ = run(
+        monkeypatch,
+        capsys,
+        "import",
+        "safetensors",
+        tmp_path / "x.safetensors",
+        tmp_path / f"{ESCAPES}p",
+        "--mapping",
+        tmp_path / "map.json",
+        "--name",
+        MARKUP,
+    )
     assert code == 0 and r"\x1b" in out
     (tmp_path / "kit.json").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}}))
     assert run(monkeypatch, capsys, "import", "probekit", tmp_path / "kit.json", tmp_path / "no", *common)[0] == 2
     for name in ("probelab", "steerkit", "saelens", "hallucination"):
-        options = {"probelab": common, "steerkit": ["--scale", "1"], "saelens": [], "hallucination": ["--normalize", "none"]}[name]
+        options = {
+            "probelab": common,
+            "steerkit": ["--scale", "1"],
+            "saelens": [],
+            "hallucination": ["--normalize", "none"],
+        }[name]
         (tmp_path / name).mkdir()
         for file in ("cfg.json", "probe_config.json", f"{ESCAPES}.pt", "a.safetensors"):
             (tmp_path / name / file).write_text(json.dumps({HOSTILE: HOSTILE}))
@@ -377,7 +612,19 @@ def test_views_are_harmless_on_any_console():
         console = Console(width=100, height=30, force_terminal=True, file=io.StringIO(), record=True)
         shown = view(console, title=HOSTILE)
         if view is LiveRouting:
-            console.print(shown.render({"streams": [], "alerts": [HOSTILE], "unjudged": {}, "latency_us": {}, "n_tokens": 1, "n_unseen": 0, "memory_watermark_bytes": 0}))
+            console.print(
+                shown.render(
+                    {
+                        "streams": [],
+                        "alerts": [HOSTILE],
+                        "unjudged": {},
+                        "latency_us": {},
+                        "n_tokens": 1,
+                        "n_unseen": 0,
+                        "memory_watermark_bytes": 0,
+                    }
+                )
+            )
         else:
             console.print(shown.render())
         text = console.export_text()
@@ -423,5 +670,11 @@ def test_a_signal_while_compiled_code_calls_python_back_ends_the_command_cleanly
     if where == "numba":
         pytest.importorskip("numba")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", CALLBACK.format(where=where, then=then)], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLBACK.format(where=where, then=then)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
     assert done.returncode == 143 and done.stderr == "" and done.stdout == "taken away\n"

@@ -292,23 +292,23 @@ def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat:
     files = [path.name] if path.is_file() else hierarchies(folder)
     tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
     for file in files or ["hierarchy.json"]:
-        told = notes.copy()
-        graph = read_graph(folder, told, file)
+        noted = notes.copy()
+        graph = read_graph(folder, noted, file)
         if hierarchy is not None and not graph.parents:
             raise ImportRefused(f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on")
         is_stated = bool(graph.parents)
-        stored = found.place(graph, told)
+        stored = found.place(graph, noted)
         unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
-        tried.append((file, graph, stored, told, unlisted))
+        tried.append((file, graph, stored, noted, unlisted))
         if len(unlisted) <= _MOST_UNLISTED * len(stored):
             break
-    file, graph, stored, told, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
+    file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
     for other, _, other_stored, _, other_unlisted in tried:
         if other != file:
-            told.add("unfit", f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file} {len(stored) - len(unlisted):,}", listed=True)
+            noted.add("unfit", f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file} {len(stored) - len(unlisted):,}", listed=True)
     if flat:
-        graph.flatten(told)
-        return graph, stored, told
+        graph.flatten(noted)
+        return graph, stored, noted
     has_levels = len({level for _, level in stored}) > 1
     if has_levels and not any(graph.parents.values()):
         why = f"its {len(stored):,} probes are on several levels, and {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest level would ever be scored"
@@ -316,9 +316,9 @@ def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat:
         shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
         why = f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is the hierarchy of others"
     else:
-        return graph, stored, told
+        return graph, stored, noted
     if allow_unlisted:
-        return graph, stored, told
+        return graph, stored, noted
     beside = found.folder.path.absolute().parent / "hierarchy.json"
     known = found.info.get("concept_pack")
     pack = found.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)

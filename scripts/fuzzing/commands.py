@@ -4,8 +4,8 @@
     shown = run_command(call)                       # status, standard output, standard error of a command
     judge_command(shown, call)                      # raises where a terminal would obey anything, or JSON is none
 
-A terminal obeys control characters, and what changes the direction of writing; a half of a surrogate pair cannot be encoded. The judge knows them by their Unicode
-categories, and not from the function that makes text harmless.
+A terminal obeys control characters, and what changes the direction of writing; a half of a surrogate pair cannot be
+encoded. The judge knows them by their Unicode categories, and not from the function that makes text harmless.
 """
 
 from __future__ import annotations
@@ -29,9 +29,37 @@ from probemon.errors import ConfigError
 
 _DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _NASTY = (
-    "\x1b[2J", "\x1b]0;pwned\x07", "\x1b]8;;file:///\x1b\\", "\x9b31m", "\x9d0;x\x9c", "\r", "\b\b\b", "\n", "\x85", "\u2028", "\u2029", "\u202e", "\u2066", "\u061c", "\ud800", "\udcff",
-    "\x00", "\x7f", "\ufeff", "\U000e0041", "[red]", "[/]", "[/nonsense]", "[link=file:///x]", "\\[", ":skull:", "{0}", "%s", "whole: every file has its hash", "",
-)  # fmt: skip
+    "\x1b[2J",
+    "\x1b]0;pwned\x07",
+    "\x1b]8;;file:///\x1b\\",
+    "\x9b31m",
+    "\x9d0;x\x9c",
+    "\r",
+    "\b\b\b",
+    "\n",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\u2066",
+    "\u061c",
+    "\ud800",
+    "\udcff",
+    "\x00",
+    "\x7f",
+    "\ufeff",
+    "\U000e0041",
+    "[red]",
+    "[/]",
+    "[/nonsense]",
+    "[link=file:///x]",
+    "\\[",
+    ":skull:",
+    "{0}",
+    "%s",
+    "whole: every file has its hash",
+    "",
+)
 _COMMANDS: Any = typer.main.get_command(cli.app)  # made once: it takes longer than a command
 
 
@@ -47,11 +75,17 @@ class Shown:
 
 def text(rng: Random) -> str:
     """A text that a terminal should not be shown as it is."""
-    return "".join(rng.choice(_NASTY) if rng.random() < 0.7 else chr(rng.choice((rng.randrange(0xA0), rng.randrange(0x2000, 0x2070), rng.randrange(0x110000)))) for _ in range(rng.randrange(1, 7)))
+    return "".join(
+        rng.choice(_NASTY)
+        if rng.random() < 0.7
+        else chr(rng.choice((rng.randrange(0xA0), rng.randrange(0x2000, 0x2070), rng.randrange(0x110000))))
+        for _ in range(rng.randrange(1, 7))
+    )
 
 
 def hostile(tree: Tree, rng: Random) -> Tree:
-    """A pack with one to six texts, keys or numbers of its manifest and its concepts replaced by hostile text; as it was, where they cannot be read."""
+    """A pack with one to six texts, keys or numbers of its manifest and its concepts replaced by hostile text; as it
+    was, where they cannot be read."""
     changed = dict(tree)
     try:
         manifest = json.loads(_bytes(tree, "manifest.json"))
@@ -61,7 +95,9 @@ def hostile(tree: Tree, rng: Random) -> Tree:
                 _replace(manifest, rng)
             elif concepts:
                 concept = rng.choice(concepts)
-                concept[rng.choice(("name", "definition", "id", text(rng)))] = text(rng) if rng.random() < 0.5 else text(rng).encode("ascii", "ignore").decode()
+                concept[rng.choice(("name", "definition", "id", text(rng)))] = (
+                    text(rng) if rng.random() < 0.5 else text(rng).encode("ascii", "ignore").decode()
+                )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return changed
     changed["manifest.json"] = json.dumps(manifest).encode()
@@ -96,17 +132,31 @@ def _replace(value: Any, rng: Random) -> None:
 
 
 def run_command(call: Any) -> Shown:
-    """A command on the pack, chosen by the case, with options that are hostile themselves. Raises `ConfigError` where it ended with an error, which is judged before."""
+    """A command on the pack, chosen by the case, with options that are hostile themselves. Raises `ConfigError` where
+    it ended with an error, which is judged before."""
     rng, scrap = call.rng, call.out.parent / "scrap"
     pack, other = str(call.source), str(call.source.parent / "flat")
     name = text(rng)
     made = scrap / "".join(char for char in name if char not in "/\0\ud800\udcff")[:40]
-    arguments = rng.choice((
-        ["inspect", pack], ["inspect", pack, "--json"], ["pack", "diff", pack, other], ["pack", "diff", other, pack, "--json"], ["pack", "subset", pack, str(made), "--concept", name],
-        ["pack", "subset", pack, str(made), "--concept", "c*", "--name", name], ["pack", "rename", pack, str(made), "--name", name], ["pack", "merge", pack, other, str(made), "--prefix"],
-        ["quantize", pack, str(made)], ["quantize", pack, str(made), "--json"], ["hierarchy", pack, "--from-weights", "--threshold", "0.5"], ["hierarchy", pack, str(call.source / "manifest.json")],
-        ["calibrate", pack, "--benign", str(scrap / "none.txt"), "--fpr", "0.1", "--watch", name], ["inspect", pack, f"--{name}"], ["pack", "diff", pack, pack],
-    ))  # fmt: skip
+    arguments = rng.choice(
+        (
+            ["inspect", pack],
+            ["inspect", pack, "--json"],
+            ["pack", "diff", pack, other],
+            ["pack", "diff", other, pack, "--json"],
+            ["pack", "subset", pack, str(made), "--concept", name],
+            ["pack", "subset", pack, str(made), "--concept", "c*", "--name", name],
+            ["pack", "rename", pack, str(made), "--name", name],
+            ["pack", "merge", pack, other, str(made), "--prefix"],
+            ["quantize", pack, str(made)],
+            ["quantize", pack, str(made), "--json"],
+            ["hierarchy", pack, "--from-weights", "--threshold", "0.5"],
+            ["hierarchy", pack, str(call.source / "manifest.json")],
+            ["calibrate", pack, "--benign", str(scrap / "none.txt"), "--fpr", "0.1", "--watch", name],
+            ["inspect", pack, f"--{name}"],
+            ["pack", "diff", pack, pack],
+        )
+    )
     before, app = sys.argv, cli.app
     sys.argv, cli.app = ["probemon", *arguments], _COMMANDS
     out, error = io.StringIO(), io.StringIO()
@@ -129,13 +179,19 @@ def run_command(call: Any) -> Shown:
 
 
 def judge_command(shown: Shown, call: Any) -> None:
-    """Raise `AssertionError` where a terminal would obey what is shown, where an error is not told in a line, or JSON is none."""
+    """Raise `AssertionError` where a terminal would obey what is shown, where an error is not told in a line, or JSON
+    is none."""
     for what, part in (("output", shown.out), ("error", shown.error)):
-        bad = [char for char in part if char != "\n" and (unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _DIRECTION)]
+        bad = [
+            char
+            for char in part
+            if char != "\n" and (unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _DIRECTION)
+        ]
         assert not bad, f"{what} has {bad[:5]!r}: {part[:300]!r}"
-    assert shown.status in (0, 1, 2) and "Traceback" not in shown.error, f"status {shown.status}: {shown.error[-600:]!r}"
+    assert shown.status in (0, 1, 2) and "Traceback" not in shown.error, (
+        f"status {shown.status}: {shown.error[-600:]!r}"
+    )
     if shown.status == 2:
         assert shown.error.count("\n") == 1 and shown.error.startswith("probemon: "), shown.error[:600]
     if shown.as_json and shown.status != 2:
         json.loads(shown.out, parse_constant=lambda constant: 1 / 0)
-

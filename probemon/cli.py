@@ -10,19 +10,18 @@ Bad input ends with one line on standard error and exit status 2.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from probemon import signals
 from probemon.cli_calibrate import calibrate
 from probemon.cli_corpus import analyze
 from probemon.cli_diff import diff
@@ -33,6 +32,7 @@ from probemon.cli_report import report
 from probemon.cli_routing import routing
 from probemon.errors import ConfigError, ProbemonError
 from probemon.loading import MORE_PACKS, load_aloud, use_threads
+from probemon.terminal import answer, border, say, terminal
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -81,20 +81,21 @@ def watch(
     check_device(device)
     use_threads(threads)
     opened = open_packs([pack, *(more_packs or ())])  # first: it takes milliseconds, the model seconds
-    say = Console(stderr=True)
+    aside = terminal(error=True)
     host, tokenizer = load_aloud(model, device)
     from probemon.live import LiveView, PlainView, View, summary
     from probemon.manager import DynamicProbeManager
     from probemon.measure import overhead
+    from probemon.result import without_thresholds
     from probemon.stream import encode
 
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
-    console = Console()
+    console = terminal(soft_wrap=False)
     messages: Any = [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
     view: View
     if plain or not console.is_terminal:
         view = PlainView(console)
-        console.print(f"{model} watched by {opened.name}: {opened.n_probes} probes; prompt: {prompt}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{model} watched by {opened.name}: {opened.n_probes} probes; prompt: {prompt}")
     else:
         view = LiveView(console, title=f"{model} watched by {opened.name}")
     result = None
@@ -106,7 +107,7 @@ def watch(
     cost = None
     if measure:
         inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
-        with say.status("measuring the overhead") if say.is_terminal else nullcontext() as status:
+        with aside.status("measuring the overhead") if aside.is_terminal else nullcontext() as status:
             cost = overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
     generated = result.phase == 1
     cover = result.coverage
@@ -125,25 +126,29 @@ def watch(
             f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %; {cost.monitor_ms:.2f} ms inside "
             f"our hooks; medians of {cost.n_steps} steps each, alternating)"
         )
-    lines.append("A concept shown is over its own alert threshold; false alarms are expected, at the rate the pack's card states.")
     n_mute = int(opened.alert_threshold.isnan().sum())
+    if n_mute < opened.n_probes:
+        lines.append("A concept shown with an alert threshold is over it; false alarms are expected, at the rate the pack's card states.")
+    ranks = without_thresholds(opened)
+    if ranks.any():
+        lines.append(
+            f"{int(ranks.sum())} of {opened.n_probes} probes are of packs without any alert threshold: their concepts are shown by rank, which does not say that they are there. "
+            "probemon calibrate sets thresholds"
+        )
+    n_mute -= int(ranks.sum())
     if n_mute:  # their silence says nothing
         lines.append(f"{n_mute} of {opened.n_probes} probes have no alert threshold, so that they are never shown, whatever they score: probemon calibrate sets one")
     summary(console, result, lines)
     if as_json:
-        print(
-            json.dumps(
-                {
+        answer({
                     "tokens": len(result), "generated_tokens": int(generated.sum()),
                     "host_ms_per_token": cost and round(cost.host_ms, 3), "monitor_ms_per_token": cost and round(cost.monitor_ms, 3),
                     "watched_ms_per_token": cost and round(cost.watched_ms, 3), "overhead_pct": cost and round(cost.overhead_pct, 2),
                     "probes_total": opened.n_probes, "probes_evaluated_per_token": round(per_token[0], 2),
                     "probes_active_per_token": round(per_token[1], 2), "dropped": int(cover.dropped.sum()), "unseen_tokens": cover.n_unseen,
-                    "audit": result.audit.as_dict() if audit_rate else None, "probes_without_threshold": n_mute,
+                    "audit": result.audit.as_dict() if audit_rate else None, "probes_without_threshold": int(opened.alert_threshold.isnan().sum()), "probes_ranked": int(ranks.sum()),
                     "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
-                }
-            )
-        )  # fmt: skip
+        })  # fmt: skip
 
 
 @app.command()
@@ -170,23 +175,22 @@ def inspect(
         "whole": True, "golden_states": 0 if opened.golden_hidden is None else len(opened.golden_hidden), "golden_error": worst,
     }  # fmt: skip
     if as_json:
-        print(json.dumps(about))
+        answer(about)
         return
-    console = Console(soft_wrap=True, highlight=False)
     host = manifest["host"]
-    console.print(f"{opened.name}  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores", markup=False)
+    say(f"{opened.name}  {opened.n_probes} probes, {opened.architecture}, {about['dtype']}, {opened.weight_bytes() / 1e6:.2f} MB, {opened.score_rule} scores")
     size = (f"{host['n_layers']} layers, " if host.get("n_layers") is not None else "") + f"hidden size {opened.architecture.hidden_size}"
-    console.print(f"for {host.get('model_id') or 'a host that is not stated'} ({size}), read at {', '.join(opened.sites)}; {manifest['licence']}", markup=False)
-    _levels(console, opened)
+    say(f"for {host.get('model_id') or 'a host that is not stated'} ({size}), read at {', '.join(opened.sites)}; {manifest['licence']}")
+    _levels(opened)
     stated = manifest.get("quality") or {}
     overall = {k: stated[k] for k in (*_PER_LEVEL, *_OVERALL) if isinstance(stated.get(k), (int, float))}
-    console.print("quality: " + (", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in overall.items()) or "not stated"), markup=False)
+    say("quality: " + (", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in overall.items()) or "not stated"))
     for entry in about["calibrations"]:
         what = f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}" if "aggregator" in entry else "no alerts"
         reach = f"; expansion to a recall of {entry['expansion']['recall']:g}" if entry.get("expansion") else ""
-        console.print(f"calibrated from {entry['source']['name']}: {what}{reach}", markup=False)
+        say(f"calibrated from {entry['source']['name']}: {what}{reach}")
     golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
-    console.print(f"whole: every file has its hash, every weight is finite, {golden}", markup=False)
+    say(f"whole: every file has its hash, every weight is finite, {golden}")
 
 
 @app.command()
@@ -203,18 +207,16 @@ def quantize(
     after = write(before, out)
     error = after.manifest["quality"]["int8"]
     if as_json:
-        print(json.dumps({"directory": str(out), "weight_bytes": after.weight_bytes(), "source_weight_bytes": before.weight_bytes(), **error}))
+        answer({"directory": str(out), "weight_bytes": after.weight_bytes(), "source_weight_bytes": before.weight_bytes(), **error})
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{out}: {after.weight_bytes() / 1e6:.2f} MB of weights, {before.weight_bytes() / 1e6:.2f} before", markup=False)
-    console.print(
+    say(f"{out}: {after.weight_bytes() / 1e6:.2f} MB of weights, {before.weight_bytes() / 1e6:.2f} before")
+    say(
         f"on {error['n_states']} {error['states']} states scores move by at most {error['max_score_error']:.2g}, {error['mean_score_error']:.2g} on average; "
         f"of {error['n_fired']} that fired, {error['n_fired_changed']} changed",
-        markup=False,
     )  # fmt: skip
 
 
-def _levels(console: Console, pack: ProbePack) -> None:
+def _levels(pack: ProbePack) -> None:
     quality = (pack.manifest.get("quality") or {}).get("per_level") or {}
     names = [key for key in _PER_LEVEL if any(key in level for level in quality.values())]
     table = Table(box=None, pad_edge=False, header_style="dim", title="AUROC on held-out words" if names else None, title_justify="left")
@@ -222,41 +224,50 @@ def _levels(console: Console, pack: ProbePack) -> None:
         label = "median" if name == "auroc_median" else name.removeprefix("auroc_").removesuffix("_median")
         table.add_column(label, justify="right", min_width=max(5, len(label)))
     table.add_column("for example", no_wrap=True, overflow="ellipsis", ratio=1)
-    for at in pack.tree.level_slices:
-        level = str(int(pack.tree.level[at.start]))
-        values = [quality.get(level, {}).get(name) for name in names]
-        example = escape(", ".join(concept["name"] for concept in pack.concepts[at][:3]))
-        table.add_row(level, str(at.stop - at.start), *("-" if v is None else f"{v:.3f}" for v in values), example)
-    console.print(table)
+    for level in np.unique(pack.tree.level).tolist():
+        probes = np.flatnonzero(pack.tree.level == level).tolist()
+        values = [quality.get(str(level), {}).get(name) for name in names]
+        example = ", ".join(pack.concepts[probe]["name"] for probe in probes[:3])
+        table.add_row(str(level), str(len(probes)), *("-" if v is None else f"{v:.3f}" for v in values), example)
+    terminal().print(table)
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line and exit status 2."""
-    # A closed pipe (`| head`) ends the program, not with a traceback. Whoever ends it otherwise lets it take away what is half written.
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:
-            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
+    """Entry point: errors of ours are one line and exit status 2. What is written passes the border to the terminal (`probemon.terminal`)."""
+    signals.install()
+    try:
+        with border():
+            code = _run()
+    finally:
+        signals.settle()
+    sys.exit(signals.received() or code)
+
+
+def _run() -> int:
+    """Run the command that was asked for; its exit status."""
     try:
         code = app(prog_name="probemon", standalone_mode=False)
         sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except ProbemonError as error:
-        print(f"probemon: {' '.join(str(error).split())}", file=sys.stderr)
-        code = 2
-    except BrokenPipeError:
+        say(f"probemon: {' '.join(str(error).split())}", error=True)
+        return 2
+    except BrokenPipeError:  # a closed pipe (`| head`) ends the program, not with a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        return 141
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not typer's own kind: a defect, shown whole
-            raise
+        if not hasattr(error, "format_message"):  # not typer's own kind: a defect, shown whole, unless it came of a signal
+            if not signals.received():
+                traceback.print_exc()
+            return 1
         context = getattr(error, "ctx", None)  # the command that was used wrongly
         if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help itself is the message
-            print(error.format_message(), file=sys.stderr)
+            say(*error.format_message().split("\n"), error=True)
         else:
-            print(f"probemon: {' '.join(error.format_message().split())} (see {context.command_path if context else 'probemon'} --help)", file=sys.stderr)
-        code = 2
-    sys.exit(code if isinstance(code, int) else 0)
+            say(f"probemon: {' '.join(error.format_message().split())} (see {context.command_path if context else 'probemon'} --help)", error=True)
+        return 2
 
 
 if __name__ == "__main__":

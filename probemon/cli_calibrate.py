@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from probemon.documents import MAX_CHARS
 from probemon.errors import CalibrationError, ConfigError, PackError
 from probemon.hierarchy import Ints, Mask
 from probemon.loading import load_aloud, use_threads, window_of
+from probemon.terminal import answer, say, terminal
 from probemon.windows import Reading
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ def calibrate(
     if as_json:
         rates = None if alerts is None else {opened.concepts[probe]["id"]: alerts.entry(i) for i, probe in enumerate(watched)}
         any_of = {} if alerts is None else {**alerts.stated(), "any_token": alerts.any_token.entry(0), "any_document": alerts.any_document.entry(0)}
-        print(json.dumps({"directory": str(target), "name": made.name, **any_of, "concepts": rates, "expansion": found and found.stated(), "inputs": inputs}))
+        answer({"directory": str(target), "name": made.name, **any_of, "concepts": rates, "expansion": found and found.stated(), "inputs": inputs})
     else:
         _show(made, target, watched, alerts, found, ordinary)
 
@@ -224,26 +222,24 @@ def _host_of(pack: ProbePack) -> str:
 
 
 def _show(pack: ProbePack, target: Path, watched: list[int], alerts: Alerts | None, found: Expansion | None, ordinary: _Scored) -> None:
-    console = Console(soft_wrap=True, highlight=False, width=max(_WIDTH, Console().width))
     bad = f", {len(ordinary.bad)} bad ones left out (first: {ordinary.bad[0].id}: {ordinary.bad[0].reason})" if ordinary.bad else ""
-    console.print(f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))} tokens{bad}", markup=False)
+    say(f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))} tokens{bad}")
     if ordinary.n_copies:
-        console.print(f"{ordinary.n_copies} of {len(ordinary.scores)} benign documents are copies of others: the bounds take them as independent, so they are too narrow", markup=False)
+        say(f"{ordinary.n_copies} of {len(ordinary.scores)} benign documents are copies of others: the bounds take them as independent, so they are too narrow")
     if found is not None:
         slack = "the last resort, no slack at all" if found.slack is None else f"slack {found.slack:.4g}"
-        console.print(f"{found.sentence()} At {slack}; {found.n_unknown} probes always expanded for want of scores.".replace("`", ""), markup=False)
+        say(f"{found.sentence()} At {slack}; {found.n_unknown} probes always expanded for want of scores.".replace("`", ""))
     if alerts is None:
         return
     share, side = f"{alerts.fpr:g}", f"{100 * alerts.confidence:g} %"
     as_if = " (as if tokens were independent, which those of one document are not)" if alerts.unit == "token" else ""
-    console.print(
+    say(
         f"alerts on {'single tokens' if str(alerts.aggregator) == 'each' else alerts.aggregator}: at most {share} of benign {alerts.unit}s for {'any' if alerts.family else 'each'} of {len(watched)} concepts, with {side} confidence for all together{as_if}; "
         f"of {alerts.n_tokens} tokens and {alerts.n_documents} documents {int(alerts.any_token.count[0])} and {int(alerts.any_document.count[0])} exceed some threshold",
-        markup=False,
     )
     mute = int((alerts.threshold >= 1).sum())
     if mute:
-        console.print(f"{mute} concepts have threshold 1, which no score exceeds: benign scores are as high as any", markup=False)
+        say(f"{mute} concepts have threshold 1, which no score exceeds: benign scores are as high as any")
     of = {"token": (alerts.tokens, alerts.positive_tokens), "document": (alerts.documents, alerts.positive_documents)}[alerts.unit]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("concept", no_wrap=True, overflow="ellipsis")
@@ -251,10 +247,10 @@ def _show(pack: ProbePack, target: Path, watched: list[int], alerts: Alerts | No
         table.add_column(name, justify="right")
     for i, probe in list(enumerate(watched))[:_SHOWN]:
         cells = [_rate(rates.entry(i)) for rates in of if rates is not None]
-        table.add_row(escape(" > ".join(pack.path(probe))), f"{alerts.threshold[i]:.4f}", *cells)
-    console.print(table)
+        table.add_row(" > ".join(pack.path(probe)), f"{alerts.threshold[i]:.4f}", *cells)
+    terminal(width=max(_WIDTH, terminal().width)).print(table)
     if len(watched) > _SHOWN:
-        console.print(f"and {len(watched) - _SHOWN} more: --json, or quality.alerts in the manifest", markup=False)
+        say(f"and {len(watched) - _SHOWN} more: --json, or quality.alerts in the manifest")
 
 
 def _rate(entry: dict[str, Any]) -> str:

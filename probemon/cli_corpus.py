@@ -6,21 +6,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from probemon.documents import MAX_CHARS
 from probemon.errors import ConfigError
 from probemon.loading import MORE_PACKS, load_aloud, use_threads, window_of
+from probemon.terminal import answer, say, terminal
 from probemon.windows import Reading
 
 if TYPE_CHECKING:
@@ -117,15 +115,18 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
         try:
             yield progress
         except KeyboardInterrupt:
-            print("\nprobemon: interrupted; the same command goes on from here", file=sys.stderr)
+            say("", "probemon: interrupted; the same command goes on from here", error=True)
             raise
 
 
 def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
     if not analysis.complete:
-        print(json.dumps({"directory": str(out), "complete": False}) if as_json else f"{out}: this process has done its part; those of other ranks are missing still")
+        if as_json:
+            answer({"directory": str(out), "complete": False})
+        else:
+            say(f"{out}: this process has done its part; those of other ranks are missing still")
     elif as_json:
-        print(json.dumps({"directory": str(out), "complete": True, **analysis.manifest["totals"]}))
+        answer({"directory": str(out), "complete": True, **analysis.manifest["totals"]})
     else:
         _show(analysis)
     totals = analysis.manifest.get("totals", {})
@@ -140,23 +141,22 @@ def _show(analysis: Analysis) -> None:
     from probemon.audit import Audit
 
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
-    console = Console(soft_wrap=True, highlight=False)
     bad = f", {totals['bad_documents']} bad ones left out (their reasons are in documents.parquet)" if totals["bad_documents"] else ""
-    console.print(f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']} unseen, {totals['rows']} rows", markup=False)
+    say(f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']} unseen, {totals['rows']} rows")
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
-    console.print(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped", markup=False)
+    say(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped")
     if totals.get("audit", {}).get("n_tokens"):
-        console.print(f"audit: {Audit.of_totals(totals['audit'])}", markup=False)
+        say(f"audit: {Audit.of_totals(totals['audit'])}")
     if not totals["rows"]:
-        console.print(f"no score was over the floor ({analysis.manifest['identity']['floor']})", markup=False)
+        say(f"no score was over the floor ({analysis.manifest['identity']['floor']})")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     rows: list[dict[str, Any]] = concepts.sort_by([("n_documents", "descending"), ("n_tokens", "descending"), ("concept", "ascending")]).slice(0, _SHOWN).to_pylist()
     for row in rows:
-        table.add_row(" > ".join(row["path"]).replace("[", r"\["), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
-    console.print(table)
+        table.add_row(" > ".join(row["path"]), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
+    terminal().print(table)
 
 
 def _ranks() -> tuple[int, int]:

@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from probemon.errors import ConfigError
+from probemon.terminal import answer, say, terminal
 
 if TYPE_CHECKING:
     from probemon.compare import Comparison, ConceptDifference, Corpus
@@ -54,17 +52,13 @@ def diff(
     if out is not None:
         found.write(out)
     if as_json:
-        print(json.dumps(found.stated()))
+        answer(found.stated())
     else:
         _show(found, rows)
 
 
 def _show(found: Comparison, most: int) -> None:
-    console = Console(soft_wrap=True, highlight=False, width=max(_WIDTH, Console().width))
-
-    def say(line: str) -> None:
-        console.print(line, markup=False)
-
+    console = terminal(width=max(_WIDTH, terminal().width))
     say(_corpus("A", found.a))
     say(_corpus("B", found.b))
     if found.a.n_dropped or found.b.n_dropped:
@@ -105,7 +99,7 @@ def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
         a, b, difference, low, high = (100 * value for value in (row.mean_a, row.mean_b, row.difference, row.difference_low, row.difference_high))
         below = f" < {row.explained_by}" if row.explained_by else ""
         table.add_row(
-            escape(_short(row.path, _PATH - len(below)) + below), f"{a:.2f}", f"{b:.2f}", f"{difference:+.2f} ({low:+.2f} to {high:+.2f})", "only B" if row.ratio is None else f"{row.ratio:.2f}",
+            _short(row.path, _PATH - len(below)) + below, f"{a:.2f}", f"{b:.2f}", f"{difference:+.2f} ({low:+.2f} to {high:+.2f})", "only B" if row.ratio is None else f"{row.ratio:.2f}",
             f"{row.cliffs_delta:+.2f} ({row.delta_low:+.2f} to {row.delta_high:+.2f})", f"{row.q:.1g}", style="dim" if row.explained_by else "",
         )  # fmt: skip
     return table

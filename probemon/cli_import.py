@@ -9,15 +9,14 @@ Pickled objects (scikit-learn's among them) are never opened: load them yourself
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from probemon.errors import ConfigError
+from probemon.terminal import answer, say
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -44,8 +43,11 @@ NOT_STATED = "not stated"
 @importing.command()
 def hatcat(
     source: Source, target: Target, site: Site, normalize: Normalize,
-    hierarchy: Annotated[Path | None, typer.Option(help="The folder of hierarchy.json or the layer files, where it is not SRC.")] = None,
+    hierarchy: Annotated[Path | None, typer.Option(help="hierarchy.json or a layer file, or the folder that holds them, where it is not SRC.")] = None,
+    flat: Annotated[bool, typer.Option("--flat", help="Leave all edges out: every probe is scored at every token.")] = False,
+    allow_unlisted: Annotated[bool, typer.Option("--allow-unlisted", help="Take a hierarchy that lacks more than a fifth of the probes.")] = False,
     break_cycles: Annotated[bool, typer.Option("--break-cycles", help="Leave out the edges of a hierarchy that lead back, and say which.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the pack's weights: float32, bfloat16, or auto, the widest of the files. States are rounded to it.")] = "auto",
     name: Name = None, licence: Licence = NOT_STATED, model: Model = None, overwrite: Overwrite = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """A lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
@@ -60,9 +62,10 @@ def hatcat(
             bar.update(done - bar.n)
 
         pack, report = import_pack(
-            source, target, site=site, normalize=normalize, hierarchy=hierarchy, break_cycles=break_cycles, name=name, licence=licence, model=model, overwrite=overwrite, progress=progress,
+            source, target, site=site, normalize=normalize, hierarchy=hierarchy, flat=flat, allow_unlisted=allow_unlisted, break_cycles=break_cycles, dtype=dtype, name=name,
+            licence=licence, model=model, overwrite=overwrite, progress=progress,
         )  # fmt: skip
-    _tell(pack, as_json, report.as_dict(), str(report).splitlines())
+    _tell(pack, as_json, report.as_dict(), report.lines())
 
 
 @importing.command()
@@ -177,15 +180,17 @@ def _done(pack: ProbePack, as_json: bool) -> None:
 
 
 def _tell(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
+    warning = str(report.get("warning", ""))
+    if warning:  # before all else
+        say(f"warning: {warning}", error=as_json)
     if as_json:
-        print(json.dumps({
+        answer({
             "directory": str(pack.directory), "name": pack.name, "n_probes": pack.n_probes, "architecture": str(pack.architecture), "dtype": pack.manifest.get("dtype"),
             "weight_bytes": pack.weight_bytes(), "inputs": pack.manifest["inputs"], "n_alert_thresholds": int((~pack.alert_threshold.isnan()).sum()), "report": report,
-        }))  # fmt: skip
+        })  # fmt: skip
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{pack.directory}: {pack.n_probes} probes, {pack.architecture}, {pack.manifest.get('dtype')}, {pack.weight_bytes() / 1e6:.2f} MB", markup=False)
+    say(f"{pack.directory}: {pack.n_probes} probes, {pack.architecture}, {pack.manifest.get('dtype')}, {pack.weight_bytes() / 1e6:.2f} MB")
     for line in lines:
-        console.print(line, markup=False)
+        say(line)
     if bool(pack.alert_threshold.isnan().any()):
-        console.print("Probes without an alert threshold never fire: probemon calibrate sets them to a rate of false alarms.", markup=False)
+        say("Probes without an alert threshold never fire: probemon calibrate sets them to a rate of false alarms.")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ import typer
 
 from probemon.errors import ConfigError
 from probemon.strict_json import RepeatedKey, loads
+from probemon.terminal import answer, say
 
 if TYPE_CHECKING:
     from probemon.pack import ProbePack
@@ -88,7 +88,7 @@ def diff(
     from probemon.packdiff import pack_diff
 
     found = pack_diff(_open(a), _open(b))
-    print(json.dumps(found.as_dict()) if as_json else found)
+    _tell(found, found.as_dict(), as_json)
     if not found.same:
         raise typer.Exit(1)
 
@@ -117,8 +117,15 @@ def _open(source: str) -> ProbePack:
     return ProbePack.from_pretrained(source)
 
 
+def _tell(outcome: object, stated: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        answer(stated)
+    else:
+        say(*str(outcome).split("\n"))
+
+
 def _said(made: ProbePack, out: str) -> None:
-    print(f"wrote {out}: {made.name}, {made.n_probes} probes, {made.architecture}, {made.weight_bytes() / 1e6:.1f} MB")
+    say(f"wrote {out}: {made.name}, {made.n_probes} probes, {made.architecture}, {made.weight_bytes() / 1e6:.1f} MB")
 
 
 def hierarchy(
@@ -144,13 +151,13 @@ def hierarchy(
         target = out or Path(f"{source.rstrip('/')}-tree")
         made, told = with_hierarchy(_open(source), read_object(tree), target, name=name or None, overwrite=overwrite)
         stated = {"n_placed": told.n_placed, "n_roots": told.n_roots, "groups": told.groups, "unnamed": told.unnamed, "out": str(target)}
-        print(json.dumps(stated) if as_json else told)
+        _tell(told, stated, as_json)
         if not as_json:
             _said(made, str(target))
         return
     proposal = propose(_open(source), threshold=threshold)
     stated = {"n_groups": len(proposal.groups), "n_tried": proposal.n_tried, "share": proposal.share, "n_states": proposal.n_states, "states": proposal.states}
-    print(json.dumps(stated) if as_json else proposal)
+    _tell(proposal, stated, as_json)
     if out is not None:
         written = proposal.write(out, name=name or None, overwrite=overwrite)
         if not as_json:
@@ -171,7 +178,7 @@ def push(
     opened = _open(source)
     made = opened.push_to_hub(repository, private=private, revision=revision or None, commit_message=message or None, create_pr=create_pr)
     if as_json:
-        print(json.dumps({"url": made.url, "commit": made.commit, "manifest_sha256": made.manifest_sha256, "pull_request": made.pull_request}))
+        answer({"url": made.url, "commit": made.commit, "manifest_sha256": made.manifest_sha256, "pull_request": made.pull_request})
         return
-    print(f"pushed {opened.name} to {made.pull_request or made.url}")
-    print(f'others can pin it: ProbePack.from_pretrained("{repository}", revision="{made.commit}", manifest_sha256="{made.manifest_sha256}")')
+    say(f"pushed {opened.name} to {made.pull_request or made.url}")
+    say(f'others can pin it: ProbePack.from_pretrained("{repository}", revision="{made.commit}", manifest_sha256="{made.manifest_sha256}")')

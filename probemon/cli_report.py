@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from probemon.report import MAX_PAIRS, TEXT_MEGABYTES, write_report
+from probemon.terminal import answer, say
 
 
 def report(
@@ -27,4 +27,7 @@ def report(
 
     path = write_report(Analysis.open(directory), out, text_megabytes=text_megabytes, max_pairs=max_pairs, overwrite=overwrite)
     size = path.stat().st_size
-    print(json.dumps({"file": str(path), "bytes": size}) if as_json else f"{path}: {size / 1e6:.1f} MB, opens in a browser")
+    if as_json:
+        answer({"file": str(path), "bytes": size})
+    else:
+        say(f"{path}: {size / 1e6:.1f} MB, opens in a browser")

@@ -6,16 +6,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from probemon.errors import ConfigError
 from probemon.loading import load_aloud, use_threads
+from probemon.terminal import answer, terminal
 
 if TYPE_CHECKING:
     from probemon.telemetry import RoutingMonitor
@@ -58,11 +57,11 @@ def routing(
         from probemon.bem import attach_bem
 
         adapter = attach_bem(host, bem)
-    monitor, console = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window)), Console()
+    monitor, console = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window)), terminal(soft_wrap=False)
     view: RoutingView
     if plain or not console.is_terminal:
         view = PlainRouting(console)
-        console.print(f"{model}: {len(monitor.sites)} routers watched; prompt: {prompt}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{model}: {len(monitor.sites)} routers watched; prompt: {prompt}")
     else:
         view = LiveRouting(console, title=f"{model} routing")
     with view:
@@ -70,7 +69,7 @@ def routing(
     report = monitor.report()
     summary(console, report)
     if as_json:
-        print(json.dumps({"generated_tokens": n_generated, **report}))
+        answer({"generated_tokens": n_generated, **report})
 
 
 def _generate(host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monitor: RoutingMonitor, view: Any, sink: Any) -> int:

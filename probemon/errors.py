@@ -39,7 +39,7 @@ class UnknownConcept(ProbemonError, KeyError):
 
 
 class HierarchyError(ProbemonError, ValueError):
-    """The concept hierarchy has a cycle, an edge to nowhere or a level that is not below its parent's."""
+    """The concept hierarchy has a cycle, an edge to nowhere, or probes that are not numbered after their parents."""
 
 
 class PackError(ProbemonError, ValueError):

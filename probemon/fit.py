@@ -44,6 +44,6 @@ def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     elif known != found:
         changed = f", in {now.quantisation}" if now.quantisation else ""
         problems.append(f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}{changed}): scores may mean nothing")
-    if now.adapters != tuple(stated.get("adapters", ())):
-        problems.append(f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters', ()))}: scores may mean something else")
+    if now.adapters != tuple(stated.get("adapters") or ()):
+        problems.append(f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters') or ())}: scores may mean something else")
     return problems

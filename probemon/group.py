@@ -5,7 +5,7 @@
     group.find("animals:whale"), group.find("whale"), group.concepts[3]["id"]
     group.numbers[1][7]                                  # the number here of probe 7 of the second pack
 
-The probes of all packs are numbered together, by level, within a level by pack, within a pack in their order: so ties between probes of
+The probes of all packs are numbered together, by rank (mostly their level), within a rank by pack, within a pack in their order: so ties between probes of
 one pack fall as they do where it is alone. Every pack keeps its weights, thresholds, score rule and recommendations.
 """
 
@@ -48,7 +48,7 @@ class PackGroup:
         self.inputs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
         self.sites = list(dict.fromkeys(spec.site for spec in self.inputs))
         self.aggregated = tuple(sorted({name for pack in members for name in pack.aggregated}))
-        self._pack_of, self._own = _order([pack.tree.level for pack in members])
+        self._pack_of, self._own = _order([pack.tree for pack in members])
         self.numbers = [np.flatnonzero(self._pack_of == i) for i in range(len(members))]
         self.tree = _union([pack.tree for pack in members], self.numbers)
         self.alert_threshold = self._laid_out([pack.alert_threshold for pack in members])
@@ -144,11 +144,11 @@ def _check_names(names: Sequence[object]) -> None:
             )
 
 
-def _order(levels: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """By number of the whole: which pack, and its own number. By level, then pack, then own number."""
-    pack_of = np.repeat(np.arange(len(levels)), [len(level) for level in levels])
-    own = np.concatenate([np.arange(len(level)) for level in levels])
-    order = np.argsort(np.concatenate(list(levels)), kind="stable")  # stable: what comes first in the whole stays first in its level
+def _order(trees: Sequence[ConceptTree]) -> tuple[Ints, Ints]:
+    """By number of the whole: which pack, and its own number. In the order in which a hierarchy of all of them is numbered, then pack, then own number."""
+    pack_of = np.repeat(np.arange(len(trees)), [tree.n for tree in trees])
+    own = np.concatenate([np.arange(tree.n) for tree in trees])
+    order = np.argsort(np.concatenate([tree.rank for tree in trees]), kind="stable")  # stable: what comes first in the whole stays first in its rank
     return pack_of[order], own[order]
 
 

@@ -4,8 +4,10 @@
     tree = ConceptTree(child_ptr, child_idx, level)     # from a pack's arrays
     tree.children(3), tree.path(17), tree.ancestors(17)
 
-Numbering: by level, siblings of one first parent side by side, so that in a tree the children of a
-probe are one slice. A parent's id is therefore always smaller than its child's.
+A level is a name that the pack gives: what `base_layers` means. Edges usually go down it, and need not. The order of evaluation is that of
+`rank`, which rises along every edge: a probe's level, or one more than the highest rank of its parents where that is more. Numbering:
+by rank, siblings of one first parent side by side, so that in a tree the children of a probe are one slice. A parent's id is therefore
+always smaller than its child's.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from probemon.errors import HierarchyError
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+_NUMBERING = "probes must be numbered by level, each after its parents: write the pack with ProbePack.write"
 MAX_LEVEL = 2**15 - 1  # results keep levels in 16 bits, and what is sized by levels stays small
 
 
@@ -28,7 +31,8 @@ class ConceptTree:
 
     `child_ptr [P+1]`, `child_idx [E]`, `level [P]`; derived: `parent_ptr [P+1]`, `parent_idx [E]`
     (ascending within a probe, so the first is the first parent), `first_parent [P]` (-1 for a root),
-    `roots`, `is_tree` (nobody has two parents).
+    `roots`, `is_tree` (nobody has two parents), `rank [P]` (it never falls from one probe to the next)
+    and `rank_slices` (the probes of each rank that occurs).
     """
 
     def __init__(self, child_ptr: npt.ArrayLike, child_idx: npt.ArrayLike, level: npt.ArrayLike) -> None:
@@ -43,20 +47,20 @@ class ConceptTree:
         if len(idx) and (idx.min() < 0 or idx.max() >= n):
             raise HierarchyError(f"child_idx must lie in 0..{n - 1}, found {idx.min()}..{idx.max()}")
         edge_parent = np.repeat(np.arange(n), np.diff(ptr))
-        wrong = np.flatnonzero(self.level[idx] <= self.level[edge_parent])
-        if len(wrong):
-            parent, child = int(edge_parent[wrong[0]]), int(idx[wrong[0]])
+        if n and (self.level.min() < 0 or self.level.max() > MAX_LEVEL):
+            raise HierarchyError(f"levels must lie in 0..{MAX_LEVEL}, found {self.level.min()}..{self.level.max()}")
+        if (idx <= edge_parent).any():
             cycle = _find_cycle({i: idx[ptr[i] : ptr[i + 1]].tolist() for i in range(n)})
             if cycle is not None:
                 raise HierarchyError(f"the hierarchy has a cycle through probes {cycle}: remove one of these edges")
-            raise HierarchyError(
-                f"probe {child} (level {self.level[child]}) is not below its parent {parent} "
-                f"(level {self.level[parent]}): a level must be greater than every parent's"
-            )
-        if n and (self.level.min() < 0 or self.level.max() > MAX_LEVEL):
-            raise HierarchyError(f"levels must lie in 0..{MAX_LEVEL}, found {self.level.min()}..{self.level.max()}")
-        if n and (np.diff(self.level) < 0).any():
-            raise HierarchyError("probes must be numbered by level: write the pack with ProbePack.write")
+            raise HierarchyError(_NUMBERING)
+        rank = self.level
+        if (rank[idx] <= rank[edge_parent]).any():
+            rank = rank.copy()
+            for parent, child in zip(edge_parent.tolist(), idx.tolist(), strict=True):  # by parent: its own rank is final
+                rank[child] = max(rank[child], rank[parent] + 1)
+        if n and (np.diff(rank) < 0).any():
+            raise HierarchyError(_NUMBERING)
         order = np.lexsort((edge_parent, idx))
         self.parent_idx = edge_parent[order]
         counts = np.bincount(idx, minlength=n) if n else np.zeros(0, dtype=np.int64)
@@ -73,18 +77,19 @@ class ConceptTree:
         self._edge_child = idx[order]  # beside parent_idx
         # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
         self._segments = self.parent_ptr[:-1][has]
-        # By the levels that occur: a forged one may be any number.
-        bounds = [*np.searchsorted(self.level, np.unique(self.level)).tolist(), n]
-        self.level_slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        # Level by level: the probes with parents, and their first parents.
+        self.rank: Ints = rank
+        # By the ranks that occur: a forged level may be any number.
+        bounds = [*np.searchsorted(rank, np.unique(rank)).tolist(), n]
+        self.rank_slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        # Rank by rank: the probes with parents, and their first parents.
         self._with_parents = [
             (here, self.first_parent[here])
-            for here in (np.arange(at.start, at.stop)[has[at]] for at in self.level_slices)
+            for here in (np.arange(at.start, at.stop)[has[at]] for at in self.rank_slices)
             if len(here)
         ]
-        # Deepest level first: the inner probes, their children one after another, where each one's begin.
+        # Deepest rank first: the inner probes, their children one after another, where each one's begin.
         self._below: list[tuple[Ints, Ints, Ints]] = []
-        for at in reversed(self.level_slices):
+        for at in reversed(self.rank_slices):
             inner = np.arange(at.start, at.stop)[self.has_children[at]]
             if len(inner):
                 first, last = self.child_ptr[at.start], self.child_ptr[at.stop]
@@ -96,7 +101,7 @@ class ConceptTree:
     ) -> tuple[Ints, ConceptTree]:
         """Number named concepts: `(order, tree)`, `order[i]` the given position of the probe numbered i.
 
-        `levels` defaults to the length of the longest path from a root. Errors name the concept.
+        `levels` defaults to the length of the longest path from a root; those given are kept. Errors name the concept.
         """
         position: dict[str, int] = {}
         for i, name in enumerate(ids):
@@ -120,24 +125,19 @@ class ConceptTree:
             raise HierarchyError(
                 f"the hierarchy has a cycle: {' > '.join(ids[i] for i in cycle)}: remove one of these edges"
             )
-        depth = list(levels) if levels is not None else _longest_path(down, up)
-        for child, above in enumerate(up):
-            for parent_at in above:
-                if depth[child] <= depth[parent_at]:
-                    raise HierarchyError(
-                        f"concept {ids[child]!r} is at level {depth[child]}, its parent {ids[parent_at]!r} at "
-                        f"{depth[parent_at]}: a level must be greater than every parent's"
-                    )
-        if depth and min(depth) < 0:
-            raise HierarchyError(f"levels start at 0, found {min(depth)}")
-        # Level by level: a level's order is that of the first parents, which are numbered by then.
+        depth = list(levels) if levels is not None else _ranks(down, up, [0] * len(up))
+        for name, level in zip(ids, depth, strict=True):
+            if not 0 <= level <= MAX_LEVEL:
+                raise HierarchyError(f"concept {name!r} is at level {level}: levels lie in 0..{MAX_LEVEL}")
+        ranks = _ranks(down, up, depth)
+        # Rank by rank: a rank's order is that of the first parents, which are numbered by then.
         number: dict[int, int] = {}
         order: list[int] = []
-        by_level: dict[int, list[int]] = {}
-        for i, level in enumerate(depth):
-            by_level.setdefault(level, []).append(i)
-        for level in sorted(by_level):
-            members = by_level[level]
+        by_rank: dict[int, list[int]] = {}
+        for i, rank in enumerate(ranks):
+            by_rank.setdefault(rank, []).append(i)
+        for rank in sorted(by_rank):
+            members = by_rank[rank]
             members.sort(key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
             for member in members:
                 number[member] = len(order)
@@ -194,16 +194,16 @@ class ConceptTree:
         return out
 
     def times_best_parent(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', level by level."""
+        """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', rank by rank."""
         for here, first_parent in self._with_parents:
             scores[:, here] *= scores[:, first_parent] if self.is_tree else self.best_parent(scores, here)
         return scores
 
     def times_best_parent_of(self, scores: npt.NDArray[np.float32], rows: Ints, probes: Ints) -> None:
         """The same in place for some (row, probe) pairs, whose parents' scores are final or among the pairs."""
-        level = self.level[probes]
-        for depth in np.unique(level[self.has_parents[probes]]):  # a parent's score is ready before its child's
-            here = (level == depth) & self.has_parents[probes]
+        ranks = self.rank[probes]
+        for rank in np.unique(ranks[self.has_parents[probes]]):  # a parent's score is ready before its child's
+            here = (ranks == rank) & self.has_parents[probes]
             row, probe = rows[here], probes[here]
             if self.is_tree:
                 scores[row, probe] *= scores[row, self.first_parent[probe]]
@@ -235,18 +235,19 @@ class ConceptTree:
         return below
 
 
-def _longest_path(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]]) -> list[int]:
-    depth = [0] * len(up)
+def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], levels: Sequence[int]) -> list[int]:
+    """Of each concept its level, or one more than its parents' highest rank where that is more: without levels, the longest path from a root."""
+    rank = list(levels)
     waiting = [len(above) for above in up]
     ready = [i for i, count in enumerate(waiting) if count == 0]
     while ready:
         here = ready.pop()
         for child in down[here]:
-            depth[child] = max(depth[child], depth[here] + 1)
+            rank[child] = max(rank[child], rank[here] + 1)
             waiting[child] -= 1
             if waiting[child] == 0:
                 ready.append(child)
-    return depth
+    return rank
 
 
 def _find_cycle(down: Mapping[int, Sequence[int]]) -> list[int] | None:

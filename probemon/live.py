@@ -1,4 +1,5 @@
-"""The live view: each token with its leading concepts, each concept with its path from the root.
+"""The live view: each token with its leading concepts, each concept with its path from the root. Of packs without any alert threshold, in
+which nothing fires, it shows the best-ranked concepts, and says that they are that.
 
     with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
         for event in manager.stream(...):
@@ -7,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from types import TracebackType
@@ -18,11 +20,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from probemon.result import ConceptScore, Result
+from probemon.result import ConceptScore, Result, without_thresholds
 from probemon.stream import TokenEvent
+from probemon.terminal import harmless
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
 _CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
+RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
 
 
@@ -54,14 +58,16 @@ class PlainView:
         """One more token."""
         token = printable(event.token)
         found = "; ".join(f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k))
-        self._console.print(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}", markup=False, highlight=False, soft_wrap=True)
+        if best := event.ranked(self._k):
+            found = "; ".join([*([found] if found else []), f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in best)])
+        self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True)
 
 
 class LiveView:
     """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
 
     def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
-        self._console, self._title, self._k = console, title, n_concepts
+        self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
         self._text = Text()
         self._n_rows = n_rows
         self._events: deque[TokenEvent] = deque(maxlen=n_rows)
@@ -78,7 +84,7 @@ class LiveView:
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         found = event.leading(1)
-        self._text.append(event.token, style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
+        self._text.append(harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -92,7 +98,7 @@ class LiveView:
         room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
-            found = event.leading(self._k)
+            found = [*event.leading(self._k), *event.ranked(self._k)]
             room -= max(1, len(found))
             if room < 0:
                 break
@@ -102,16 +108,19 @@ class LiveView:
         table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column("score", width=5, justify="right")
         table.add_column("alert", width=5, justify="right", style="dim")
-        table.add_column("strength", width=9)
-        width = self._console.width - 45  # what the other columns, gaps and the frame leave
+        table.add_column("strength", width=10)
+        width = self._console.width - 46  # what the other columns, gaps and the frame leave
+        of_ranks = any(math.isnan(concept.threshold) for _, found in shown for concept in found)
+        if of_ranks:
+            table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
         for event, found in shown:
             if not found:
                 table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
             for i, concept in enumerate(found):
-                table.add_row(
-                    Text(printable(event.token) if i == 0 else "", style=style(found[0])), path_text(concept, width),
-                    f"{concept.score:.2f}", f"{concept.threshold:.2f}", strength_bar(concept),
-                )  # fmt: skip
+                is_ranked = math.isnan(concept.threshold)
+                alert, strength = ("-", Text("not firing", style="dim")) if is_ranked else (f"{concept.threshold:.2f}", strength_bar(concept))
+                token = Text(printable(event.token) if i == 0 else "", style="" if math.isnan(found[0].threshold) else style(found[0]))
+                table.add_row(token, path_text(concept, width), f"{concept.score:.2f}", alert, strength)
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
@@ -136,8 +145,8 @@ def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
         above = [concept.path[0], "…", *concept.path[len(concept.path) - kept : -1]]
     text = Text()
     for name in above:
-        text.append(f"{name} > ", style="dim")
-    return text.append(concept.path[-1], style=style(concept))
+        text.append(harmless(f"{name} > "), style="dim")
+    return text.append(harmless(concept.path[-1]), style=style(concept))
 
 
 def strength_bar(concept: ConceptScore) -> Text:
@@ -175,6 +184,15 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
         table.add_row(
             Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}", f"{concept.threshold:.2f}", f"{concept.strength:+.1f}"
         )
-    console.print(table if table.rows else "no concept fired on a generated token")
+    mute = without_thresholds(result.pack)
+    if table.rows or not mute.all():
+        console.print(table if table.rows else "no concept fired on a generated token")
+    if mute.any():
+        best = Table(box=None, pad_edge=False, header_style="dim", title=f"{RANKED}: highest scores over the generated tokens", title_justify="left")
+        for name in ("token", "concept, from the root", "score"):
+            best.add_column(name, justify="right" if name == "score" else "left", no_wrap=name != "concept, from the root")
+        for concept in [one for one in result.top(result.pack.n_probes, row=0, phase="generated") if mute[one.probe]][: k + 2]:
+            best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
+        console.print(best)
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(Text(harmless(line)), soft_wrap=True)

@@ -11,9 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from probemon.errors import ConfigError
+from probemon.terminal import terminal
 from probemon.windows import Window
 
 MORE_PACKS = "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two have the same."
@@ -31,9 +30,11 @@ def use_threads(threads: int) -> None:
 
 def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
     """`load_model` that says on standard error what takes long."""
-    say = Console(stderr=True)
-    with say.status(f"loading {name}") if say.is_terminal else nullcontext():
-        return load_model(name, device, lambda line: say.print(line, markup=False, highlight=False), dtype=dtype)
+    from rich.text import Text
+
+    aside = terminal(error=True)
+    with aside.status(Text(f"loading {name}")) if aside.is_terminal else nullcontext():
+        return load_model(name, device, aside.print, dtype=dtype)
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from probemon.claims import check_claims
 from probemon.errors import PackCorrupt, PackError, PackVersionError
 from probemon.strict_json import loads
 from probemon.types import NORMS
@@ -58,6 +59,10 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
     for key in ("recommended", "quality", "provenance"):
         if not isinstance(manifest.get(key) or {}, dict):
             raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
+    try:
+        check_claims(manifest)
+    except ValueError as error:
+        raise PackCorrupt(f"{path}: {error}: fetch the pack again, or mend its manifest") from None
     for spec in manifest["inputs"]:
         if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
             raise PackError(f"{path}: input {spec!r:.200}: expected site, norm ({', '.join(NORMS)}) and eps")

@@ -55,7 +55,7 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
 class PackWriter:
     """A pack in the making: enter it, put every probe once, leave it; then `pack` is the opened pack.
 
-    `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none), and anything else JSON. What is `[P]` is in their order:
+    `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none; it need not grow along edges), and anything else JSON. What is `[P]` is in their order:
     `input_index`, `alert_threshold`, `expand_threshold`, and `aggregated` (alert thresholds by `str()` of an aggregator). `golden_hidden [G, S, D]`: raw states at
     the distinct sites of `inputs`, whose scores are kept. `card`, `provenance` and `quality` are attributes that may change until the block ends.
     Raises `PackError`, `HierarchyError` or `ConfigError`; where the block or the writing fails, nothing is left on disk and an older pack stays.

@@ -227,7 +227,7 @@ class _Corpus:
 
     def _ancestors(self) -> list[frozenset[int]]:
         above = [frozenset[int]()] * len(self.parents)
-        for c in np.argsort(self.concepts["level"], kind="stable"):
+        for c in range(len(above)):  # a probe is numbered after its parents
             above[c] = frozenset().union(*(above[parent] | {parent} for parent in self.parents[c]))
         return above
 

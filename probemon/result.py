@@ -18,7 +18,7 @@ import numpy as np
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
-from probemon.group import AnyPack
+from probemon.group import AnyPack, PackGroup
 from probemon.hierarchy import Ints, Mask
 from probemon.record import FORGOTTEN, Tokens
 from probemon.types import PHASES, Coverage, HostState, Scores
@@ -62,6 +62,25 @@ def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]
         if len(chosen) < k and not any(c.probe in above or concept.probe in pack.tree.ancestors(c.probe) for c in chosen):
             chosen.append(concept)
     return chosen
+
+
+def without_thresholds(pack: AnyPack) -> Mask:
+    """`[P]`: the probes of packs in which no probe has an alert threshold, so that nothing of them ever fires."""
+    if isinstance(pack, PackGroup):
+        mask = np.zeros(pack.n_probes, dtype=bool)
+        for number, one in zip(pack.numbers, pack.packs.values(), strict=True):
+            mask[number] = bool(one.alert_threshold.isnan().all())
+        return mask
+    return np.full(pack.n_probes, bool(pack.alert_threshold.isnan().all()))
+
+
+def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
+    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not firing. Equal scores by number."""
+    mine = without_thresholds(pack)
+    if not mine.any():
+        return []
+    active = sorted((-value, probe) for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True) if mine[probe])
+    return [describe(pack, probe, -value) for value, probe in active[:k]]
 
 
 @dataclass(frozen=True)

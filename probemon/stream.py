@@ -27,7 +27,7 @@ from probemon.errors import ConfigError
 from probemon.generation import read_call
 from probemon.group import AnyPack
 from probemon.record import LAST
-from probemon.result import ConceptScore, Result, leading
+from probemon.result import ConceptScore, Result, leading, ranked
 from probemon.types import GENERATED, PHASES, Coverage, Scores
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class TokenEvent:
     def leading(self, k: int = 3) -> list[ConceptScore]:
         """The firing concepts by strength, at most `k`, none above or below a stronger one of the list."""
         return leading(self.pack, self.scores, 0, k)
+
+    def ranked(self, k: int = 3) -> list[ConceptScore]:
+        """The best-scoring concepts, at most `k`, of packs that have no alert threshold at all: nothing of these fires, and this is only their order."""
+        return ranked(self.pack, self.scores, 0, k)
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from provenance import commit, machine
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.
 SHARES = {
-    "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "edit": 6, "hierarchy": 5, "torch": 14, "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
+    "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "commands": 4, "edit": 6, "hierarchy": 5, "torch": 14, "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
     "safetensors": 3, "opened": 4, "used": 2,
 }  # fmt: skip
 CHUNK = 1000

@@ -47,13 +47,15 @@ def make_model(seed=0, hidden=HIDDEN, layers=LAYERS, heads=1):
     return LlamaForCausalLM(config).eval()
 
 
-def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, dtype=torch.float32, **changes):
-    """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states."""
+def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, dtype=torch.float32, mixed_levels=False, **changes):
+    """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states. `mixed_levels`: edges go down, along and up."""
     rng = np.random.default_rng(seed)
     concepts = []
     for i in range(n):
         parents = sorted({int(p) for p in rng.integers(0, i, size=rng.integers(1, 3))}) if i >= 4 else []
         concepts.append({"id": f"c{i}", "name": f"concept {i}", "parents": [f"c{p}" for p in parents]})
+    if mixed_levels:
+        concepts = [{**concept, "level": int(level)} for concept, level in zip(concepts, [0, *rng.integers(0, 4, size=n - 1)], strict=True)]
     g = torch.Generator().manual_seed(seed)
     weights = {
         "w1": torch.randn(n, 5, HIDDEN, generator=g) / 4, "b1": torch.randn(n, 5, generator=g) / 2,

@@ -68,14 +68,16 @@ def cases(draw):
     above = [
         draw(st.lists(st.sampled_from(ids[:i]), max_size=2 if dag else 1, unique=True)) if i else [] for i in range(n)
     ]
-    _, tree = ConceptTree.build(ids, above)
+    levels = draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))  # stated levels need not grow along edges
+    _, tree = ConceptTree.build(ids, above, levels)
+    base = draw(st.lists(st.sampled_from(sorted(set(tree.level.tolist()))), min_size=1, max_size=2, unique=True)) if levels else [0]
     path = draw(st.booleans())
     ticks = st.sampled_from(TICKS)
     alert = np.array(draw(st.lists(ticks, min_size=n, max_size=n)), dtype=np.float32)
     rule = draw(st.sampled_from(["exact", "calibrated", 0.3, 0.25] if path else ["calibrated", 0.3, 0.25]))
     always_on = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
     config = CascadeConfig(
-        load_threshold=rule, keep_top_k=draw(st.integers(0, 5)), aggressive_pruning=draw(st.booleans()),
+        base_layers=tuple(base), load_threshold=rule, keep_top_k=draw(st.integers(0, 5)), aggressive_pruning=draw(st.booleans()),
         max_loaded_probes=draw(st.integers(1, 16)), unload_threshold=float(draw(ticks)),
         max_rounds=draw(st.sampled_from([None, 0, 1, 2])),
     )  # fmt: skip
@@ -129,9 +131,9 @@ def test_cascade_equals_oracle_over_two_steps(case):
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_exact_finds_every_firing_probe(case):
-    tree, _, alert, _, _, own, _ = case
+    tree, _, alert, config, _, own, _ = case
     thresholds = expand_thresholds(tree, "path", "exact", alert, alert, None)
-    plan = CascadePlan.of(tree, "path", CascadeConfig(), thresholds, [])
+    plan = CascadePlan.of(tree, "path", CascadeConfig(base_layers=config.base_layers), thresholds, [])
     step = descend(plan, len(own), None, lambda rows, probes: own[rows, probes])
     everything = tree.times_best_parent(own.copy())
     assert np.array_equal(everything > alert, step.active & (step.scores > alert))

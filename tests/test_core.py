@@ -119,13 +119,22 @@ def random_dag(rng, n, two_parents):
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("two_parents", [False, True])
-def test_tree_arrays_agree_with_dicts(seed, two_parents):
+@pytest.mark.parametrize("stated", [False, True])
+def test_tree_arrays_agree_with_dicts(seed, two_parents, stated):
     rng = random.Random(seed)
     ids, parents = random_dag(rng, rng.choice([1, 2, 17, 40]), two_parents)
-    order, tree = ConceptTree.build(ids, parents)
+    levels = {n: rng.randrange(4) for n in ids}  # edges of such a hierarchy go down, along and up
+    order, tree = ConceptTree.build(ids, parents, [levels[n] for n in ids] if stated else None)
     up = dict(zip(ids, parents, strict=True))
     name = [ids[i] for i in order]
     number = {n: i for i, n in enumerate(name)}
+
+    def rank(n):
+        return max([levels[n] if stated else 0, *(rank(p) + 1 for p in up[n])])
+
+    assert tree.level.tolist() == [levels[n] if stated else rank(n) for n in name]
+    assert tree.rank.tolist() == sorted(rank(n) for n in name) == [rank(n) for n in name]
+    assert all(number[p] < number[n] for n in ids for p in up[n])
 
     def above(n):
         return set(up[n]) | {a for p in up[n] for a in above(p)}
@@ -149,8 +158,8 @@ def test_tree_arrays_agree_with_dicts(seed, two_parents):
     if not two_parents:
         for i in range(tree.n):
             kids = tree.children(i)
-            same_level = kids[tree.level[kids] == tree.level[i] + 1]
-            assert len(same_level) == 0 or (np.diff(same_level) == 1).all()
+            next_rank = kids[tree.rank[kids] == tree.rank[i] + 1]
+            assert len(next_rank) == 0 or (np.diff(next_rank) == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -168,9 +177,18 @@ def test_bad_hierarchy_is_named(ids, parents, message):
         ConceptTree.build(ids, parents)
 
 
-def test_level_not_below_parent_is_refused():
-    with pytest.raises(HierarchyError, match="greater than every parent"):
-        ConceptTree.build(["a", "b"], [[], ["a"]], [1, 1])
+def test_arrays_whose_probes_are_not_after_their_parents_are_refused_and_a_cycle_is_named():
+    """Whatever the levels say: a cycle among equal levels is one, too."""
+    for level in ([0, 0, 0], [0, 1, 2], [2, 1, 0], [5, 5, 5]):
+        with pytest.raises(HierarchyError, match=r"cycle through probes \[1, 2, 1\]"):
+            ConceptTree([0, 1, 2, 3], [1, 2, 1], level)
+    with pytest.raises(HierarchyError, match="numbered by level, each after its parents"):
+        ConceptTree([0, 0, 1], [0], [1, 1])
+    with pytest.raises(HierarchyError, match="numbered by level, each after its parents"):
+        ConceptTree([0, 1, 1, 1], [1], [1, 0, 1])  # ranks 1, 2, 1
+    for level in (-1, 2**15):
+        with pytest.raises(HierarchyError, match=f"concept 'b' is at level {level}: levels lie in 0..32767"):
+            ConceptTree.build(["a", "b"], [[], ["a"]], [0, level])
 
 
 @pytest.fixture

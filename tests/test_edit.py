@@ -164,6 +164,8 @@ def steered(path, seed, rule, most_parents=2):
         above = sorted({int(p) for p in rng.integers(0, i, size=rng.integers(0, most_parents + 1))}) if i > 1 else []
         parents.append([f"{path.name}-{p}" for p in above])
         level.append(max((level[p] for p in above), default=first - 1) + 1 + int(rng.random() < 0.2))
+    if seed % 3 == 2:  # levels that need not grow along edges
+        level = rng.integers(0, 4, size=n).tolist()
     concepts = [{"id": f"{path.name}-{i}", "name": f"{path.name} {i}", "parents": parents[i], "level": level[i]} for i in range(n)]
     present = sorted(set(level))
     recommended = {"base_layers": sorted({int(at) for at in rng.choice(present, size=rng.integers(1, 3))})}

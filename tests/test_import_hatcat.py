@@ -114,6 +114,7 @@ def test_bf16_stays_bf16_and_its_scores_are_those_of_the_rounded_state(tmp_path,
 def test_weights_that_need_no_folding_are_kept_bit_for_bit(tmp_path, dtype):
     probes = modules(VARIANTS["plain"], D, dtype)
     theirs.write_layered(tmp_path / "theirs", probes)
+    theirs.write_hierarchy(tmp_path / "theirs")
     pack, _ = bring(tmp_path / "theirs", tmp_path / "ours")
     for key, made in probes.items():
         i, state = pack.find(key), made.state_dict()
@@ -155,6 +156,7 @@ def test_a_layernorm_of_a_layernorm_is_folded_exactly_where_its_eps_matters(tmp_
 
 def test_what_no_file_records_must_be_said_and_is_kept(tmp_path):
     theirs.write_layered(tmp_path / "theirs", modules(["plain"], D))
+    theirs.write_hierarchy(tmp_path / "theirs")
     theirs.write_json(tmp_path / "theirs/pack_info.json", {"source_pack": "first", "model": "org/model", "hidden_dim": D, "training_config": {"seed": 1}})
     with pytest.raises(TypeError, match="site"):
         import_pack(tmp_path / "theirs", tmp_path / "ours", normalize="none")
@@ -244,11 +246,15 @@ def test_cycles_of_any_shape_are_broken_and_every_concept_stays(tmp_path):
         assert (keys[a] in parents(pack)[keys[b]]) != (f"{keys[a]} > {keys[b]}" in removed)
 
 
-def test_a_child_on_its_parents_level_is_put_below_it(tmp_path):
-    write(tmp_path / "theirs", {"A:0": ["B:1"], "B:1": ["C:1"], "C:1": ["D:2"]}, ["A:0", "B:1", "C:1", "D:2"])
+def test_levels_are_kept_where_an_edge_does_not_go_down(tmp_path):
+    write(tmp_path / "theirs", {"A:0": ["B:1", "E:0"], "B:1": ["C:1"], "C:1": ["D:0"]}, ["A:0", "B:1", "C:1", "D:0", "E:0"])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert {c["id"]: c["level"] for c in pack.concepts} == {"A:0": 0, "B:1": 1, "C:1": 2, "D:2": 3}
-    assert report.note("lifted").examples == ("C:1 to level 2", "D:2 to level 3") and report.note("unreachable") is None
+    assert {c["id"]: c["level"] for c in pack.concepts} == {"A:0": 0, "B:1": 1, "C:1": 1, "D:0": 0, "E:0": 0}
+    assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}, "C:1": {"B:1"}, "D:0": {"C:1"}, "E:0": {"A:0"}}
+    assert set(report.note("not_down").examples) == {"A:0 > E:0", "B:1 > C:1", "C:1 > D:0"} and report.note("unreachable") is None
+    for base, begun in (([0], {"A:0", "D:0", "E:0"}), ([0, 1], {"A:0", "B:1", "C:1", "D:0", "E:0"})):
+        plan = DynamicProbeManager(pack, impl="reference", strategy="descent", base_layers=base).plan
+        assert {pack.concepts[probe]["id"] for probe in plan.start} == begun
 
 
 def test_a_name_on_several_levels_is_a_concept_on_each(tmp_path):
@@ -560,6 +566,7 @@ def test_a_table_or_a_pickle_that_would_take_much_more_memory_than_its_file_is_r
 
 def test_a_file_over_the_bound_is_refused_before_it_is_opened(tmp_path):
     theirs.write_layered(tmp_path / "theirs", modules(["linear"], D))
+    theirs.write_hierarchy(tmp_path / "theirs")
     path = tmp_path / "theirs/layer0/Entity.pt"
     with path.open("ab") as stream:
         stream.truncate(300 << 20)  # sparse
@@ -575,6 +582,7 @@ def test_a_file_over_the_bound_is_refused_before_it_is_opened(tmp_path):
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 def test_a_truncated_file_is_named(tmp_path, share):
     theirs.write_layered(tmp_path / "theirs", modules(["linear"], D))
+    theirs.write_hierarchy(tmp_path / "theirs")
     path = tmp_path / "theirs/layer0/Entity.pt"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     with pytest.raises(ImportRefused, match=r"layer0/Entity\.pt"):

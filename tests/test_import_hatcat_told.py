@@ -206,7 +206,7 @@ def test_probes_that_are_kept_in_a_wider_dtype_are_told(tmp_path):
     theirs.write_layered(tmp_path / "theirs", made)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert pack.dtype == torch.float32 and told(report, "widened") == ("B:0 (bfloat16 to float32)", "C:0 (float16 to float32)")
-    assert "2 probes of a narrower dtype than the widest" in (pack.directory / "README.md").read_text()
+    assert "2 probes of a narrower dtype than the pack's" in (pack.directory / "README.md").read_text()
     del made["A:0"], made["C:0"]
     theirs.write_layered(tmp_path / "one", made)
     assert not bring(tmp_path / "one", tmp_path / "half")[1].notes

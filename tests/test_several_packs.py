@@ -424,8 +424,8 @@ def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs
 # -- names and settings --------------------------------------------------------------------------
 
 
-def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs):
-    chosen = packs()
+def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs, model, tmp_path):
+    chosen = [*packs(), make_pack(tmp_path / "mixed", model, name="mixed", n=23, mixed_levels=True)]
     group = PackGroup(chosen)
     assert sorted(np.concatenate(group.numbers).tolist()) == list(range(group.n_probes)) and isinstance(group.tree, ConceptTree)
     for number, pack in zip(group.numbers, chosen, strict=True):
@@ -435,7 +435,7 @@ def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs):
             assert group.tree.path(number[probe]) == number[pack.tree.path(probe)].tolist()
             assert group.concepts[number[probe]]["id"] == f"{pack.name}:{pack.concepts[probe]['id']}"
         assert torch.equal(group.alert_threshold[torch.from_numpy(number)], pack.alert_threshold)
-    assert [own.tolist() for own in group.split([group.numbers[3][7], group.numbers[0][2], group.numbers[3][1]])] == [[2], [], [], [7, 1], []]
+    assert [own.tolist() for own in group.split([group.numbers[3][7], group.numbers[0][2], group.numbers[3][1]])] == [[2], [], [], [7, 1], [], []]
 
 
 def test_concepts_are_found_by_qualified_names_and_by_bare_ones_where_only_one_pack_has_them(packs):
@@ -538,7 +538,7 @@ def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
     mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
     options = ("--prompt", "abc", "--max-new-tokens", 2, "--plain", "--json")
     told, shown = cli("watch", folder, a.directory, "--pack", mute.directory, *options)
-    assert told["probes_without_threshold"] == 40 and "40 of 80 probes have no alert threshold, so that they are never shown" in shown
+    assert told["probes_without_threshold"] == 40 and told["probes_ranked"] == 40 and "40 of 80 probes are of packs without any alert threshold" in shown
     told, shown = cli("watch", folder, a.directory, *options)
     assert told["probes_without_threshold"] == 0 and "no alert threshold" not in shown
 

@@ -12,7 +12,7 @@ In memory is one file at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
@@ -26,7 +26,7 @@ from probemon.errors import ConfigError, ImportRefused
 from probemon.host import parse_site
 from probemon.importers.hatcat_files import Source, Stored
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
-from probemon.importers.hatcat_tree import Graph, Node, Placed, key_of, read_graph
+from probemon.importers.hatcat_tree import Graph, Node, Placed, hierarchies, key_of, read_graph
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
 from probemon.pack import ProbePack
@@ -35,9 +35,13 @@ from probemon.types import CascadeConfig
 
 Progress = Callable[[int, int], None]
 NORMALIZE = ("none", "layernorm")
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_MOST_UNLISTED = 0.2  # of the probes: a hierarchy that does not name more is another one's
 _STATES = 2  # random ones, on which what was written is compared with what was read
 KINDS = {
-    "unreachable": "concepts that no descent from the base level comes to: they are scored only if always on, on a base level, or when every probe is scored",
+    "unreachable": "concepts that no descent from the base level comes to",
+    "unfit": "hierarchy files that are not the one of these probes: another was taken",
+    "flattened": "edges left out, as asked: every level is a base level, and every probe is scored at every token",
     "tripole": "three-way heads, no sigmoid of one logit: not imported",
     "unknown": "files whose tensors are no probe of this format: not imported",
     "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
@@ -48,7 +52,7 @@ KINDS = {
     "unlisted": "probes of concepts that the hierarchy does not name: roots on their level",
     "cycle": "edges of a cycle left out, as asked",
     "several_parents": "concepts with several parents, all kept",
-    "lifted": "concepts not below their parent's level: put one below it",
+    "not_down": "edges that do not go down a level: kept, and the levels too",
     "repeated": "names on several levels, each a concept of its own",
     "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
     "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
@@ -62,7 +66,8 @@ KINDS = {
     "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
     "bank_unlisted": "probes of banks that bank_index.json does not list: taken",
     "twice": "probes stored twice: the first is taken",
-    "widened": "probes of a narrower dtype than the widest, which is the pack's: kept exactly, in more bytes",
+    "rounded": "probes of a wider dtype than was asked for: rounded to it",
+    "widened": "probes of a narrower dtype than the pack's: kept exactly, in more bytes",
     "concatenated": "probes that read several layers side by side: no host gives such a state at one site, give it to score_tokens by hand",
     "uncalibrated": "probes that calibration.json does not name",
     "calibration_unknown": "entries of calibration.json for no imported probe",
@@ -85,23 +90,34 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def import_pack(
-    source: str | Path, target: str | Path, *, site: str, normalize: str, eps: float = NORM_EPS, hierarchy: str | Path | None = None, break_cycles: bool = False,
-    name: str | None = None, licence: str = "not stated", model: str | None = None, overwrite: bool = False, max_bytes: int = MAX_BYTES, progress: Progress | None = None,
+    source: str | Path, target: str | Path, *, site: str, normalize: str, eps: float = NORM_EPS, hierarchy: str | Path | None = None, flat: bool = False,
+    allow_unlisted: bool = False, break_cycles: bool = False, dtype: str = "auto", name: str | None = None, licence: str = "not stated", model: str | None = None, overwrite: bool = False, max_bytes: int = MAX_BYTES, progress: Progress | None = None,
 ) -> tuple[ProbePack, ImportReport]:  # fmt: skip
     """Write the probes of a folder as a pack; the opened pack, and what was met on the way (also in its manifest and its card).
 
-    `site`: where states are read, `resid_post.N`, N the host's layer counted from 0. `normalize`: what is done to a state before anything else, "layernorm" (without
-    affine part, with `eps`) or "none". `hierarchy`: the folder of hierarchy.json or the layer files, where it is another. `break_cycles`: leave out the edges that lead
-    back instead of raising. `model`: the host's hub name (default: what the files say). `max_bytes`: of one file. `progress(done, total)`: probes read, each twice:
-    once to look, once to write.
+    - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
+    - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or "none".
+    - `hierarchy`: hierarchy.json or one of the layer files, or the folder that holds them, where that is another.
+    - `flat`: leave all edges out. Levels stay, all of them are base levels, and every probe is scored at every token.
+    - `allow_unlisted`: take a hierarchy that does not name more than a fifth of the probes, or has no edge between levels.
+    - `break_cycles`: leave out the edges that lead back instead of raising.
+    - `dtype`: of the pack's weights, "float32" or "bfloat16"; "auto": the widest of the files. States are rounded to it.
+    - `model`: the host's hub name (default: what the files say).
+    - `max_bytes`: of one file.
+    - `progress(done, total)`: probes read, each twice: once to look, once to write.
 
-    A concept's id is "Name:level". Alert thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor their
+    A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the first is taken, unless it does not fit the probes
+    and the others do. Alert thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor their
     threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
-    _check_given(source=source, target=target, hierarchy=hierarchy, name=name, licence=licence, model=model, max_bytes=max_bytes, progress=progress)
+    _check_given(source=source, target=target, hierarchy=hierarchy, flat=flat, allow_unlisted=allow_unlisted, break_cycles=break_cycles, name=name, licence=licence, model=model, max_bytes=max_bytes, progress=progress)
     _, layer = parse_site(site)
     if normalize not in NORMALIZE:
         raise ConfigError(f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm' or 'none'")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
+    if flat and hierarchy is not None:
+        raise ConfigError("flat leaves every hierarchy out: give either flat or hierarchy")
     inputs = Inputs(site, normalize, eps)
     inputs.spec(False)  # checks eps
     target = check_target(target, overwrite)
@@ -110,35 +126,34 @@ def import_pack(
     found = Source(folder, notes, max_bytes)
     if found.n_layers is not None and layer >= found.n_layers:
         raise ImportRefused(f"{folder.path}: the pack says that its host has {found.n_layers} layers (num_layers), 0 to {found.n_layers - 1}: none is read at site {site!r}")
-    tree_folder = folder if hierarchy is None else Folder(hierarchy)
-    graph = read_graph(tree_folder, notes)
-    if hierarchy is not None and not graph.parents:
-        raise ImportRefused(f"{tree_folder.path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on")
-    stored = found.place(graph, notes)
+    graph, stored, notes = _fitting(found, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
     told = _Told(progress, 2 * len(stored))
     kinds = _look(stored, folder, found, notes, max_bytes, told)
-    placed = graph.over(kinds, notes, break_cycles=break_cycles)
+    base = sorted({level for _, level in kinds})[: None if flat else 1]
+    placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
     calibration = _calibration(folder, placed, notes)
-    architecture, dtype = widest(list(kinds.values()))
+    architecture, widest_dtype = widest(list(kinds.values()))
+    kept = _DTYPES[dtype] or widest_dtype
     for node in placed:
-        if kinds[node].dtype != dtype:
-            notes.add("widened", f"{key_of(node)} ({kinds[node].dtype} to {dtype})".replace("torch.", ""))
-    nodes = sorted(placed, key=lambda node: (placed[node].level, node))
+        if kinds[node].dtype != kept:
+            narrower = torch.promote_types(kinds[node].dtype, kept) == kept
+            notes.add("widened" if narrower else "rounded", f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""))
+    nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
     counts: dict[str, Any] = {"probes": len(nodes), "files": len({place.path for place in stored.values()}), "edges": n_edges}
     counts |= {f"{variant} probes": n for variant, n in Counter(kind.variant for kind in kinds.values()).items()}
     counts |= {f"in {str(kind).removeprefix('torch.')}": n for kind, n in Counter(kind.dtype for kind in kinds.values()).items()}
     counts |= {"calibrated": len(calibration)} if calibration else {}
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
-    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all())
+    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
     model = model or found.model
     host = {"model_id": model, "hidden_size": architecture.hidden_size, **({"n_layers": found.n_layers} if found.n_layers else {})}
     name = name or target.name
     writer = PackWriter(
-        target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=dtype,
+        target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=kept,
         score_rule="independent", inputs=[spec.as_dict() for spec in specs.values()], input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes]),
-        host=host, licence=licence, card="", recommended=_recommended(placed), overwrite=overwrite,
+        host=host, licence=licence, card="", recommended=_recommended(placed, base), overwrite=overwrite,
         golden_hidden=torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0)),
         provenance={"import": report.as_dict(), "versions": {"probemon": version("probemon"), "torch": torch.__version__}, "source": _about(found.info)},
     )  # fmt: skip
@@ -150,7 +165,7 @@ def import_pack(
             kind = kinds[node]
             if Kind.of(state) != kind:
                 raise ImportRefused(f"{stored[node].path} changed while it was read: import again when nobody writes to it")
-            written = writer.put(at[node], embed(state, kind, architecture, dtype, inputs))
+            written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
             assert written is not None
             worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
             told.one()
@@ -164,11 +179,11 @@ def _check_given(**given: Any) -> None:
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
         "source": path, "target": path, "hierarchy": (path[0] | None, "a path, or None"), "name": (str | None, "text, or None"), "licence": (str, "text"),
-        "model": (str | None, "text, or None"), "max_bytes": (int, "a number of bytes"), "progress": (Callable | None, "a function of two numbers, or None"),
+        "model": (str | None, "text, or None"), **dict.fromkeys(("flat", "allow_unlisted", "break_cycles"), (bool, "True or False")), "max_bytes": (int, "a number of bytes"), "progress": (Callable | None, "a function of two numbers, or None"),
     }  # fmt: skip
     for name, value in given.items():
         kind, words = kinds[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{name} is {value!r:.80}: expected {words}")
 
 
@@ -218,7 +233,7 @@ def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: 
 
 def _concept(node: Node, place: Placed, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
-    made = {"id": key_of(node), "name": node[0], "level": place.level, "parents": [key_of(parent) for parent in place.parents], **graph.about.get(node, {})}
+    made = {"id": key_of(node), "name": node[0], "level": node[1], "parents": [key_of(parent) for parent in place.parents], **graph.about.get(node, {})}
     return {**made, **({"calibration": calibration[node]} if node in calibration else {}), **({} if place.reachable else {"reachable": False})}
 
 
@@ -243,12 +258,75 @@ def _calibration(folder: Folder, placed: Mapping[Node, Placed], notes: Notes) ->
     return found
 
 
-def _recommended(placed: Mapping[Node, Placed]) -> dict[str, Any]:
-    """Settings without which a manager would have nothing to begin with, or too much."""
-    base = min(place.level for place in placed.values())
-    n_base = sum(place.level == base for place in placed.values())
-    made: dict[str, Any] = {} if base == 0 else {"base_layers": [base]}
-    return made | ({"max_loaded_probes": n_base} if n_base > CascadeConfig().max_loaded_probes else {})
+def _recommended(placed: Mapping[Node, Placed], base: Sequence[int]) -> dict[str, Any]:
+    """Settings without which a manager would have nothing to begin with, or no room to descend."""
+    n_base = sum(level in base for _, level in placed)
+    n_children = sum(node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items())
+    recommended: dict[str, Any] = {} if base == [0] else {"base_layers": list(base)}
+    usual = CascadeConfig().max_loaded_probes
+    if n_base + n_children > usual:  # all children of the base fit, or as many as usual
+        recommended["max_loaded_probes"] = min(len(placed), n_base + max(usual, n_children))
+    return recommended
+
+
+def _unreached(placed: Mapping[Node, Placed], base: Sequence[int]) -> str:
+    """What to read first of a pack some of whose probes are never come to, or ""."""
+    lost = [node for node, place in placed.items() if not place.reachable]
+    if not lost:
+        return ""
+    example = ", ".join(key_of(node) for node in sorted(lost, key=lambda node: (node[1], node[0]))[:3])
+    return (
+        f"{len(lost):,} of {len(placed):,} probes are never scored ({example}{', ...' if len(lost) > 3 else ''}): no edge leads to them from level {base[0]}. To have them scored, "
+        "name their levels in base_layers, make them always on (the pack's card has the lines), or import again with the hierarchy that has them (--hierarchy FILE) or with --flat"
+    )
+
+
+def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool) -> tuple[Graph, dict[Node, Stored], Notes]:
+    """The hierarchy that names the probes, the probes by it, and what was noted. Raises `ImportRefused` with what to do where none fits."""
+    path = found.folder.path if hierarchy is None else Path(hierarchy)
+    if hierarchy is not None and not path.exists():
+        raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
+    if path.is_file() and path.suffix != ".json":
+        raise ImportRefused(f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files")
+    folder = found.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
+    files = [path.name] if path.is_file() else hierarchies(folder)
+    tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
+    for file in files or ["hierarchy.json"]:
+        noted = notes.copy()
+        graph = read_graph(folder, noted, file)
+        if hierarchy is not None and not graph.parents:
+            raise ImportRefused(f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on")
+        is_stated = bool(graph.parents)
+        stored = found.place(graph, noted)
+        unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
+        tried.append((file, graph, stored, noted, unlisted))
+        if len(unlisted) <= _MOST_UNLISTED * len(stored):
+            break
+    file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
+    for other, _, other_stored, _, other_unlisted in tried:
+        if other != file:
+            noted.add("unfit", f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file} {len(stored) - len(unlisted):,}", listed=True)
+    if flat:
+        graph.flatten(noted)
+        return graph, stored, noted
+    has_levels = len({level for _, level in stored}) > 1
+    if has_levels and not any(graph.parents.values()):
+        why = f"its {len(stored):,} probes are on several levels, and {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest level would ever be scored"
+    elif len(unlisted) > _MOST_UNLISTED * len(stored):
+        shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
+        why = f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is the hierarchy of others"
+    else:
+        return graph, stored, noted
+    if allow_unlisted:
+        return graph, stored, noted
+    beside = found.folder.path.absolute().parent / "hierarchy.json"
+    known = found.info.get("concept_pack")
+    pack = found.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
+    place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}{f'; {beside} may be it' if beside.is_file() and hierarchy is None else ''}"
+    raise ImportRefused(
+        f"{found.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE (hierarchy=); {place}. "
+        "Or have every probe scored at every token: --flat (flat=True). Or take it as it is: --allow-unlisted (allow_unlisted=True)"
+    )
 
 
 def _about(info: Mapping[str, Any]) -> dict[str, Any]:

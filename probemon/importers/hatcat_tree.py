@@ -1,10 +1,10 @@
 """The hierarchy of a HatCat pack: read, checked, and laid over the concepts that have a probe.
 
     graph = read_graph(folder, notes)                          # hierarchy.json, or else layer0.json, layer1.json, ...
-    concepts = graph.over(stored, notes, break_cycles=False)   # {node: Placed}, parents among the stored ones, levels that rise
+    concepts = graph.over(stored, notes, break_cycles=False)   # {node: Placed}, parents among the stored ones
 
-A node is a concept on a level: `("Entity", 0)`, written "Entity:0". What is wrong with the files is counted in `notes`; a cycle is an error, unless it may be
-broken.
+A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Its level is kept, whatever its parents' are. What is wrong with the files is counted in
+`notes`; a cycle is an error, unless it may be broken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from probemon.errors import HierarchyError, ImportRefused
@@ -38,10 +39,9 @@ def node_of(key: object) -> Node | None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A concept with a probe: the nearest concepts above it that have one, its level in the pack, and whether a descent from the base level can come to it."""
+    """A concept with a probe: the nearest concepts above it that have one, and whether a descent from the base levels can come to it."""
 
     parents: tuple[Node, ...]
-    level: int
     reachable: bool
 
 
@@ -75,8 +75,15 @@ class Graph:
             levels.setdefault(name, []).append(level)
         return levels
 
-    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool) -> dict[Node, Placed]:
-        """Every stored node with its place. Raises `HierarchyError` for a cycle, unless it may be broken, and for a hierarchy that is too deep."""
+    def flatten(self, notes: Notes) -> None:
+        """Leave all edges out."""
+        for node in sorted(self.parents, key=_order):
+            for parent in self.parents[node]:
+                notes.add("flattened", f"{key_of(parent)} > {key_of(node)}")
+            self.parents[node] = {}
+
+    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()) -> dict[Node, Placed]:
+        """Every stored node with its place; `base`: the levels that a descent begins with (default: the lowest). Raises `HierarchyError` for a cycle, unless it may be broken."""
         known = set(self.parents)
         for node in sorted(set(stored) - known, key=_order):
             if known:
@@ -93,27 +100,20 @@ class Graph:
         self._break_cycles(notes, break_cycles)
         have = set(stored)
         above: dict[Node, dict[Node, None]] = {}
-        levels_of: dict[Node, int] = {}
+        base = base or {min((level for _, level in have), default=0)}
+        placed: dict[Node, Placed] = {}
         for node in self._top_down():
             # Of a concept without a probe, what is above it stands in for it.
-            found = dict.fromkeys(up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent]))
-            above[node] = found
+            nearest = dict.fromkeys(up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent]))
+            above[node] = nearest
             if node not in have:
                 continue
             if any(parent not in have for parent in self.parents[node]):
-                notes.add("bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(found)[:4]) or 'nothing'}")
-            levels_of[node] = max([node[1], *(levels_of[up] + 1 for up in found)])
-            if levels_of[node] > node[1]:
-                notes.add("lifted", f"{key_of(node)} to level {levels_of[node]}")
-            if levels_of[node] > MAX_LEVEL:
-                raise HierarchyError(f"{key_of(node)} would be on level {levels_of[node]}: at most {MAX_LEVEL} are read")
-        base = min(levels_of.values(), default=0)
-        reachable: set[Node] = set()
-        placed = {}
-        for node in levels_of:  # parents first
-            if levels_of[node] == base or any(up in reachable for up in above[node]):
-                reachable.add(node)
-            placed[node] = Placed(tuple(above[node]), levels_of[node], node in reachable)
+                notes.add("bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}")
+            for up in nearest:
+                if up[1] >= node[1]:
+                    notes.add("not_down", f"{key_of(up)} > {key_of(node)}")
+            placed[node] = Placed(tuple(nearest), node[1] in base or any(placed[up].reachable for up in nearest))
         for node in sorted(placed, key=_order):
             if not placed[node].reachable:
                 notes.add("unreachable", key_of(node))
@@ -163,14 +163,20 @@ def _order(node: Node) -> tuple[int, str]:
     return node[1], node[0]
 
 
-def read_graph(folder: Folder, notes: Notes) -> Graph:
-    """From `hierarchy.json`, or where there is none from the layer files. Raises `ImportRefused` for JSON of another kind."""
+def hierarchies(folder: Folder) -> list[str]:
+    """What in a folder states a hierarchy, the first to be tried first: hierarchy.json, and the first of the layer files."""
+    layers = sorted((path.name for path in folder.files(suffix=".json") if _LAYER_FILE.fullmatch(path.name)), key=lambda name: int(_LAYER_FILE.fullmatch(name)[1]))  # type: ignore[index]
+    return [name for name in ("hierarchy.json",) if any(path.name == name for path in folder.files(suffix=name))] + layers[:1]
+
+
+def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Graph:
+    """From a file such as `hierarchy.json`, or from the layer files where there is none, or `file` is one of them. Raises `ImportRefused` for JSON of another kind."""
     layers = {int(found[1]): path.name for path in folder.files(suffix=".json") if (found := _LAYER_FILE.fullmatch(path.name))}
     stated = _layers(folder, layers)
-    whole = folder.json("hierarchy.json")
+    whole = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
     if whole is None:
         return _graph_of_layers(stated, notes)
-    graph = _graph_of_hierarchy(folder, whole, notes)
+    graph = _graph_of_hierarchy(folder.path / file, whole, notes)
     for node, _ in stated:
         if node not in graph.parents:
             notes.add("stale", f"{key_of(node)} is in layer{node[1]}.json alone")
@@ -183,13 +189,13 @@ def read_graph(folder: Folder, notes: Notes) -> Graph:
     return graph
 
 
-def _graph_of_hierarchy(folder: Folder, whole: Any, notes: Notes) -> Graph:
+def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
     graph = Graph()
     if not isinstance(whole, dict):
-        raise ImportRefused(f"{folder.path / 'hierarchy.json'} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts")
+        raise ImportRefused(f"{path} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts")
     downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
     if not isinstance(downward, dict) or not isinstance(upward, dict):
-        raise ImportRefused(f"{folder.path / 'hierarchy.json'}: parent_to_children and child_to_parent are objects of \"Name:level\"")
+        raise ImportRefused(f"{path}: parent_to_children and child_to_parent are objects of \"Name:level\"")
     for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts"))]:
         if (node := node_of(key)) is None:
             notes.add("malformed", f"{key!r:.80}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EXAMPLES = 5
+_LONG = 120  # characters of an example in a line; a manifest has all of it
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Note:
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
-        shown = ", ".join(self.examples[:EXAMPLES])
+        shown = ", ".join(example if len(example) <= _LONG else f"{example[: _LONG - 3]}..." for example in self.examples[:EXAMPLES])
         return f"{self.count:,} {self.what} ({shown}{', ...' if self.count > min(EXAMPLES, len(self.examples)) else ''})"
 
 
@@ -43,6 +44,12 @@ class Notes:
         if listed or len(self._examples[kind]) < EXAMPLES:
             self._examples[kind].append(example)
 
+    def copy(self) -> Notes:
+        """The same so far, to go on with by itself."""
+        other = Notes(self._what)
+        other._counts, other._examples = dict(self._counts), {kind: list(examples) for kind, examples in self._examples.items()}
+        return other
+
     def count(self, kind: str) -> int:
         """How many of a kind there were so far."""
         return self._counts[kind]
@@ -54,13 +61,17 @@ class Notes:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes` of trouble."""
+    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes` of trouble.
+
+    `warning`: the one thing to be read, with its remedy, before all else; "" where there is none.
+    """
 
     format: str
     source: str
     stated: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    warning: str = ""
 
     def note(self, kind: str) -> Note | None:
         """The note of a kind, or None where there was nothing of it."""
@@ -69,19 +80,25 @@ class ImportReport:
     def as_dict(self) -> dict[str, Any]:
         """As JSON: kept in a pack's manifest as `provenance["import"]`."""
         notes = {note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes}
-        return {"format": self.format, "source": self.source, "stated": dict(self.stated), "counts": dict(self.counts), "notes": notes}
+        warning = {"warning": self.warning} if self.warning else {}
+        return {**warning, "format": self.format, "source": self.source, "stated": dict(self.stated), "counts": dict(self.counts), "notes": notes}
 
     def __str__(self) -> str:
-        """A line for what was found, one for what was said, one for each kind of trouble."""
+        """The warning, if there is one; then a line for what was found, one for what was said, one for each kind of trouble."""
+        return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
+
+    def lines(self) -> list[str]:
+        """All but the warning."""
         found = ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items())
         said = ", ".join(f"{name} {value}" for name, value in self.stated.items())
         lines = [f"{self.format} {self.source}: {found or 'nothing'}", *([f"not in its files, said at import: {said}"] if said else [])]
-        return "\n".join(_printable(line) for line in [*lines, *(str(note) for note in self.notes)])
+        return [_printable(line) for line in [*lines, *(str(note) for note in self.notes)]]
 
     def section(self) -> str:
         """The same as a part of a pack's card, in Markdown."""
-        first, *others = str(self).splitlines()
-        return "\n".join(["", "## Where it is from", "", f"Imported from {first}.", "", *(f"- {line}" for line in others), ""])
+        first, *others = self.lines()
+        warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
+        return "\n".join(["", "## Where it is from", "", *warning, f"Imported from {first}.", "", *(f"- {line}" for line in others), ""])
 
 
 def _printable(line: str) -> str:

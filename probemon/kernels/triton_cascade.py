@@ -6,7 +6,7 @@
 
 Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each state's list,
 `_expand` turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
-as the hierarchy has levels, a fixed number that can be captured. That is enough, but for the path rule over several parents: a
+as the hierarchy has ranks, a fixed number that can be captured. That is enough, but for the path rule over several parents: a
 child brings missing ancestors, which may open later themselves. There a state with more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
 `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall as on the host.
 """
@@ -123,8 +123,8 @@ def _score(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _expand(  # type: ignore[no-untyped-def]
-    ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, level_ptr, threshold_ptr,
-    child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_LEVELS, MOST_PARENTS,
+    ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, rank_ptr, threshold_ptr,
+    child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_RANKS, MOST_PARENTS,
     PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold.
@@ -135,13 +135,13 @@ def _expand(  # type: ignore[no-untyped-def]
     ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
     i = tl.arange(0, BLOCK)
-    for level in range(0, N_LEVELS):  # without the path rule there is one pass
+    for rank in range(0, N_RANKS):  # without the path rule there is one pass
         for s in range(begin, count, BLOCK):
             inside = s + i < count
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
             score = tl.load(own_ptr + s + i, mask=inside, other=0.0)
             if PATH:
-                inside = inside & (tl.load(level_ptr + ids, mask=inside, other=-1) == level)
+                inside = inside & (tl.load(rank_ptr + ids, mask=inside, other=-1) == rank)
                 first = tl.load(parent_ptr + ids, mask=inside, other=0)
                 last = tl.load(parent_ptr + ids + 1, mask=inside, other=0)
                 best = tl.full((BLOCK,), -1.0, dtype=tl.float32)
@@ -226,13 +226,14 @@ class DeviceCascade:
         self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
         self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)
-        self._level, self._threshold = put(tree.level), put(plan.expand_threshold, torch.float32)
+        sizes = [at.stop - at.start for at in tree.rank_slices]
+        self._rank, self._threshold = put(np.repeat(np.arange(len(sizes)), sizes)), put(plan.expand_threshold, torch.float32)
         self._child_ptr, self._child_idx = put(tree.child_ptr), put(tree.child_idx if len(tree.child_idx) else [0])
         self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
         self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
-        self._n_levels = int(tree.level.max()) + 1
+        self._n_ranks = len(tree.rank_slices)
         self._input_of = put(input_of)
-        n_rounds, most = len(tree.level_slices), plan.config.max_rounds
+        n_rounds, most = self._n_ranks, plan.config.max_rounds
         self._n_rounds = n_rounds if most is None else min(n_rounds, most)
         self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
 
@@ -275,8 +276,8 @@ class DeviceCascade:
                 x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta
             )
             _expand[(n_states,)](
-                ids, own, score, mark, begin, count, over, self._level, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
-                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_levels if path else 1, self._most_parents,
+                ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
+                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
             )  # fmt: skip
         _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap)

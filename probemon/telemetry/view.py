@@ -21,6 +21,7 @@ from probemon.live import printable
 from probemon.telemetry.alerts import Alert
 from probemon.telemetry.decisions import BEM
 from probemon.telemetry.records import RoutingRecord
+from probemon.terminal import harmless
 
 _BAR = "▁▂▃▄▅▆▇█"
 _WIDE = 32  # bars of a load; more experts share them
@@ -79,14 +80,14 @@ class PlainRouting:
         self._print(f"alert: {alert}")
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(Text(harmless(line)), soft_wrap=True)
 
 
 class LiveRouting:
     """The text over a table of routers, over what it costs and the alerts that hold."""
 
     def __init__(self, console: Console, *, title: str) -> None:
-        self._console, self._title = console, title
+        self._console, self._title = console, Text(harmless(title))
         self._text = ""
         self._shown: set[int] = set()
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -102,7 +103,7 @@ class LiveRouting:
         """What is known now, with the text to the newest token."""
         for position in sorted({int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)} - self._shown):
             self._shown.add(position)
-            self._text += token(position)
+            self._text += harmless(token(position), keep="\n")
         self._live.update(self.render(report()), refresh=True)
 
     def tell(self, alert: Alert) -> None:
@@ -132,7 +133,7 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
         table.add_column(bars[0], no_wrap=True)
         for stream in mine[:room]:
             values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
-            table.add_row(f"{stream['site']} {stream['level']}".strip(), *values, load_bars(stream[bars[1]]))
+            table.add_row(Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]]))
         found.append(table)
         if len(mine) > room:
             found.append(Text(f"and {len(mine) - room} more routers", style="dim"))
@@ -161,7 +162,7 @@ def summary(console: Console, report: Mapping[str, Any]) -> None:
 def _foot(report: Mapping[str, Any]) -> list[Text]:
     times = ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
     line = f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most {report['memory_watermark_bytes'] / 1e6:.0f} MB"
-    alerts = [Text(alert, style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
+    alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
     if report["unjudged"]:  # no alert is no news while nothing could be seen
         needed = ", ".join(f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1]))
         alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing import seeds, torchfile
+from fuzzing import commands, seeds, torchfile
 from fuzzing.guard import Guard
 from fuzzing.independent import Unreadable
 from fuzzing.mutate import Tree, mutate, write_tree
@@ -63,7 +63,7 @@ class Room:
         if target not in self._seeds:
             made = self._seeds[target] = TARGETS[target].seeds(self.folder / "valid" / target)
             for tree in made:
-                for way in range({"pack": 20, "edit": 20, "opened": 5, "used": 5}.get(target, 1)):  # these choose what they do
+                for way in range({"pack": 20, "edit": 20, "commands": 40, "opened": 5, "used": 5}.get(target, 1)):  # these choose what they do
                     verdict = self.run(target, tree, Random(way), guarded=False)
                     if verdict.trouble is not None:
                         raise RuntimeError(f"{target} does not take its own valid input: {verdict}")
@@ -79,7 +79,9 @@ class Room:
         if not TARGETS[target].breaks:
             return tree
         broken = mutate(tree, rng, TARGETS[target].folders)
-        if target in ("pack", "edit") and rng.random() < 0.9:
+        if target == "commands" and rng.random() < 0.8:
+            broken = commands.hostile(tree if rng.random() < 0.6 else broken, rng)
+        if target in ("pack", "edit", "commands") and rng.random() < 0.9:
             _rehash(broken)
         return broken
 
@@ -97,7 +99,7 @@ class Room:
         call = Call(source, out / "pack", over, rng)
         made, trouble, outcome = None, None, "made"
         begin = time.process_time()
-        with self.guard.watch(self.folder) if guarded else nullcontext([]) as seen:
+        with self.guard.watch(self.folder) if guarded and room.guarded else nullcontext([]) as seen:
             try:
                 if tracer is not None:
                     sys.settrace(tracer)

@@ -27,7 +27,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Target:
-    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder. `breaks`: its input is broken at all."""
+    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder.
+
+    `breaks`: its input is broken at all. `guarded`: what it opens and runs is watched; not where the command line's own libraries compile and set
+    what they need as they parse.
+    """
 
     seeds: Callable[[Path], list[Tree]]
     run: Callable[[Call], Any]
@@ -35,3 +39,4 @@ class Target:
     writes: bool = False
     folders: bool = True
     breaks: bool = True
+    guarded: bool = True

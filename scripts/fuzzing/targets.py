@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuzzing import changes, independent, seeds
+from fuzzing import changes, commands, independent, seeds
 from fuzzing.independent import Net, Unreadable
 from fuzzing.target import Call, Target, Wrong
 from probemon.cli_pack import read_object
@@ -221,7 +221,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _import_hatcat(call: Call) -> tuple[ProbePack, str]:
     normalize = call.rng.choice(("none", "layernorm"))
-    return import_pack(call.source, call.out, site=SITE, normalize=normalize, break_cycles=call.rng.random() < 0.5, overwrite=call.overwrite)[0], normalize
+    how = {"break_cycles": call.rng.random() < 0.5, "allow_unlisted": call.rng.random() < 0.7, "flat": call.rng.random() < 0.2}
+    return import_pack(call.source, call.out, site=SITE, normalize=normalize, overwrite=call.overwrite, **how)[0], normalize
 
 
 def _judge_hatcat(found: Any, call: Call) -> None:
@@ -244,6 +245,7 @@ TARGETS: dict[str, Target] = {
         folders=False,
     ),
     "pack": Target(seeds.packs, _open, _judge_pack),
+    "commands": Target(seeds.packs, commands.run_command, commands.judge_command, guarded=False),
     "edit": Target(seeds.packs, _edit, _judge_edit, writes=True),
     "hierarchy": Target(seeds.hierarchies, _hierarchy, _judge_hierarchy, writes=True, folders=False),
     "torch": Target(seeds.torch_files, lambda call: load_plain(call.source / "x.pt"), _judge_torch, folders=False),

@@ -1,0 +1,133 @@
+"""What a manifest claims of its host, its quality and its calibrations: whether each is of the kind that the commands
+read.
+
+    check_claims(manifest)             # raises ValueError: "quality.per_level is a list: expected an object"
+
+Much of it is free: a pack may state whatever else it likes, as deep as `MAX_DEPTH`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+MAX_DEPTH = 100  # of what is nested: it is walked by functions that call themselves
+_LARGEST = 10**15
+
+Check = Callable[[str, Any], None]
+
+
+def check_claims(manifest: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance` that is of another kind than it
+    has to be."""
+    for part, check in (("host", _HOST), ("quality", _QUALITY), ("provenance", _PROVENANCE)):
+        claimed = manifest.get(part) or {}
+        if any(depth > MAX_DEPTH for depth in _depths(claimed)):
+            raise ValueError(f"{part} is nested more than {MAX_DEPTH} deep")
+        check(part, claimed)
+
+
+def _depths(value: Any) -> Iterator[int]:
+    waiting = [(value, 0)]
+    while waiting:
+        inner, depth = waiting.pop()
+        if isinstance(inner, (dict, list)):
+            yield depth
+            if depth > MAX_DEPTH:
+                return
+            waiting += [(one, depth + 1) for one in (inner.values() if isinstance(inner, dict) else inner)]
+
+
+def _wrong(where: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{where} is {value!r:.60}: expected {expected}")
+
+
+def _text(where: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise _wrong(where, value, "a text")
+
+
+def _number(where: str, value: Any) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, int) and abs(value) > _LARGEST)
+    ):
+        raise _wrong(where, value, "a number")
+
+
+def _whole(where: str, value: Any) -> None:
+    _number(where, value)
+    if not isinstance(value, int):
+        raise _wrong(where, value, "a whole number")
+
+
+def _anything(where: str, value: Any) -> None:
+    pass
+
+
+def _maybe(check: Check) -> Check:
+    """Or null."""
+    return lambda where, value: None if value is None else check(where, value)
+
+
+def _each(check: Check) -> Check:
+    """An object whose values are all of one kind."""
+
+    def checked(where: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(where, value, "an object")
+        for key, inner in value.items():
+            check(f"{where}.{key:.60}", inner)
+
+    return checked
+
+
+def _all(check: Check) -> Check:
+    """A list of one kind."""
+
+    def checked(where: str, value: Any) -> None:
+        if not isinstance(value, list):
+            raise _wrong(where, value, "a list")
+        for i, inner in enumerate(value):
+            check(f"{where}[{i}]", inner)
+
+    return checked
+
+
+def _object(known: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
+    """An object that has all that is `needed`; of the `known`, each is of its kind."""
+
+    def checked(where: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(where, value, "an object")
+        for key in needed:
+            if key not in value:
+                raise ValueError(f"{where} has no {key}")
+        for key, check in known.items():
+            if key in value:
+                check(f"{where}.{key}", value[key])
+
+    return checked
+
+
+def _calibration(where: str, value: Any) -> None:
+    expansion = _maybe(_object({"recall": _number}, ["recall"]))
+    _object({"source": _object({"name": _text}, ["name"]), "expansion": expansion}, ["source"])(where, value)
+    if "aggregator" in value:
+        alerts = {"aggregator": _text, "n_watched": _whole, "fpr": _number, "unit": _text}
+        _object(alerts, list(alerts))(where, value)
+
+
+_measures = dict.fromkeys(
+    ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median"), _maybe(_number)
+)
+_overall = dict.fromkeys(
+    ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold"),
+    _maybe(_number),
+)
+_alerts = _maybe(_each(_maybe(_object({"concepts": _maybe(_each(_anything))}))))
+_texts = dict.fromkeys(("model_id", "revision", "fingerprint", "quantisation"), _maybe(_text))
+_HOST = _object({**_texts, "n_layers": _maybe(_whole), "hidden_size": _maybe(_whole), "adapters": _maybe(_all(_text))})
+_QUALITY = _object({**_measures, **_overall, "per_level": _maybe(_each(_object(_measures))), "alerts": _alerts})
+_PROVENANCE = _object({"calibrations": _maybe(_all(_calibration))})

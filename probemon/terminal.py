@@ -1,0 +1,155 @@
+"""The border to the terminal: every text of a command leaves through here, and none of it is obeyed.
+
+    with border():                         # around sys.stdout and sys.stderr: prints, warnings, logs, tracebacks
+        say(f"{name}: {licence}")                  # a line; of several arguments each is one
+        say("not found", error=True)               # on standard error
+        answer({"name": name})                     # one line of JSON
+        terminal().print(table)                    # a rich console that takes no text for markup
+
+Names, texts and paths are somebody else's. A terminal would act on some of their characters: escapes, other
+controls, changes of the writing direction, and those that nobody sees. They are shown as Python writes them,
+`\\x1b`; so is what cannot be encoded. A line break in a text is shown, too: it cannot begin a line of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters (C0, C1, DEL); soft hyphens, marks and embeddings of direction, spaces without width, line and
+# paragraph separators, invisible operators,
+# interlinear and tag characters; halves of surrogate pairs. Joiners stay: scripts and emoji need them.
+_HARMFUL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+
+
+def harmless(text: str, keep: str = "") -> str:
+    """The text with every character that a terminal would obey, or nobody would see, written out; but for those to
+    `keep`. Twice is as once."""
+    if text.isascii() and text.isprintable():
+        return text
+    return _HARMFUL.sub(
+        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text
+    )
+
+
+def say(*lines: object, error: bool = False) -> None:
+    """Print each argument as one line, on standard output or standard error."""
+    stream = sys.stderr if error else sys.stdout
+    for line in lines:
+        stream.write(harmless(str(line)) + "\n")
+
+
+def answer(content: Mapping[str, Any]) -> None:
+    """Print an object as one line of JSON, in ASCII; numbers that JSON has none for are null."""
+    try:
+        text = json.dumps(content, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(content), allow_nan=False)
+    say(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Bordered(io.TextIOBase):
+    """A stream whose texts are made harmless on their way. Lines stay lines; on a terminal a progress bar may go back
+    to the beginning of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unbordered = stream
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        begin = "\r" if text.startswith("\r") and self.isatty() else ""
+        shown = begin + harmless(text[len(begin) :], keep="\n\t")
+        try:
+            self.unbordered.write(shown)
+        except UnicodeEncodeError:  # a terminal of few characters
+            encoding = self.unbordered.encoding or "ascii"
+            self.unbordered.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """As of any stream."""
+        self.unbordered.flush()
+
+    def isatty(self) -> bool:
+        """As of the stream."""
+        return self.unbordered.isatty()
+
+    def fileno(self) -> int:
+        """As of the stream."""
+        return self.unbordered.fileno()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        """What cannot be encoded is written out."""
+        return "backslashreplace"
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """As of the stream."""
+        return self.unbordered.encoding
+
+
+@contextmanager
+def border() -> Iterator[None]:
+    """Put the border around standard output and standard error while the block runs."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Bordered(sys.stdout), Bordered(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def terminal(*, error: bool = False, **options: Any) -> Console:
+    """A rich console at the border: text is never markup, and what is in it is harmless, also in tables, titles and
+    `Text`. `options`: of `rich.console.Console`."""
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
+
+    class Terminal(Console):
+        def render_str(self, text: str, **more: Any) -> Text:
+            return super().render_str(harmless(text), **{**more, "markup": False, "emoji": False, "highlight": False})
+
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):  # a control segment is rich's own: to move the cursor
+                yield (
+                    segment
+                    if segment.control is not None
+                    else Segment(harmless(segment.text, keep="\n"), segment.style)
+                )
+
+    stream: Any = sys.stderr if error else sys.stdout
+    return Terminal(
+        **{
+            "file": getattr(stream, "unbordered", stream),
+            "markup": False,
+            "emoji": False,
+            "highlight": False,
+            "soft_wrap": True,
+            **options,
+        }
+    )

@@ -45,6 +45,8 @@ from probemon.shadow import shadow
 
 LOG = logging.getLogger("probemon")
 
+_ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
+
 # Decoders: two adapters would both believe that the states they read are the host's own.
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -61,12 +63,13 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward of the decoder; `applied`: codes `[B * T, r]` by site, once the controller has run."""
+    """One forward of the decoder; `applied`: codes `[B * T, r]` by site key, once the controller has run."""
 
     cache: Any
     state: ControllerState
     real: Tensor
     applied: dict[str, Tensor] | None = None
+    sparse: bool = False  # whether codes of zeros mark updates that are left out
     reached: set[Site] = field(default_factory=set)
 
 
@@ -391,6 +394,9 @@ class Bem(nn.Module):
             codes = self.controller(hidden.to(self.controller.query.device), forward.real, forward.state)
             given = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in self._groups}
             forward.applied = self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in given.items()})
+            if self.config.sparse_eps and not torch.is_grad_enabled():
+                # Where gradients are made nothing is left out: what is has none, so an adapter whose updates are small, as every fresh one's are, would never learn.
+                forward.applied, forward.sparse = self.governor.leave_out(forward.applied, self.config.sparse_eps), True
             if self.steered._forward_hooks:
                 self.steered(codes, self.governor.sizes(forward.applied))
 
@@ -409,7 +415,7 @@ class Bem(nn.Module):
         base = output[0] if whole else output
         with _own_precision(x.device):
             steered = generated_update(
-                x, update.V, update.U, code, self.config.scale, base=base.reshape(-1, site.n_out), eps=self.config.sparse_eps, impl=self.impl
+                x, update.V, update.U, code, self.config.scale, base=base.reshape(-1, site.n_out), eps=_ZEROS if forward.sparse else None, impl=self.impl
             ).view(base.shape)  # fmt: skip
         forward.reached.add(site)
         return (steered, *output[1:]) if whole else steered

@@ -2,6 +2,7 @@
 
     governor = Governor(config, sites, updates)
     applied = governor.apply({True: chunk_codes, False: codes})     # site key -> codes [B, T, r] within the limits
+    applied = governor.leave_out(applied, eps)                      # codes of updates of at most eps are zeros
     sigma1(codes, *factors(U, V, scale))                            # [M]: largest singular value of each update
 
 The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one quadratic form:
@@ -10,6 +11,9 @@ The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one qu
 that exceeds the cap.
 
 First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no gradient.
+
+What `sparse_eps` leaves out is measured by the same Frobenius norm, after both limits: by what a token's update is, and not by its code. The size of a code says nothing
+by itself, since U and V may be as large or small as training made them: of a capped adapter with a large U, full-size updates have small codes.
 """
 
 from __future__ import annotations
@@ -167,6 +171,22 @@ class Governor:
             for site, scale in zip(self._groups[chunked], scales, strict=True):
                 applied[site.key] = code * scale.view(*code.shape[:-1], 1)
         return applied
+
+    @torch.no_grad()
+    def leave_out(self, applied: Mapping[str, Tensor], eps: float) -> dict[str, Tensor]:
+        """Codes by site key `[M, r]` as `apply` gave them; zeros where the Frobenius norm of the site's update is at most `eps`.
+
+        Of an input x, an output so differs by at most `eps |x|`, for no singular value exceeds that norm. A code that is not finite stays, so that it is seen.
+        """
+        kept = dict(applied)
+        for chunked, group in self._groups.items():
+            if group:
+                codes = torch.stack([applied[site.key] for site in group])  # [S, M, r]
+                grams = self._matrices_now(codes.device).grams[chunked]
+                wide = codes.to(grams.dtype)
+                small = ((wide @ grams) * wide).sum(dim=-1) <= eps**2
+                kept |= {site.key: code for site, code in zip(group, codes.masked_fill(small[..., None], 0.0), strict=True)}
+        return kept
 
     @torch.no_grad()
     def _cap(self, chunked: bool, codes: Tensor, exceeds: Tensor, cap: float) -> Tensor:

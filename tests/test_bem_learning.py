@@ -285,7 +285,8 @@ def constant(bem, code, sure=None):
         if router is not None:
             router[-1].weight.zero_()
             router[-1].bias.copy_(code)
-    controller.default_code.copy_(code)
+    if controller.default_code is not None:
+        controller.default_code.copy_(code)
     if sure is not None:
         controller.log_temperature.zero_()
         controller.default_confidence.fill_(20.0 if sure == 1.0 else math.log(sure / (1 - sure)))

@@ -34,6 +34,7 @@ from probemon.packfile import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
+_UNUSED = "controller.default_code"  # older adapters have it without a chunk router too, where nothing reads it
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +57,15 @@ class Saved:
         Raises `BemFileError` where names, shapes or kinds of numbers are not its own.
         """
         own = module.state_dict()
-        wrong = [name for name in {*own, *self.tensors} if name not in own or name not in self.tensors or own[name].shape != self.tensors[name].shape]
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
+        wrong = [name for name in {*own, *tensors} if name not in own or name not in tensors or own[name].shape != tensors[name].shape]
         if wrong:
             raise BemFileError(f"{self.folder / WEIGHTS}: tensor {min(wrong)!r} is missing, unknown or of another shape than {SETTINGS} says: copy the folder again")
-        for name, tensor in self.tensors.items():
+        for name, tensor in tensors.items():
             if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
                 raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder again")
         with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
-            module.load_state_dict({name: tensor.to(own[name].device, copy=True) for name, tensor in self.tensors.items()}, assign=True)
+            module.load_state_dict({name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}, assign=True)
 
 
 def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:

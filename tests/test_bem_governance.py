@@ -107,6 +107,48 @@ def logits(model):
         return model(IDS, use_cache=False).logits
 
 
+OPTIMISERS = {
+    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.5), "each by itself": lambda parameters: torch.optim.SGD(parameters, lr=20.0, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True), "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=20.0, fused=True),
+}  # fmt: skip
+
+
+class ByData:
+    """As optimisers outside of torch write that keep the parameters in another precision."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.sub_(20.0 * parameter.grad)
+
+
+@pytest.mark.parametrize("looked_at", ["after the step", "before it too"])
+@pytest.mark.parametrize("name", [*OPTIMISERS, "through .data"])
+def test_limits_follow_what_is_learned_whatever_optimiser_writes(name, looked_at):
+    """Fused optimisers, the default of transformers' Trainer, change parameters and not their versions."""
+    if (name, looked_at) == ("through .data", "before it too"):
+        pytest.skip("said in the docstring: nobody is told of that write")
+    model, limits = make_host(), {"spectral_cap": 0.3, "trust_region": 0.8}
+    with attach_bem(model, BemConfig(**SMALL, **limits)) as bem:
+        logits(model)
+        optimiser = OPTIMISERS.get(name, ByData)(bem.updates.parameters())
+        for _ in range(2):
+            torch.nn.functional.cross_entropy(model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+            if looked_at == "before it too":
+                logits(model)
+            optimiser.step()
+            found = logits(model)
+            bem.detach()
+            with bem_like(model, bem, **limits), torch.no_grad():
+                assert torch.equal(logits(model), found)
+            with bem_like(model, bem, spectral_cap=None):
+                assert (logits(model) - found).abs().max() > 0.1, "the limits hold something back"
+            bem.attach()
+
+
 def test_a_written_parameter_is_governed_as_it_is_now():
     """What is kept of U and V is made anew after an optimiser's step, and after tensors are put in their place."""
     model = make_host()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bem_oracle import VOCAB, make_host, randomise
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from bem_learns import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
@@ -18,7 +19,7 @@ from probemon.bem.losses import LossWeights, adapter_losses, base_logits, share_
 from probemon.bem.policy import Categorical, Gaussian, acting, improve, regret
 from probemon.bem.sites import dense_update
 from probemon.bem.training import Objective, TrainSettings, evaluate, fit, train
-from probemon.errors import BemError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, NotSupportedHost
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 IDS = torch.randint(3, VOCAB, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -228,6 +229,70 @@ def test_transformers_trainer_learns_the_same(tmp_path):
         assert same(model, before) and all(parameter.grad is None for parameter in model.parameters())
     assert max(float((x - made[1][name]).abs().max()) for name, x in made[0].items()) < 1e-5
     assert float(made[0]["updates.down_1.U"].abs().max()) > 1e-3
+
+
+def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
+    """And the training goes on from it, as if it had never stopped."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in two_domains(0, 1, 1, n_rows=6)[0]["input_ids"]]
+
+    def trainer(folder, n_steps, bem, **more):
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=n_steps, per_device_train_batch_size=3, learning_rate=5e-2, lr_scheduler_type="constant", report_to=[], save_steps=2,
+            logging_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **more,
+        )  # fmt: skip
+        return Trainer(model=Objective(bem), args=arguments, train_dataset=rows)
+
+    model, config = make_host(), BemConfig(**SMALL, level="prefix", sites=("v", "down"), alpha=5)
+    with attach_bem(model, config) as bem:
+        straight = trainer(tmp_path, 4, bem)
+        straight.train()
+        straight.save_model(tmp_path / "last")
+        model.eval()
+        expected = {"last": logits_of(model), "checkpoint-4": logits_of(model)}
+    assert {name for name, _ in straight.model.named_parameters()} == {f"bem.{name}" for name, _ in bem.named_parameters()}
+    bare = logits_of(model)
+    with attach_bem(model, tmp_path / "checkpoint-2", strict=True) as half:
+        expected["checkpoint-2"] = logits_of(model)
+        assert not torch.equal(expected["checkpoint-2"], expected["last"]) and not torch.equal(expected["checkpoint-2"], bare) and half.config == config
+    for name, logits in expected.items():
+        with attach_bem(model, tmp_path / name, strict=True) as opened:
+            assert opened.config == config
+            assert torch.equal(logits_of(model), logits)
+            opened.save_pretrained(tmp_path / f"adapter-{name}")
+        with attach_bem(model, tmp_path / f"adapter-{name}"):
+            assert torch.equal(logits_of(model), logits)
+    with attach_bem(model, config) as fresh:
+        trainer(tmp_path / "again", 4, fresh).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        model.eval()
+        assert torch.equal(logits_of(model), expected["last"])
+    with pytest.raises(HostMismatch, match="layers"):
+        attach_bem(make_host(layers=3), tmp_path / "last")
+
+
+def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
+    model, path = make_host(), tmp_path / "model.safetensors"
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        whole = {name: x.detach().clone() for name, x in Objective(bem).state_dict().items()}
+    settings = bytes(whole["settings"].tolist())
+
+    def stated(text):
+        return {**whole, "settings": torch.tensor(list(text), dtype=torch.uint8)}
+
+    for tensors, told in (
+        ({name: x for name, x in whole.items() if name != "settings"}, "of an older probemon: train on from it"),
+        ({"weight": torch.zeros(2)}, r"does not state the settings of an adapter: give a folder with bem.json"),
+        (stated(settings[:-9]), "cannot be read as JSON"), (stated(b"[1]"), "format is 'list'"), (stated(settings.replace(b'"rank": 3', b'"rank": 4')), "of another shape"),
+        (stated(settings.replace(b'"format_version": 1', b'"format_version": 2')), "upgrade probemon"), (stated(settings.replace(b'"ema"', b'"emu"')), "config lacks ema"),
+        ({**whole, "bem.controller.query": whole["bem.controller.query"] * math.nan}, "is not finite"),
+    ):  # fmt: skip
+        save_file(tensors, path)
+        with pytest.raises(BemFileError, match=told):
+            attach_bem(model, tmp_path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(BemFileError, match="cannot be read as safetensors"):
+        attach_bem(model, tmp_path)
 
 
 @peft_asks_by_an_older_name

@@ -25,9 +25,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
+
+_steps = [0]  # of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising their versions
+register_optimizer_step_post_hook(lambda *_: _steps.__setitem__(0, _steps[0] + 1))
 
 _MOST = 1 << 14  # matrices at once
 _CELLS = 1 << 24  # of matrices whose singular values are found at once: bounds the memory of a long prompt
@@ -61,7 +65,7 @@ def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Of parameters at these places and versions, by group: grams `[S, r, r]`, and factors, two of `[S, r, r]`, where they were asked for."""
+    """Of parameters at these places and versions (first: after how many steps of optimisers), by group: grams `[S, r, r]`, and factors, two of `[S, r, r]`, where they were asked for."""
 
     seen: list[tuple[int, int]]
     grams: dict[bool, Tensor]
@@ -71,7 +75,8 @@ class _Kept:
 class Governor:
     """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else writes to them.
 
-    A write through `.data` is invisible to torch, and so to this: use `torch.no_grad()`.
+    A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to write, in whatever way. A write through `.data` at
+    another time is invisible to torch, and so to this: use `torch.no_grad()`.
     """
 
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
@@ -80,13 +85,13 @@ class Governor:
         # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's layer.
         self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
-        self._kept = _Kept([], {}, {})
+        self._kept, self._learning = _Kept([], {}, {}), False
         self._host_norm: float | None = None
 
     @torch.no_grad()
     def _matrices_now(self, device: torch.device) -> _Kept:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        seen = [(p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None]
+        seen = [(_steps[0], 0), *((p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None)]
         kept = self._kept
         if seen != kept.seen:
             grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
@@ -148,6 +153,9 @@ class Governor:
 
         A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the cap.
         """
+        learning = torch.is_grad_enabled() and any(p.requires_grad for stored in self._stored.values() for p in stored.values() if p is not None)
+        if learning or self._learning:
+            self._kept, self._learning = _Kept([], {}, {}), learning
         cap, trust = self._config.spectral_cap or math.inf, self._config.trust_region
         if cap == math.inf and trust is None:
             return {site.key: codes[site.chunked] for site in self._updates}

@@ -529,7 +529,7 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token"))) as bem:
         before, of_host, wanted = weights_of(bem), weights_of(model), log_softmax(logits_of(model, mask=MASK))
-        found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2))
+        found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2), start="nearest")
         near = distil(bem, [BATCH])
         assert same(bem, before) and same(model, of_host) and torch.equal(logits_of(model, mask=MASK), adapter_losses(bem, BATCH).logits)
     kl = {}
@@ -538,6 +538,52 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
         given = log_softmax(logits_of(PeftModel.from_pretrained(make_host(), tmp_path / one.method), mask=MASK))
         kl[one.method] = float((np.exp(wanted) * (wanted - given)).sum(-1)[MASK.numpy() == 1].mean())
     assert abs(history.losses[0] - kl["least_squares"]) < 1e-5 and kl["trained"] < 0.5 * kl["least_squares"] and found.error is None
+
+
+def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
+    """The same sites, rank, data, steps and learning rate; scripts/bem_learns.py has five seeds, four learning rates and an interval."""
+    lessons, held_out, settings = two_domains(0, 1, 64), two_domains(0, 3, 8), TrainSettings(n_steps=120, lr=3e-2)
+    _, bem, _ = routed(0, 5e-2, 150, lessons)
+    with bem:
+        lora, _ = distil_trained(bem, lessons, settings)
+    model = make_toy(0)
+    for name in lora.factors:
+        model.get_submodule(name).weight += lora.dense(name)
+    anew, _, rank = static(0, 3e-2, 120, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values()))
+    assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out)
+
+
+def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
+    """Of each term the first step's value, by hand; the rank and what training begins with are as they were asked for."""
+    labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
+    batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
+    with randomise(attach_bem(model, BemConfig(**SMALL, level="token", alpha=7.5, sites=("o", "down")))) as bem:
+        wanted, near = log_softmax(logits_of(model, mask=MASK)), distil(bem, [batch])
+        runs = {how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2]) for how in (("fresh", 2, 0.25), ("nearest", 3, 0), ("nearest", 2, 1.0), ("nearest", 5, 0.5), (None, None, 0))}
+        with pytest.raises(ConfigError, match="no token at which anything is asked"):
+            distil_trained(bem, [{**batch, "labels": torch.full_like(IDS, -100)}], settings)
+        with pytest.raises(ConfigError, match=r"labels is 0\.5, and a batch has input_ids, attention_mask: give it labels"):
+            distil_trained(bem, [BATCH], settings, labels=0.5)
+        for wrong, told in (({"rank": 0}, "rank is 0"), ({"rank": True}, "rank is True"), ({"labels": 1.5}, "labels is 1.5"), ({"labels": math.nan}, "labels is nan"), ({"start": "mean"}, "start is 'mean'")):
+            with pytest.raises(ConfigError, match=told):
+                distil_trained(bem, [batch], settings, **wrong)
+    asked = (MASK[:, :-1] * MASK[:, 1:] == 1).numpy() & (labels[:, 1:] != -100).numpy()
+    for (start, rank, share), (found, history) in runs.items():
+        begin = copy.deepcopy(make_host())
+        for name, (a, b) in near.factors.items():
+            if start != "fresh":
+                u, values, v = torch.linalg.svd((b @ a).double())
+                n = min(rank or 3, 3)
+                with torch.no_grad():
+                    begin.get_submodule(name).weight += 2.5 * ((u[:, :n] * values[:n]) @ v[:n]).float()
+        given = log_softmax(logits_of(begin, mask=MASK))
+        kl = (np.exp(wanted) * (wanted - given)).sum(-1)[:, :-1][asked].mean()
+        lm = -np.take_along_axis(given[:, :-1], labels[:, 1:, None].clamp(min=0).numpy(), axis=-1)[..., 0][asked].mean()
+        assert found.start == start or (start is None and found.start in ("nearest", "fresh"))
+        assert found.rank == (rank or 3) and found.alpha == 2.5 * found.rank and {a.shape[0] for a, _ in found.factors.values()} == {found.rank}
+        if start is not None:
+            assert history.losses[0] == pytest.approx((1 - share) * kl + share * lm, abs=1e-4), (start, rank, share)
+            assert history.steps[0].terms["kl"] == pytest.approx(kl, abs=1e-4) and history.steps[0].terms.get("lm", lm) == pytest.approx(lm, abs=1e-4)
 
 
 def test_a_block_without_a_weight_cannot_become_a_lora():

@@ -117,6 +117,12 @@ class Bem(nn.Module):
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
+        n_ranks = int(getattr(host, "tp_size", None) or 1)
+        if n_ranks > 1:
+            raise NotSupportedHost(
+                f"this {type(host).__name__} is spread over {n_ranks} ranks (tensor parallel), and each has a part of what goes into a site, too little for its update: load it whole, "
+                "without tp_plan (device_map= spreads whole layers over devices), or distil the adapter on one process (probemon.bem.distil) and spread the host with that LoRA merged"
+            )
         decoder, layers = find_layers(host)
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
@@ -408,7 +414,7 @@ class Bem(nn.Module):
         x, code = x.reshape(-1, site.n_in), forward.applied[site.key].to(x.device)
         if len(x) != len(code):
             rows, tokens = forward.real.shape
-            raise NotSupportedHost(f"site {site.name} is run on {len(x)} states in a forward of {rows} rows and {tokens} tokens: whose code is whose is unknown")
+            raise NotSupportedHost(f"site {site.name} is run on {len(x)} states in a forward of {rows} rows and {tokens} tokens: whose code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is sharded over ranks, load it whole")
         if self.config.dropout and module.training:
             x = nn.functional.dropout(x, self.config.dropout)
         whole = isinstance(output, tuple)  # some mixtures of experts give their routing too

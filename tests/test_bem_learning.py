@@ -542,15 +542,15 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
 
 def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
     """The same sites, rank, data, steps and learning rate; scripts/bem_learns.py has five seeds, four learning rates and an interval."""
-    lessons, held_out, settings = two_domains(0, 1, 64), two_domains(0, 3, 8), TrainSettings(n_steps=120, lr=3e-2)
-    _, bem, _ = routed(0, 5e-2, 150, lessons)
+    lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
+    _, bem, _ = routed(0, 5e-2, 120, lessons)
     with bem:
         lora, _ = distil_trained(bem, lessons, settings)
     model = make_toy(0)
     for name in lora.factors:
         model.get_submodule(name).weight += lora.dense(name)
-    anew, _, rank = static(0, 3e-2, 120, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values()))
-    assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out)
+    anew, _, rank = static(0, 3e-2, 80, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values()))
+    assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out) < 2
 
 
 def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():

@@ -76,6 +76,34 @@ def test_a_site_that_is_run_on_other_states_than_the_forward_has_is_refused_with
         model(IDS)
 
 
+@pytest.mark.parametrize("cache", [None, "x", 3, {}, torch.zeros(2), ((torch.zeros(1), torch.zeros(1)),)], ids=lambda cache: type(cache).__name__)
+def test_what_is_no_cache_has_no_state(cache):
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
+        filled = bem.host(IDS, use_cache=True).past_key_values
+        state = bem.state(filled).tensors()
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+            bem.state(cache)
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+            bem.restore(cache, state)
+        for saved in (None, "x", [state], {"z": 3}, {**state, "real": None}):
+            with pytest.raises(BemStateError, match="give the tensors by name"):
+                bem.restore(filled, saved)
+        bem.restore(filled, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_an_adapter_of_8_bit_floats_is_not_saved_and_loses_nothing(dtype, tmp_path):
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        bem.save_pretrained(tmp_path)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        bem.updates.to(dtype)
+        with pytest.raises(BemError, match=r"updates\.o_0\.\w is torch\.float8.*bem\.float\(\), or quantize\(bem\)"):
+            bem.save_pretrained(tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        bem.float().save_pretrained(tmp_path / "wide")
+        assert (tmp_path / "wide/bem.safetensors").is_file()
+
+
 def test_a_diverged_adapter_does_not_replace_a_good_one(tmp_path):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         bem.save_pretrained(tmp_path)

@@ -230,8 +230,10 @@ class Bem(nn.Module):
     # -- kept ------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a parameter that is not finite: what is there stays."""
+        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a parameter that is not finite, or of 8 bits and no int8: what is there stays."""
         for name, tensor in self.state_dict().items():
+            if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
+                raise BemError(f"{name} is {tensor.dtype}, which adapters are not kept in, so nothing is saved: save it after bem.float(), or quantize(bem), whose U and V are int8")
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise BemError(f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from before")
         write_saved(Path(folder), self.config, self._host[0], self.sites, self.state_dict())
@@ -254,8 +256,8 @@ class Bem(nn.Module):
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
-        """What the controller knows of the sequences in a cache (a copy), as long as the cache now is; None if it never saw it."""
-        known = self._states.get(cache)
+        """What the controller knows of the sequences in a cache (a copy), as long as the cache now is; None if it never saw it. Raises `BemStateError` for what is no cache."""
+        known = self._states.get(_a_cache(cache))
         if known is None:
             return None
         state, n_columns = known.copy(), n_cached(cache, {})
@@ -265,6 +267,9 @@ class Bem(nn.Module):
 
     def restore(self, cache: Cache, saved: Mapping[str, Tensor]) -> None:
         """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises `BemStateError`."""
+        _a_cache(cache)
+        if not isinstance(saved, Mapping) or not all(isinstance(x, Tensor) for x in saved.values()):
+            raise BemStateError(f"what is to be restored is a {type(saved).__name__}: give the tensors by name that bem.state(cache).tensors() gave")
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
         z = state.history()[0]
         if z.dtype != (own := self.controller.project.weight.dtype):
@@ -451,6 +456,13 @@ class Bem(nn.Module):
         if forward is None:
             raise BemError("a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run layers alone")
         return forward
+
+
+def _a_cache(cache: Any) -> Cache:
+    """The same. Raises `BemStateError` for what is none: states are kept by caches."""
+    if not isinstance(cache, Cache):
+        raise BemStateError(f"{type(cache).__name__} is no cache, and an adapter's states are kept by caches: give the past_key_values that the host was run with")
+    return cache
 
 
 def _n_rows(cache: Cache) -> int | None:

@@ -19,7 +19,15 @@ from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
-from probemon.errors import BemError, BemFileError, BemStateError, CallbackFailed, ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import (
+    BemError,
+    BemFileError,
+    BemStateError,
+    CallbackFailed,
+    ConfigError,
+    NotSupportedDecoding,
+    NotSupportedHost,
+)
 from probemon.packfile import sha256
 from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingSettings
 

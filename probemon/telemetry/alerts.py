@@ -198,10 +198,10 @@ class Alerts:
                 watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which), size)
                 self._at_once += [watch] if rule.at_once else []
                 self._watches.setdefault((size, over(rule.metric)), []).append(watch)
-                for i, stream in enumerate(which if rule.drift and baseline else []):
-                    key = (streams[stream], rule.metric, size)
-                    if key in baseline:
-                        watch.take(i, baseline[key])
+                for i, stream in enumerate(which if rule.drift else []):
+                    given = (baseline or {}).get((streams[stream], rule.metric, size))
+                    if given is not None:
+                        watch.take(i, given)
 
     @property
     def raised(self) -> list[Alert]:

@@ -8,8 +8,10 @@ two domains   a row's first tokens say its domain, and the right next token diff
               parameters, over seeds, at the learning rate that is best for each on a validation part
 imitation     each domain has an expert's code; the controller learns to give it, and is measured on rows never seen
 bandit        each domain has one code among several that is rewarded; regret by policy gradient against that of a uniform choice
-afterwards    cached decoding against full logits, the host after the adapter is gone, and what the LoRA keeps that is nearest to it
-distilled     LoRAs distilled from the adapter against PEFT LoRAs trained anew: the same sites, rank, data and steps, each at its best learning rate
+afterwards    cached decoding against full logits, the host after the adapter is gone, and what the LoRA keeps that is
+nearest to it
+distilled     LoRAs distilled from the adapter against PEFT LoRAs trained anew: the same sites, rank, data and steps,
+each at its best learning rate
 """
 
 from __future__ import annotations
@@ -307,28 +309,51 @@ DISTILLED_LR = LR[:3]  # of LoRAs of this rank the largest is always the worst
 
 
 def distilled(lrs: Sequence[float], n_steps: int, ranks: Sequence[int] = (8,)) -> dict[str, Any]:
-    """Held-out loss of every method on every seed and rank, at the learning rate that its validation part likes best; `lrs`: of the adapters, by seed."""
+    """Held-out loss of every method on every seed and rank, at the learning rate that its validation part likes best;
+    `lrs`: of the adapters, by seed.
+    """
     rows: list[dict[str, Any]] = []
     for seed, lr in enumerate(lrs):
         learning, valid, held_out = two_domains(seed, 1, 64), two_domains(seed, 2, 8), two_domains(seed, 3, 32)
         model, bem, _ = routed(seed, lr, n_steps, learning)
-        rows.append({"seed": seed, "method": "routed adapter", "rank": bem.config.rank, "lr": lr, "held_out": evaluate(model, held_out)})
+        rows.append(
+            {
+                "seed": seed,
+                "method": "routed adapter",
+                "rank": bem.config.rank,
+                "lr": lr,
+                "held_out": evaluate(model, held_out),
+            }
+        )
         for rank in ranks:
             n_wanted = sum(rank * (site.n_in + site.n_out) for site in bem.sites)
             tried: dict[str, list[dict[str, Any]]] = {}
             for rate in DISTILLED_LR:
                 own, _, own_rank = static(seed, rate, n_steps, learning, SAME_SITES, n_wanted)
                 assert own_rank == rank
-                tried.setdefault(OWN, []).append({"lr": rate, "valid": evaluate(own, valid), "held_out": evaluate(own, held_out)})
+                tried.setdefault(OWN, []).append(
+                    {"lr": rate, "valid": evaluate(own, valid), "held_out": evaluate(own, held_out)}
+                )
                 lora, _ = distil_trained(bem, learning, TrainSettings(n_steps=n_steps, lr=rate, seed=seed), rank=rank)
                 merged = make_host(seed)
                 for name in lora.factors:
                     merged.get_submodule(name).weight += lora.dense(name)
-                tried.setdefault(DISTILLED, []).append({"lr": rate, "start": lora.start, "valid": evaluate(merged, valid), "held_out": evaluate(merged, held_out)})
+                tried.setdefault(DISTILLED, []).append(
+                    {
+                        "lr": rate,
+                        "start": lora.start,
+                        "valid": evaluate(merged, valid),
+                        "held_out": evaluate(merged, held_out),
+                    }
+                )
             for method, ones in tried.items():
                 best = min(ones, key=lambda one: one["valid"])
                 rows.append({"seed": seed, "method": method, "rank": rank, **best, "tried": ones})
-                print(f"distilled, seed {seed}, rank {rank}: {method:18s} lr {best['lr']:g}, held-out {best['held_out']:.4f}", file=sys.stderr)
+                print(
+                    f"distilled, seed {seed}, rank {rank}: {method:18s} lr {best['lr']:g}, held-out "
+                    f"{best['held_out']:.4f}",
+                    file=sys.stderr,
+                )
     losses: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         losses.setdefault((row["method"], row["rank"]), []).append(row["held_out"])
@@ -336,7 +361,14 @@ def distilled(lrs: Sequence[float], n_steps: int, ranks: Sequence[int] = (8,)) -
         {"method": method, "rank": rank, "mean_held_out": statistics.mean(values), "over_lora": interval([b - a for a, b in zip(losses[OWN, rank], values, strict=True)]) if method == DISTILLED else None}
         for (method, rank), values in losses.items()
     ]  # fmt: skip
-    return {"steps": n_steps, "rows_a_step": 16, "lr_tried": DISTILLED_LR, "floor": known_floor(), "summary": summary, "rows": rows}
+    return {
+        "steps": n_steps,
+        "rows_a_step": 16,
+        "lr_tried": DISTILLED_LR,
+        "floor": known_floor(),
+        "summary": summary,
+        "rows": rows,
+    }
 
 
 PARTS = ("two_domains", "imitation", "bandit", "afterwards", "distilled")
@@ -366,13 +398,23 @@ def main() -> None:
         "afterwards": lambda: afterwards(0, best_lrs()[0], n_steps), "distilled": lambda: distilled(best_lrs(), n_steps),
     }  # fmt: skip
     if "measured" not in found:  # a file whose parts were measured together
-        found["measured"] = {name: {"machine": found["machine"], "commit": found["commit"]} for name in PARTS if name in found}
+        found["measured"] = {
+            name: {"machine": found["machine"], "commit": found["commit"]} for name in PARTS if name in found
+        }
     for name in PARTS:
         if name in arguments.only:
             begin = time.process_time()
             found[name] = parts[name]()
-            found["measured"][name] = {"cpu_seconds": round(time.process_time() - begin, 1), "machine": machine(), "commit": commit()}
-            print(f"{name}: {json.dumps(found[name].get('summary') or found[name].get('over_routed') or found[name] if isinstance(found[name], dict) else '', indent=1)[:3000]}", file=sys.stderr)
+            found["measured"][name] = {
+                "cpu_seconds": round(time.process_time() - begin, 1),
+                "machine": machine(),
+                "commit": commit(),
+            }
+            print(
+                f"{name}: "
+                f"{json.dumps(found[name].get('summary') or found[name].get('over_routed') or found[name] if isinstance(found[name], dict) else '', indent=1)[:3000]}",
+                file=sys.stderr,
+            )
     found |= {"machine": machine(), "commit": commit()}
     found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -109,7 +109,9 @@ def corpus(found: dict[str, Any]) -> list[str]:
 
 
 def bem_distilled(found: dict[str, Any]) -> list[str]:
-    """What LoRAs distilled from routed adapters keep: mean held-out loss by method and rank, and by how much it is over that of LoRAs trained anew, seed by seed."""
+    """What LoRAs distilled from routed adapters keep: mean held-out loss by method and rank, and by how much it is over
+    that of LoRAs trained anew, seed by seed.
+    """
     lines = ["| | rank | held-out nats | over a LoRA trained anew (95 % interval) |", "|---|---|---|---|"]
     for row in found["distilled"]["summary"]:
         over = row["over_lora"]
@@ -158,7 +160,14 @@ def bem_grid(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-TABLES = {"bem.json": (bem_claims, bem_grid), "cpu.json": (claims, host, grid), "quality.json": (rules, retained), "mails.json": (mails,), "corpus.json": (corpus,), "bem_learns.json": (bem_distilled,)}
+TABLES = {
+    "bem.json": (bem_claims, bem_grid),
+    "cpu.json": (claims, host, grid),
+    "quality.json": (rules, retained),
+    "mails.json": (mails,),
+    "corpus.json": (corpus,),
+    "bem_learns.json": (bem_distilled,),
+}
 
 
 def main() -> None:

@@ -264,7 +264,9 @@ def test_the_controller_is_run_once_a_forward_and_a_hook_sees_and_replaces_codes
 def test_an_implementation_that_cannot_run_is_refused_when_asked_for(monkeypatch):
     model = make_host()
     for impl in ("cuda", "cpu", "numba", "Auto", ""):
-        with pytest.raises(ConfigError, match=f"impl '{impl}': expected one of reference, triton; attach_bem takes 'auto' too"):
+        with pytest.raises(
+            ConfigError, match=f"impl '{impl}': expected one of reference, triton; attach_bem takes 'auto' too"
+        ):
             attach_bem(model, BemConfig(), impl=impl)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for installed in (True, False):

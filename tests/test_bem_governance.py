@@ -136,7 +136,9 @@ def test_limits_follow_what_is_learned_whatever_optimiser_writes(name, looked_at
         logits(model)
         optimiser = OPTIMISERS.get(name, ByData)(bem.updates.parameters())
         for _ in range(2):
-            torch.nn.functional.cross_entropy(model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+            ).backward()
             if looked_at == "before it too":
                 logits(model)
             optimiser.step()
@@ -267,7 +269,9 @@ def test_rows_that_are_not_a_number_are_not_left_out():
 @pytest.mark.parametrize("cap", [None, 1.0])
 @pytest.mark.parametrize("of_u, of_v", [(1, 1), (10, 1), (1e3, 1e-3), (1e-3, 1e3), (1, 1e2), (0.02, 1)])
 def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, of_v):
-    """The oracle has the whole update of each token and site, in fp64, after the limits: those of a Frobenius norm of at most eps are missing, and no others."""
+    """The oracle has the whole update of each token and site, in fp64, after the limits: those of a Frobenius norm of
+    at most eps are missing, and no others.
+    """
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=cap)), size=0.2) as dense:
         with torch.no_grad():
@@ -280,7 +284,9 @@ def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, 
             kept = dict(apply(codes))
             for site in dense.sites:
                 factors_of_site = copy.deepcopy(dense.updates[site.key]).double()
-                norm = torch.stack([dense_update(factors_of_site, code.double(), dense.config.scale).norm() for code in kept[site.key]]).detach()
+                norm = torch.stack(
+                    [dense_update(factors_of_site, code.double(), dense.config.scale).norm() for code in kept[site.key]]
+                ).detach()
                 kept[site.key] = kept[site.key].masked_fill((norm <= small)[:, None], 0.0)
                 norms.append(norm)
             return kept
@@ -296,7 +302,11 @@ def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, 
         dense.governor.apply = apply
     with bem_like(model, dense, spectral_cap=cap, sparse_eps=eps):
         found = logits(model)
-    assert (found - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max())) < 0.01 * (whole - expected).abs().max()
+    assert (
+        (found - expected).abs().max()
+        < 1e-5 * max(1.0, float(expected.abs().max()))
+        < 0.01 * (whole - expected).abs().max()
+    )
     if cap and of_u * of_v >= 10:  # updates of full size, under whatever small codes
         with bem_like(model, dense, spectral_cap=cap, sparse_eps=0.05):
             assert torch.equal(logits(model), whole) and (whole - logits(make_host())).abs().max() > 0.1
@@ -312,6 +322,11 @@ def test_a_sparse_adapter_that_is_fresh_learns():
         optimiser = torch.optim.SGD(bem.parameters(), lr=0.5)
         for _ in range(3):
             optimiser.zero_grad()
-            torch.nn.functional.cross_entropy(model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+            ).backward()
             optimiser.step()
-        assert all(update.U.abs().max() > 0 for update in bem.updates.values()) and (logits(model) - bare).abs().max() > 0.01
+        assert (
+            all(update.U.abs().max() > 0 for update in bem.updates.values())
+            and (logits(model) - bare).abs().max() > 0.01
+        )

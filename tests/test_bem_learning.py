@@ -251,11 +251,17 @@ def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
         straight.save_model(tmp_path / "last")
         model.eval()
         expected = {"last": logits_of(model), "checkpoint-4": logits_of(model)}
-    assert {name for name, _ in straight.model.named_parameters()} == {f"bem.{name}" for name, _ in bem.named_parameters()}
+    assert {name for name, _ in straight.model.named_parameters()} == {
+        f"bem.{name}" for name, _ in bem.named_parameters()
+    }
     bare = logits_of(model)
     with attach_bem(model, tmp_path / "checkpoint-2", strict=True) as half:
         expected["checkpoint-2"] = logits_of(model)
-        assert not torch.equal(expected["checkpoint-2"], expected["last"]) and not torch.equal(expected["checkpoint-2"], bare) and half.config == config
+        assert (
+            not torch.equal(expected["checkpoint-2"], expected["last"])
+            and not torch.equal(expected["checkpoint-2"], bare)
+            and half.config == config
+        )
     for name, logits in expected.items():
         with attach_bem(model, tmp_path / name, strict=True) as opened:
             assert opened.config == config
@@ -541,7 +547,9 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
 
 
 def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
-    """The same sites, rank, data, steps and learning rate; scripts/bem_learns.py has five seeds, four learning rates and an interval."""
+    """The same sites, rank, data, steps and learning rate; scripts/bem_learns.py has five seeds, four learning rates
+    and an interval.
+    """
     lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
     _, bem, _ = routed(0, 5e-2, 120, lessons)
     with bem:
@@ -549,22 +557,42 @@ def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
     model = make_toy(0)
     for name in lora.factors:
         model.get_submodule(name).weight += lora.dense(name)
-    anew, _, rank = static(0, 3e-2, 80, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values()))
+    anew, _, rank = static(
+        0, 3e-2, 80, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values())
+    )
     assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out) < 2
 
 
 def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
-    """Of each term the first step's value, by hand; the rank and what training begins with are as they were asked for."""
+    """Of each term the first step's value, by hand; the rank and what training begins with are as they were asked for.
+    """
     labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
     batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token", alpha=7.5, sites=("o", "down")))) as bem:
         wanted, near = log_softmax(logits_of(model, mask=MASK)), distil(bem, [batch])
-        runs = {how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2]) for how in (("fresh", 2, 0.25), ("nearest", 3, 0), ("nearest", 2, 1.0), ("nearest", 5, 0.5), (None, None, 0))}
+        runs = {
+            how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2])
+            for how in (
+                ("fresh", 2, 0.25),
+                ("nearest", 3, 0),
+                ("nearest", 2, 1.0),
+                ("nearest", 5, 0.5),
+                (None, None, 0),
+            )
+        }
         with pytest.raises(ConfigError, match="no token at which anything is asked"):
             distil_trained(bem, [{**batch, "labels": torch.full_like(IDS, -100)}], settings)
-        with pytest.raises(ConfigError, match=r"labels is 0\.5, and a batch has input_ids, attention_mask: give it labels"):
+        with pytest.raises(
+            ConfigError, match=r"labels is 0\.5, and a batch has input_ids, attention_mask: give it labels"
+        ):
             distil_trained(bem, [BATCH], settings, labels=0.5)
-        for wrong, told in (({"rank": 0}, "rank is 0"), ({"rank": True}, "rank is True"), ({"labels": 1.5}, "labels is 1.5"), ({"labels": math.nan}, "labels is nan"), ({"start": "mean"}, "start is 'mean'")):
+        for wrong, told in (
+            ({"rank": 0}, "rank is 0"),
+            ({"rank": True}, "rank is True"),
+            ({"labels": 1.5}, "labels is 1.5"),
+            ({"labels": math.nan}, "labels is nan"),
+            ({"start": "mean"}, "start is 'mean'"),
+        ):
             with pytest.raises(ConfigError, match=told):
                 distil_trained(bem, [batch], settings, **wrong)
     asked = (MASK[:, :-1] * MASK[:, 1:] == 1).numpy() & (labels[:, 1:] != -100).numpy()
@@ -580,10 +608,16 @@ def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
         kl = (np.exp(wanted) * (wanted - given)).sum(-1)[:, :-1][asked].mean()
         lm = -np.take_along_axis(given[:, :-1], labels[:, 1:, None].clamp(min=0).numpy(), axis=-1)[..., 0][asked].mean()
         assert found.start == start or (start is None and found.start in ("nearest", "fresh"))
-        assert found.rank == (rank or 3) and found.alpha == 2.5 * found.rank and {a.shape[0] for a, _ in found.factors.values()} == {found.rank}
+        assert (
+            found.rank == (rank or 3)
+            and found.alpha == 2.5 * found.rank
+            and {a.shape[0] for a, _ in found.factors.values()} == {found.rank}
+        )
         if start is not None:
             assert history.losses[0] == pytest.approx((1 - share) * kl + share * lm, abs=1e-4), (start, rank, share)
-            assert history.steps[0].terms["kl"] == pytest.approx(kl, abs=1e-4) and history.steps[0].terms.get("lm", lm) == pytest.approx(lm, abs=1e-4)
+            assert history.steps[0].terms["kl"] == pytest.approx(kl, abs=1e-4) and history.steps[0].terms.get(
+                "lm", lm
+            ) == pytest.approx(lm, abs=1e-4)
 
 
 def test_a_block_without_a_weight_cannot_become_a_lora():

@@ -80,11 +80,18 @@ def test_a_site_that_is_run_on_other_states_than_the_forward_has_is_refused_with
     model = make_model()
     site = model.model.layers[0].mlp.down_proj
     site.register_forward_pre_hook(lambda module, args: (args[0].reshape(1, -1, args[0].shape[-1]).repeat(1, 2, 1),))
-    with attach_bem(model, BemConfig(**SMALL)), pytest.raises(NotSupportedHost, match=r"site down\.0 is run on .* Leave 'down' out of sites"):
+    with (
+        attach_bem(model, BemConfig(**SMALL)),
+        pytest.raises(NotSupportedHost, match=r"site down\.0 is run on .* Leave 'down' out of sites"),
+    ):
         model(IDS)
 
 
-@pytest.mark.parametrize("cache", [None, "x", 3, {}, torch.zeros(2), ((torch.zeros(1), torch.zeros(1)),)], ids=lambda cache: type(cache).__name__)
+@pytest.mark.parametrize(
+    "cache",
+    [None, "x", 3, {}, torch.zeros(2), ((torch.zeros(1), torch.zeros(1)),)],
+    ids=lambda cache: type(cache).__name__,
+)
 def test_what_is_no_cache_has_no_state(cache):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
         filled = bem.host(IDS, use_cache=True).past_key_values

@@ -162,7 +162,9 @@ def test_a_host_in_bf16_agrees_within_bf16(shape):
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -174,7 +176,10 @@ def test_plain_ddp_learns_for_many_steps_what_one_process_does(process_group, le
     """DistributedDataParallel as it comes stops at its second step where a parameter has no part in the loss."""
     if sites == ("v",) and level in ("prefix", "token"):
         pytest.skip("refused: such an adapter would have chunk codes alone")
-    batches, made = [{"input_ids": ids[:, :n_tokens], "labels": ids[:, :n_tokens]} for ids in (IDS, IDS.flip(0), IDS.flip(1))], []
+    batches, made = (
+        [{"input_ids": ids[:, :n_tokens], "labels": ids[:, :n_tokens]} for ids in (IDS, IDS.flip(0), IDS.flip(1))],
+        [],
+    )
     for wrapped in (False, True):
         with randomise(attach_bem(make_host(), BemConfig(**{**SMALL, "sites": sites, "level": level}))) as bem:
             objective = Objective(bem)

@@ -48,7 +48,9 @@ def test_what_adapters_learn_is_what_was_measured():
     assert f"loses {100 * lost:.0f} % of the squared update" in page
     assert "\n".join(figures.bem_distilled(found)) in page
     by_method = {row["method"]: row for row in found["distilled"]["summary"]}
-    assert by_method["LoRA distilled"]["over_lora"]["n"] == 5 and by_method["LoRA distilled"]["over_lora"]["low"] < 0, "no worse than a LoRA trained anew"
+    assert by_method["LoRA distilled"]["over_lora"]["n"] == 5 and by_method["LoRA distilled"]["over_lora"]["low"] < 0, (
+        "no worse than a LoRA trained anew"
+    )
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 

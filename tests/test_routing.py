@@ -465,8 +465,14 @@ DRIFT = Rule("entropy drift", "decision_entropy", 0.15, 0.1, window=8, drift=Tru
 
 def median_entropies(records, e, n_windows=5, window=8):
     """Of each layer, from the decisions as they were told: the median over windows of the mean entropy."""
-    by_layer = {layer: np.concatenate([record.h_decision[record.layer == layer] for record in records]) for layer in sorted(set(records[0].layer.tolist()))}
-    return {layer: float(np.median(told[: n_windows * window].reshape(n_windows, window).mean(axis=1))) for layer, told in by_layer.items()}
+    by_layer = {
+        layer: np.concatenate([record.h_decision[record.layer == layer] for record in records])
+        for layer in sorted(set(records[0].layer.tolist()))
+    }
+    return {
+        layer: float(np.median(told[: n_windows * window].reshape(n_windows, window).mean(axis=1)))
+        for layer, told in by_layer.items()
+    }
 
 
 def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
@@ -483,7 +489,9 @@ def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
         report = json.loads(json.dumps(monitor.report()))
     expected = median_entropies(seen.records, 5)
     assert json.loads(path.read_text()) == {"baseline": report["baseline"]}
-    assert [(one["site"], one["metric"], one["tokens"]) for one in report["baseline"]] == [(f"router.{layer}", "decision_entropy", 8) for layer in range(LAYERS)]
+    assert [(one["site"], one["metric"], one["tokens"]) for one in report["baseline"]] == [
+        (f"router.{layer}", "decision_entropy", 8) for layer in range(LAYERS)
+    ]
     assert all(one["value"] == pytest.approx(expected[one["layer"]], abs=1e-6) for one in report["baseline"])
 
     moved = [{**one, "value": one["value"] + 0.3 * (one["layer"] == 1)} for one in report["baseline"]]
@@ -494,15 +502,27 @@ def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
     with RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline={"baseline": moved}) as monitor, torch.no_grad():
         monitor.on_alert(told.append)
         mixtral(ids[:4])
-        assert [(alert.stream.layer, alert.raised, alert.at) for alert in told] == [(1, True, 16)] and monitor.report()["unjudged"] == {}
+        assert [(alert.stream.layer, alert.raised, alert.at) for alert in told] == [(1, True, 16)] and monitor.report()[
+            "unjudged"
+        ] == {}
         monitor.reset_baseline()
-        assert [alert.raised for alert in told] == [True, False] and monitor.report()["baseline"] == [] == monitor.report()["alerts"]
+        assert [alert.raised for alert in told] == [True, False] and monitor.report()[
+            "baseline"
+        ] == [] == monitor.report()["alerts"]
         mixtral(ids)
         assert len(told) == 2 and len(monitor.report()["baseline"]) == LAYERS, "what was seen since is what is usual"
 
 
 def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
-    one = {"source": "moe", "site": "router.0", "layer": 0, "level": "", "metric": "decision_entropy", "tokens": 8, "value": 0.5}
+    one = {
+        "source": "moe",
+        "site": "router.0",
+        "layer": 0,
+        "level": "",
+        "metric": "decision_entropy",
+        "tokens": 8,
+        "value": 0.5,
+    }
     for baseline, told in (
         ([], "has none"), ({}, "has none"), ({"baseline": []}, "has none"), (3, "has none"), ("nowhere.json", "cannot be read"), ([3], "has an entry of another form: give source, site"),
         ([{**one, "value": "0.5"}], "has an entry"), ([{**one, "value": float("nan")}], "is no finite number"), ([{**one, "value": 10**5000}], "is no finite number"),

@@ -214,7 +214,9 @@ def test_windows_of_few_tokens_that_count_fill_in_time():
     fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=(np.arange(6 * N) % 4 == 0)[None]))
     assert [(alert.metric, alert.at) for alert in fed.alerts if alert.kind == "collapse"] == [("variation", 2 * 4096)]
     # From the alert on no window is healthy: there is no baseline of a drift, and so it is said.
-    assert kinds_of(fed.tally.alerts.unjudged) == {("entropy drift", "rank_entropy")} and fed.tally.alerts.baseline() == {}
+    assert (
+        kinds_of(fed.tally.alerts.unjudged) == {("entropy drift", "rank_entropy")} and fed.tally.alerts.baseline() == {}
+    )
 
 
 def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
@@ -251,17 +253,24 @@ def drifts(logits, **more):
 
 
 def test_one_bad_window_at_the_start_is_no_baseline():
-    """The stream by which a mean of the first windows was found out: bad from token 3,072 to 4,095, healthy for 100,000 afterwards."""
+    """The stream by which a mean of the first windows was found out: bad from token 3,072 to 4,095, healthy for 100,000
+    afterwards.
+    """
     logits = usual(0, 102_400)
     logits[3072:4096] = 20 * np.eye(8)[3]
     alerts, tally = drifts(logits)
     assert alerts == [] and tally.alerts.raised == []
-    assert {metric: round(value, 2) for (_, metric, _), value in tally.alerts.baseline().items()} == {"decision_entropy": 0.03, "marginal_entropy": 1.0}
+    assert {metric: round(value, 2) for (_, metric, _), value in tally.alerts.baseline().items()} == {
+        "decision_entropy": 0.03,
+        "marginal_entropy": 1.0,
+    }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_stretch_poisons_no_baseline_wherever_it_stands(bad):
-    """As long as a window of 1,024, cut by windows or not: what is healthy afterwards is no drift, and what is a drift is told at once."""
+    """As long as a window of 1,024, cut by windows or not: what is healthy afterwards is no drift, and what is a drift
+    is told at once.
+    """
     healthy, drift = usual(1, 12_288), 0.5 * usual(2, 2048)
     _, expected = drifts(healthy)
     for at in [0, *range(1, 6144, 509), 3072]:
@@ -280,7 +289,10 @@ def test_windows_in_which_an_alert_holds_are_in_no_baseline():
     logits = usual(1, 40_960)
     logits[1024:11_264] = logits_of("collapsed", 1, 10_240)
     alerts, tally = drifts(logits)
-    assert alerts == [] and all(abs(value - {"decision_entropy": 0.03, "marginal_entropy": 1.0}[metric]) < 0.02 for (_, metric, _), value in tally.alerts.baseline().items())
+    assert alerts == [] and all(
+        abs(value - {"decision_entropy": 0.03, "marginal_entropy": 1.0}[metric]) < 0.02
+        for (_, metric, _), value in tally.alerts.baseline().items()
+    )
 
 
 def test_a_baseline_is_given_and_forgotten():
@@ -288,16 +300,30 @@ def test_a_baseline_is_given_and_forgotten():
     _, tally = drifts(healthy)
     baseline = tally.alerts.baseline()
     alerts, again = drifts(drift, baseline=baseline)
-    assert [(alert.metric, alert.raised, alert.at) for alert in alerts] == [("decision_entropy", True, 2 * 512)] and again.alerts.baseline() == baseline
+    assert [(alert.metric, alert.raised, alert.at) for alert in alerts] == [
+        ("decision_entropy", True, 2 * 512)
+    ] and again.alerts.baseline() == baseline
     assert drifts(drift)[0] == [] and drifts(healthy, baseline=baseline)[0] == []
     _, few = drifts(healthy[:1023], baseline=baseline)
-    assert {(rule.kind, needed) for rule, needed in few.alerts.unjudged if rule.drift} == {("entropy drift", 2 * 512), ("entropy drift", 2 * 1024)}
+    assert {(rule.kind, needed) for rule, needed in few.alerts.unjudged if rule.drift} == {
+        ("entropy drift", 2 * 512),
+        ("entropy drift", 2 * 1024),
+    }
     over = again.alerts.reset_baseline()
-    assert [(alert.kind, alert.raised, alert.at) for alert in over] == [("entropy drift", False, 8192)] and again.alerts.raised == [] and again.alerts.baseline() == {}
+    assert (
+        [(alert.kind, alert.raised, alert.at) for alert in over] == [("entropy drift", False, 8192)]
+        and again.alerts.raised == []
+        and again.alerts.baseline() == {}
+    )
     assert {rule.metric for rule, _ in again.alerts.unjudged if rule.drift} == {"decision_entropy", "marginal_entropy"}
     decisions = decisions_of(drift)
-    assert again.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0) == []  # it is what is usual now
-    assert {metric: round(value, 1) for (_, metric, _), value in again.alerts.baseline().items()} == {"decision_entropy": round(float(_entropies(drift).mean()), 1), "marginal_entropy": 1.0}
+    assert (
+        again.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0) == []
+    )  # it is what is usual now
+    assert {metric: round(value, 1) for (_, metric, _), value in again.alerts.baseline().items()} == {
+        "decision_entropy": round(float(_entropies(drift).mean()), 1),
+        "marginal_entropy": 1.0,
+    }
 
 
 def _entropies(logits):

@@ -238,7 +238,11 @@ class Controller(nn.Module):
         """Before the first token: chunk 0 is open, with what was learned for it."""
         width, size, device = self.config.width, self.config.chunk_tokens, self.query.device
         confidence = self._sure(self.default_confidence)
-        code = self.query.new_zeros(self.config.rank) if self.default_code is None else self._clamp(self.default_code) * confidence
+        code = (
+            self.query.new_zeros(self.config.rank)
+            if self.default_code is None
+            else self._clamp(self.default_code) * confidence
+        )
         return Carry(
             n=torch.zeros(n_rows, dtype=torch.int64, device=device),
             open=self.query.new_zeros(n_rows, size, width),

@@ -13,9 +13,12 @@ Of each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
 
 The codes are those that are applied, within the limits of governance. The last one needs the inputs x_t, which the batches give; its
 solution is `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t, whatever U is, and no M of that A is nearer on them.
-It is near site by site, and on inputs that the routed adapter made. `distil_trained` trains A and B of all sites together to give the routed host's distribution, by
-KL(routed || static) in place of, or beside, the labels of data. It begins twice: with the nearest, the factors of each site made equally large, which is better where it
-loses little, and as a LoRA begins, which is better for an adapter that routes much, to which no LoRA is near; what ends better is kept.
+It is near site by site, and on inputs that the routed adapter made. `distil_trained` trains A and B of all sites
+together to give the routed host's distribution, by
+KL(routed || static) in place of, or beside, the labels of data. It begins twice: with the nearest, the factors of each
+site made equally large, which is better where it
+loses little, and as a LoRA begins, which is better for an adapter that routes much, to which no LoRA is near; what ends
+better is kept.
 """
 
 from __future__ import annotations
@@ -174,16 +177,26 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
 
 
 def distil_trained(
-    bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, rank: int | None = None, labels: float = 0.0, start: str | None = None
+    bem: Bem,
+    batches: Sequence[Batch],
+    settings: TrainSettings,
+    *,
+    rank: int | None = None,
+    labels: float = 0.0,
+    start: str | None = None,
 ) -> tuple[StaticLora, History]:
-    """A static LoRA trained on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`, the means over tokens. The adapter and the host stay as they are.
+    """A static LoRA trained on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`, the means
+    over tokens. The adapter and the host stay as they are.
 
-    Where batches have labels, both are over the tokens before one that counts: what the adapter says where nothing is asked of it was never trained, and would take up the rank.
+    Where batches have labels, both are over the tokens before one that counts: what the adapter says where nothing is
+    asked of it was never trained, and would take up the rank.
 
     `rank`: None for the adapter's. The scale of the update, alpha over rank, is the adapter's at every rank.
     `labels`: how much of the loss the labels are, 0 to 1.
-    `start`: "nearest" to begin with what `distil` gives, cut or filled up to the rank, "fresh" as a LoRA begins; None for both, of which the one is kept whose loss is lower
-    over the last tenth of the steps, on the same batches. Of codes that are constant the nearest is exact, and begun with alone.
+    `start`: "nearest" to begin with what `distil` gives, cut or filled up to the rank, "fresh" as a LoRA begins; None
+    for both, of which the one is kept whose loss is lower
+    over the last tenth of the steps, on the same batches. Of codes that are constant the nearest is exact, and begun
+    with alone.
 
     Raises as `distil` and `train`.
     """
@@ -218,24 +231,37 @@ def distil_trained(
         terms = {"kl": (routed.exp() * (routed - given)).sum(dim=-1).mean()}
         if labels:
             terms["lm"] = nn.functional.nll_loss(given, wanted.to(given.device))
-        return (1 - labels) * terms["kl"] + labels * terms.get("lm", 0.0), {name: term.detach() for name, term in terms.items()}
+        return (1 - labels) * terms["kl"] + labels * terms.get("lm", 0.0), {
+            name: term.detach() for name, term in terms.items()
+        }
 
     ended: list[tuple[float, StaticLora, History]] = []
     for begin in STARTS if start is None and near.method != "constant" else (start or "nearest",):
         generator = torch.Generator().manual_seed(settings.seed)
         for name, pair in near.factors.items():
             a, b = _begin(*(balanced(*pair) if begin == "nearest" else (pair[0][:0], pair[1][:, :0])), rank, generator)
-            factors[name] = nn.Parameter(a.float().to(_device(host, name))), nn.Parameter(b.float().to(_device(host, name)))
+            factors[name] = (
+                nn.Parameter(a.float().to(_device(host, name))),
+                nn.Parameter(b.float().to(_device(host, name))),
+            )
         with mode(host, training=False):
             history = fit([factor for pair in factors.values() for factor in pair], loss_of, batches, settings)
         trained = {name: (a.detach().cpu(), b.detach().cpu()) for name, (a, b) in factors.items()}
         last = history.losses[-max(1, settings.n_steps // 10) :]
-        ended.append((sum(last) / len(last), StaticLora(rank, scale * rank, trained, "trained", None, near.base_model, begin), history))
+        ended.append(
+            (
+                sum(last) / len(last),
+                StaticLora(rank, scale * rank, trained, "trained", None, near.base_model, begin),
+                history,
+            )
+        )
     return min(ended, key=lambda one: one[0])[1:]
 
 
 def balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product, `A [r, in]`, `B [out, r]`, by its singular values, the largest first, whose square roots both have: else the larger factor learns slowly."""
+    """Factors of the same product, `A [r, in]`, `B [out, r]`, by its singular values, the largest first, whose square
+    roots both have: else the larger factor learns slowly.
+    """
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.double().T)
     u, values, v = torch.linalg.svd(r_b @ r_a.T)
@@ -252,11 +278,16 @@ def _begin(a: Tensor, b: Tensor, rank: int, generator: torch.Generator) -> tuple
 
 
 def _asked(batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
-    """At which tokens something is asked `[B, T]` bool, and what is the label there `[M]`; without labels at every token. Raises `ConfigError` where it is at none."""
+    """At which tokens something is asked `[B, T]` bool, and what is the label there `[M]`; without labels at every
+    token. Raises `ConfigError` where it is at none.
+    """
     real = real_tokens(batch)
     if batch.get("labels") is None:
         if labels:
-            raise ConfigError(f"labels is {labels!r}, and a batch has {', '.join(batch)}: give it labels [B, T], -100 where a token is not to be counted, or labels=0")
+            raise ConfigError(
+                f"labels is {labels!r}, and a batch has {', '.join(batch)}: give it labels [B, T], -100 where a token "
+                f"is not to be counted, or labels=0"
+            )
         counted, wanted = real, batch["input_ids"]
     else:
         wanted = nn.functional.pad(labels_after(batch["labels"], real), (0, 1), value=-100)

@@ -12,8 +12,10 @@ that exceeds the cap.
 
 First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no gradient.
 
-What `sparse_eps` leaves out is measured by the same Frobenius norm, after both limits: by what a token's update is, and not by its code. The size of a code says nothing
-by itself, since U and V may be as large or small as training made them: of a capped adapter with a large U, full-size updates have small codes.
+What `sparse_eps` leaves out is measured by the same Frobenius norm, after both limits: by what a token's update is, and
+not by its code. The size of a code says nothing
+by itself, since U and V may be as large or small as training made them: of a capped adapter with a large U, full-size
+updates have small codes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
 
-_steps = [0]  # of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising their versions
+# Of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising their
+# versions.
+_steps = [0]
 register_optimizer_step_post_hook(lambda *_: _steps.__setitem__(0, _steps[0] + 1))
 
 _MOST = 1 << 14  # matrices at once
@@ -65,7 +69,9 @@ def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Of parameters at these places and versions (first: after how many steps of optimisers), by group: grams `[S, r, r]`, and factors, two of `[S, r, r]`, where they were asked for."""
+    """Of parameters at these places and versions (first: after how many steps of optimisers), by group: grams `[S, r,
+    r]`, and factors, two of `[S, r, r]`, where they were asked for.
+    """
 
     seen: list[tuple[int, int]]
     grams: dict[bool, Tensor]
@@ -75,7 +81,8 @@ class _Kept:
 class Governor:
     """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else writes to them.
 
-    A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to write, in whatever way. A write through `.data` at
+    A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to
+    write, in whatever way. A write through `.data` at
     another time is invisible to torch, and so to this: use `torch.no_grad()`.
     """
 
@@ -91,7 +98,10 @@ class Governor:
     @torch.no_grad()
     def _matrices_now(self, device: torch.device) -> _Kept:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        seen = [(_steps[0], 0), *((p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None)]
+        seen = [
+            (_steps[0], 0),
+            *((p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None),
+        ]
         kept = self._kept
         if seen != kept.seen:
             grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
@@ -153,7 +163,9 @@ class Governor:
 
         A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the cap.
         """
-        learning = torch.is_grad_enabled() and any(p.requires_grad for stored in self._stored.values() for p in stored.values() if p is not None)
+        learning = torch.is_grad_enabled() and any(
+            p.requires_grad for stored in self._stored.values() for p in stored.values() if p is not None
+        )
         if learning or self._learning:
             self._kept, self._learning = _Kept([], {}, {}), learning
         cap, trust = self._config.spectral_cap or math.inf, self._config.trust_region
@@ -182,9 +194,11 @@ class Governor:
 
     @torch.no_grad()
     def leave_out(self, applied: Mapping[str, Tensor], eps: float) -> dict[str, Tensor]:
-        """Codes by site key `[M, r]` as `apply` gave them; zeros where the Frobenius norm of the site's update is at most `eps`.
+        """Codes by site key `[M, r]` as `apply` gave them; zeros where the Frobenius norm of the site's update is at
+        most `eps`.
 
-        Of an input x, an output so differs by at most `eps |x|`, for no singular value exceeds that norm. A code that is not finite stays, so that it is seen.
+        Of an input x, an output so differs by at most `eps |x|`, for no singular value exceeds that norm. A code that
+        is not finite stays, so that it is seen.
         """
         kept = dict(applied)
         for chunked, group in self._groups.items():
@@ -193,7 +207,9 @@ class Governor:
                 grams = self._matrices_now(codes.device).grams[chunked]
                 wide = codes.to(grams.dtype)
                 small = ((wide @ grams) * wide).sum(dim=-1) <= eps**2
-                kept |= {site.key: code for site, code in zip(group, codes.masked_fill(small[..., None], 0.0), strict=True)}
+                kept |= {
+                    site.key: code for site, code in zip(group, codes.masked_fill(small[..., None], 0.0), strict=True)
+                }
         return kept
 
     @torch.no_grad()

@@ -4,7 +4,8 @@
     saved = read_saved(folder)                        # raises BemFileError
     check_host(saved, model, strict=False)            # raises HostMismatch
 
-A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the settings beside the weights, as a tensor of bytes.
+A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the
+settings beside the weights, as a tensor of bytes.
 
 Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed; the settings have a hash of
 their own, for an adapter with another number in them is another adapter.
@@ -36,13 +37,18 @@ from probemon.packfile import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
-CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"  # a Trainer's file; in it, what adapters' tensors begin with, and the tensor of settings
+CHECKPOINT, OF_OBJECTIVE, STATED = (
+    "model.safetensors",
+    "bem.",
+    "settings",
+)  # a Trainer's file; in it, what adapters' tensors begin with, and the tensor of settings
 _UNUSED = "controller.default_code"  # older adapters have it without a chunk router too, where nothing reads it
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are from."""
+    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are from.
+    """
 
     folder: Path
     weights: Path
@@ -62,14 +68,26 @@ class Saved:
         """
         own = module.state_dict()
         tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
-        wrong = [name for name in {*own, *tensors} if name not in own or name not in tensors or own[name].shape != tensors[name].shape]
+        wrong = [
+            name
+            for name in {*own, *tensors}
+            if name not in own or name not in tensors or own[name].shape != tensors[name].shape
+        ]
         if wrong:
-            raise BemFileError(f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings say: copy the folder again")
+            raise BemFileError(
+                f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings "
+                f"say: copy the folder again"
+            )
         for name, tensor in tensors.items():
             if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
-                raise BemFileError(f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder again")
+                raise BemFileError(
+                    f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder "
+                    f"again"
+                )
         with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
-            module.load_state_dict({name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}, assign=True)
+            module.load_state_dict(
+                {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}, assign=True
+            )
 
 
 def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
@@ -117,7 +135,10 @@ def read_saved(folder: Path) -> Saved:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BemFileError(f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a Trainer's checkpoint of one") from None
+        raise BemFileError(
+            f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
+            f"Trainer's checkpoint of one"
+        ) from None
     except (OSError, RecursionError, ValueError) as error:
         raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
     _check_format(path, settings)
@@ -131,7 +152,9 @@ def read_saved(folder: Path) -> Saved:
     if not weights.is_file():
         raise BemFileError(f"{weights} is missing: {again}")
     if weights.stat().st_size != stated.get("size") or sha256(weights) != stated.get("sha256"):
-        raise BemFileError(f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}")
+        raise BemFileError(
+            f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}"
+        )
     return Saved(folder, weights, made, host, _tensors(weights))
 
 
@@ -142,8 +165,15 @@ def _read_checkpoint(folder: Path) -> Saved:
     stated = tensors.pop(STATED, None)
     if stated is None or stated.dtype != torch.uint8:
         older = f"{OF_OBJECTIVE}controller.query" in tensors
-        remedy = "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig and load these tensors into it" if older else f"give a folder with {SETTINGS}, or a checkpoint of Trainer(model=Objective(bem))"
-        raise BemFileError(f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}")
+        remedy = (
+            "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig and "
+            "load these tensors into it"
+            if older
+            else f"give a folder with {SETTINGS}, or a checkpoint of Trainer(model=Objective(bem))"
+        )
+        raise BemFileError(
+            f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}"
+        )
     try:
         settings = json.loads(bytes(stated.flatten().tolist()))
     except (RecursionError, ValueError) as error:
@@ -152,20 +182,36 @@ def _read_checkpoint(folder: Path) -> Saved:
     config, host = settings.get("config"), settings.get("host")
     if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict):
         raise BemFileError(f"{weights}: config, or host with its sites, is missing: copy the folder again")
-    return Saved(folder, weights, _config(weights, config), host, {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()})
+    return Saved(
+        folder,
+        weights,
+        _config(weights, config),
+        host,
+        {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()},
+    )
 
 
 def _check_format(path: Path, settings: Any) -> None:
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
-        raise BemFileError(f"{path}: format is {settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected {FORMAT!r}")
+        raise BemFileError(
+            f"{path}: format is "
+            f"{settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected "
+            f"{FORMAT!r}"
+        )
     if settings.get("format_version") != FORMAT_VERSION:
-        raise BemFileError(f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: upgrade probemon")
+        raise BemFileError(
+            f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
+            f"upgrade probemon"
+        )
 
 
 def _config(path: Path, config: Mapping[str, Any]) -> BemConfig:
     missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
     if missing:
-        raise BemFileError(f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: copy the folder again")
+        raise BemFileError(
+            f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
+            f"copy the folder again"
+        )
     try:
         return BemConfig.from_dict(config)
     except ConfigError as error:

@@ -175,7 +175,8 @@ class Objective(nn.Module):
     """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as Trainer expects.
 
     Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the host's too; moving
-    it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that a checkpoint opens by `attach_bem(model, checkpoint)`.
+    it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that a checkpoint
+    opens by `attach_bem(model, checkpoint)`.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:

@@ -63,7 +63,10 @@ def check_update_impl(impl: str, device: torch.device) -> str:
         if importlib.util.find_spec("triton") is None:
             raise KernelUnavailable(f"impl='triton' needs triton, which is published for Linux only: {remedy}")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise KernelUnavailable(f"impl='triton' needs a GPU, the update is computed on {device}: {remedy}, or set TRITON_INTERPRET=1 before starting to run its (slow) interpreter")
+            raise KernelUnavailable(
+                f"impl='triton' needs a GPU, the update is computed on {device}: {remedy}, or set TRITON_INTERPRET=1 "
+                f"before starting to run its (slow) interpreter"
+            )
     return impl
 
 

@@ -26,7 +26,8 @@ from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
 from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 
 MEMORY = "memory_share"  # not of the routers: told beside them
-_BASELINE = 5  # windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted
+# Windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted.
+_BASELINE = 5
 _PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
 Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
@@ -37,7 +38,9 @@ class Rule:
     """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
 
     Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
-    its median over the first five windows in which no alert of the stream held, or from a baseline that is given. `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of a
+    its median over the first five windows in which no alert of the stream held, or from a baseline that is given.
+    `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of
+    a
     window too, with the tokens of the batch that passed the threshold; it is cleared by full ones alone. For streams of `sources`, and of `levels` where any are
     named. Raises `ConfigError`.
     """
@@ -169,7 +172,9 @@ class _Watch:
         return found
 
     def moved(self, values: Numbers, healthy: Mask) -> Numbers:
-        """How far values are from the baseline; NaN while windows are still taken into it, which those that are not `healthy` are not."""
+        """How far values are from the baseline; NaN while windows are still taken into it, which those that are not
+        `healthy` are not.
+        """
         known = ~np.isnan(values)
         begins = self.n_first < _BASELINE
         taken = begins & known & healthy
@@ -180,9 +185,19 @@ class _Watch:
 
 
 class Alerts:
-    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`. `baseline`: of drifts, where it is known from elsewhere."""
+    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`. `baseline`: of
+    drifts, where it is known from elsewhere.
+    """
 
-    def __init__(self, rules: Sequence[Rule], streams: Sequence[Stream], n_experts: int, n_chosen: int, window: int, baseline: Baseline | None = None) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        streams: Sequence[Stream],
+        n_experts: int,
+        n_chosen: int,
+        window: int,
+        baseline: Baseline | None = None,
+    ) -> None:
         self._streams, self._sizes = list(streams), (n_experts, n_chosen, window)
         self._n_tokens = 0
         self._now: dict[tuple[int, int], Alert] = {}
@@ -218,24 +233,35 @@ class Alerts:
 
     def baseline(self) -> dict[tuple[Stream, str, int], float]:
         """What drifts are measured from, where it is known by now."""
-        drifts = [watch for watches in self._watches.values() for watch in watches if watch.rule.drift and not watch.rule.of_all]
+        drifts = [
+            watch
+            for watches in self._watches.values()
+            for watch in watches
+            if watch.rule.drift and not watch.rule.of_all
+        ]
         return {
             (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
             for watch in drifts for stream, value in zip(watch.which, watch.baseline, strict=True) if not math.isnan(value)
         }  # fmt: skip
 
     def reset_baseline(self) -> list[Alert]:
-        """Measure drifts anew, from the windows that begin now. Alerts of drift are over with it, and are given back so."""
+        """Measure drifts anew, from the windows that begin now. Alerts of drift are over with it, and are given back
+        so.
+        """
         over_now: list[Alert] = []
         for (size, counts), watches in self._watches.items():
             for watch in watches:
                 if watch.rule.drift:
                     for i in np.flatnonzero(watch.raised).tolist():
                         was = self._now.pop((watch.number, i))
-                        over_now.append(replace(was, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens))
+                        over_now.append(
+                            replace(was, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens)
+                        )
                     watch.forget()
             if (size, counts) in self._windows:
-                self._alerted[size, counts] |= self._windows[size, counts].counted(counts) > 0  # what its window has so far is of before
+                self._alerted[size, counts] |= (
+                    self._windows[size, counts].counted(counts) > 0
+                )  # what its window has so far is of before
         return over_now
 
     def begun(self, statistics: RoutingStatistics) -> list[Alert]:
@@ -278,15 +304,23 @@ class Alerts:
         alerted = {alert.stream for alert in self._now.values()}
         return np.array([stream in alerted for stream in self._streams], dtype=bool)
 
-    def _look(self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float, healthy: Mask) -> Iterator[Alert]:
-        """At a window of those streams that have a `full` one; that of the others goes on. `healthy`: no alert of the stream held in it."""
+    def _look(
+        self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float, healthy: Mask
+    ) -> Iterator[Alert]:
+        """At a window of those streams that have a `full` one; that of the others goes on. `healthy`: no alert of the
+        stream held in it.
+        """
         rule = watch.rule
         which = watch.which[:1] if rule.of_all else watch.which
         full = full[which]
         values = np.where(full, memory_share if rule.metric == MEMORY else window.metric(rule.metric)[which], np.nan)
-        return self._judge(watch, values, full, self._n_tokens, np.ones(1, dtype=bool) if rule.of_all else healthy[which])
+        return self._judge(
+            watch, values, full, self._n_tokens, np.ones(1, dtype=bool) if rule.of_all else healthy[which]
+        )
 
-    def _judge(self, watch: _Watch, values: Numbers, full: Mask, at: int, healthy: Mask | None = None) -> Iterator[Alert]:
+    def _judge(
+        self, watch: _Watch, values: Numbers, full: Mask, at: int, healthy: Mask | None = None
+    ) -> Iterator[Alert]:
         """At the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
         rule = watch.rule
         if rule.drift:

@@ -50,8 +50,10 @@ _CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of man
 class RoutingSettings:
     """How routing is watched. `rules`: for alerts; `window`: tokens of their smallest windows. `bem`: what `attach_bem` gave, or its controller.
 
-    `run_id`: in every record, else one is made; `memory`: gives (bytes in use, bytes there are), else the GPU's or the process's. `baseline`: what drifts are measured from,
-    of an earlier run: its report, or the file that `save_baseline` wrote; without it, of a router that it lacks or after `reset_baseline`, what is seen first in windows without alerts.
+    `run_id`: in every record, else one is made; `memory`: gives (bytes in use, bytes there are), else the GPU's or the
+    process's. `baseline`: what drifts are measured from,
+    of an earlier run: its report, or the file that `save_baseline` wrote; without it, of a router that it lacks or
+    after `reset_baseline`, what is seen first in windows without alerts.
     """
 
     rules: tuple[Rule, ...] = DEFAULT_RULES
@@ -156,19 +158,26 @@ class RoutingRecorder:
             return [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
 
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
-        """Write what drifts are measured from, for `baseline=` of another run. Raises `ConfigError` where none is known yet."""
+        """Write what drifts are measured from, for `baseline=` of another run. Raises `ConfigError` where none is known
+        yet.
+        """
         with self._lock:
             write_baseline(path, self._known_baseline())
 
     def reset_baseline(self) -> None:
-        """Forget what drifts are measured from, a given baseline too: it is found anew in the next windows without alerts. Alerts of drift that hold are over."""
+        """Forget what drifts are measured from, a given baseline too: it is found anew in the next windows without
+        alerts. Alerts of drift that hold are over.
+        """
         with self._lock:
             self._baseline = {}
             for tally in self._tallies.values():
                 self._tell(tally.alerts.reset_baseline())
 
     def _known_baseline(self) -> dict[tuple[Stream, str, int], float]:
-        return {**self._baseline, **{key: value for tally in self._tallies.values() for key, value in tally.alerts.baseline().items()}}
+        return {
+            **self._baseline,
+            **{key: value for tally in self._tallies.values() for key, value in tally.alerts.baseline().items()},
+        }
 
     def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
         """Of each source that decided anything, of everything so far."""
@@ -178,9 +187,11 @@ class RoutingRecorder:
     def report(self) -> dict[str, Any]:
         """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`.
 
-        `baseline`: what drifts are measured from, of each router and metric where it is known by now; `baseline=` of another run takes this report.
+        `baseline`: what drifts are measured from, of each router and metric where it is known by now; `baseline=` of
+        another run takes this report.
 
-        `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes: that there is none of them says nothing. For baselines
+        `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes:
+        that there is none of them says nothing. For baselines
         of drift count windows without alerts alone. Decisions
         that are not finite do not count, nor do, for how codes vary and are reused, codes that steer nothing. What a router has not (a choice, where every expert is
         chosen; dimensions, at a rank of 1) is never judged.

@@ -23,7 +23,9 @@ Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
 
 
 class Tally:
-    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked once a window; `baseline`: of drifts, if it is known."""
+    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked
+    once a window; `baseline`: of drifts, if it is known.
+    """
 
     def __init__(
         self, streams: Sequence[Stream], n_experts: int, n_chosen: int = 1, *, codes: bool = False, rules: Sequence[Rule] = DEFAULT_RULES,

@@ -514,6 +514,7 @@ def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
 
 
 def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
+    hooks = n_hooks(mixtral)
     one = {
         "source": "moe",
         "site": "router.0",
@@ -536,4 +537,4 @@ def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ConfigError, match="is no JSON"):
             RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=tmp_path / "x.json")
-    assert n_hooks(mixtral) == 0
+    assert n_hooks(mixtral) == hooks

@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Do routed adapters learn? Four toys whose answers are known, on tiny random hosts; all data are random.
+"""Do routed adapters learn? Toys whose answers are known, on tiny random hosts; all data are random.
 
     python scripts/bem_learns.py                      # writes docs/benchmarks/bem_learns.json
+    python scripts/bem_learns.py --only afterwards distilled     # measures these again, and leaves the rest of that file
 
 two domains   a row's first tokens say its domain, and the right next token differs by domain: the adapter against PEFT LoRAs of at least as many
               parameters, over seeds, at the learning rate that is best for each on a validation part
 imitation     each domain has an expert's code; the controller learns to give it, and is measured on rows never seen
 bandit        each domain has one code among several that is rewarded; regret by policy gradient against that of a uniform choice
-afterwards    cached decoding against full logits, the host after the adapter is gone, and what distillation to a LoRA keeps
+afterwards    cached decoding against full logits, the host after the adapter is gone, and what the LoRA keeps that is
+nearest to it
+distilled     LoRAs distilled from the adapter against PEFT LoRAs trained anew: the same sites, rank, data and steps,
+each at its best learning rate
 """
 
 from __future__ import annotations
@@ -285,7 +289,6 @@ def afterwards(seed: int, lr: float, n_steps: int) -> dict[str, Any]:
         found["distilled"] = {"routed": {"held_out": evaluate(model, held_out)}}
         lessons = two_domains(seed, 1, 64)
         static_ones = {method: distil(bem, lessons, method) for method in ("mean", "least_squares")}
-        static_ones["trained"], _ = distil_trained(bem, lessons, TrainSettings(n_steps=n_steps, lr=3e-2, seed=seed))
         bem.detach()
         found["base_restored_bit_for_bit"] = torch.equal(model(ids, use_cache=False).logits, base) and all(
             torch.equal(a, b) for a, b in zip(model.state_dict().values(), bare.state_dict().values(), strict=True)
@@ -299,28 +302,122 @@ def afterwards(seed: int, lr: float, n_steps: int) -> dict[str, Any]:
     return found
 
 
+# -- distilled ---------------------------------------------------------------------------------------
+
+OWN, DISTILLED = "LoRA trained anew", "LoRA distilled"
+# The largest was the worst for the LoRAs of `compare` on all seeds (rank 11); at rank 8, and for distilled ones, it was not tried.
+DISTILLED_LR = LR[:3]
+
+
+def distilled(lrs: Sequence[float], n_steps: int, ranks: Sequence[int] = (8,)) -> dict[str, Any]:
+    """Held-out loss of every method on every seed and rank, at the learning rate that its validation part likes best;
+    `lrs`: of the adapters, by seed.
+    """
+    rows: list[dict[str, Any]] = []
+    for seed, lr in enumerate(lrs):
+        learning, valid, held_out = two_domains(seed, 1, 64), two_domains(seed, 2, 8), two_domains(seed, 3, 32)
+        model, bem, _ = routed(seed, lr, n_steps, learning)
+        rows.append(
+            {
+                "seed": seed,
+                "method": "routed adapter",
+                "rank": bem.config.rank,
+                "lr": lr,
+                "held_out": evaluate(model, held_out),
+            }
+        )
+        for rank in ranks:
+            n_wanted = sum(rank * (site.n_in + site.n_out) for site in bem.sites)
+            tried: dict[str, list[dict[str, Any]]] = {}
+            for rate in DISTILLED_LR:
+                own, _, own_rank = static(seed, rate, n_steps, learning, SAME_SITES, n_wanted)
+                assert own_rank == rank
+                tried.setdefault(OWN, []).append(
+                    {"lr": rate, "valid": evaluate(own, valid), "held_out": evaluate(own, held_out)}
+                )
+                lora, _ = distil_trained(bem, learning, TrainSettings(n_steps=n_steps, lr=rate, seed=seed), rank=rank)
+                merged = make_host(seed)
+                for name in lora.factors:
+                    merged.get_submodule(name).weight += lora.dense(name)
+                tried.setdefault(DISTILLED, []).append(
+                    {
+                        "lr": rate,
+                        "start": lora.start,
+                        "valid": evaluate(merged, valid),
+                        "held_out": evaluate(merged, held_out),
+                    }
+                )
+            for method, ones in tried.items():
+                best = min(ones, key=lambda one: one["valid"])
+                rows.append({"seed": seed, "method": method, "rank": rank, **best, "tried": ones})
+                print(
+                    f"distilled, seed {seed}, rank {rank}: {method:18s} lr {best['lr']:g}, held-out "
+                    f"{best['held_out']:.4f}",
+                    file=sys.stderr,
+                )
+    losses: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        losses.setdefault((row["method"], row["rank"]), []).append(row["held_out"])
+    summary = [
+        {"method": method, "rank": rank, "mean_held_out": statistics.mean(values), "over_lora": interval([b - a for a, b in zip(losses[OWN, rank], values, strict=True)]) if method == DISTILLED else None}
+        for (method, rank), values in losses.items()
+    ]  # fmt: skip
+    return {
+        "steps": n_steps,
+        "rows_a_step": 16,
+        "lr_tried": DISTILLED_LR,
+        "floor": known_floor(),
+        "summary": summary,
+        "rows": rows,
+    }
+
+
+PARTS = ("two_domains", "imitation", "bandit", "afterwards", "distilled")
+
+
 def main() -> None:
-    """Run every toy, show, write."""
+    """Run the toys, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/bem_learns.json")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    begin, seeds = time.process_time(), range(arguments.seeds)
-    imitation = {level: [imitated(seed, arguments.steps, level) for seed in seeds] for level in ("token", "prefix")}
-    print(f"imitation: {json.dumps(imitation)}", file=sys.stderr)
-    bandit = [Bandit(seed).learn(kind, arguments.steps, lr) for kind, lr in (("categorical", 3e-3), ("gaussian", 1e-2)) for seed in seeds]
-    for one in bandit:
-        print(f"bandit, {one['policy']}, seed {one['seed']}: slopes {[round(slope, 4) for slope in one['slope_by_tenths']]}, uniform {one['uniform_slope']:.4f}", file=sys.stderr)
-    domains = compare(seeds, arguments.steps)
-    lr = next(row["lr"] for row in domains["rows"] if row["method"] == "routed")
-    found = {
-        "what": "routed adapters on tiny random hosts (llama, 2 layers of 32, fp32), random data", "two_domains": domains, "imitation": imitation,
-        "bandit": bandit, "afterwards": afterwards(0, lr, arguments.steps), "config": BEM, "lr_tried": LR,
-        "cpu_seconds": round(time.process_time() - begin, 1), "machine": machine(), "commit": commit(),
+    seeds, n_steps = range(arguments.seeds), arguments.steps
+    found: dict[str, Any] = {
+        "what": "routed adapters on tiny random hosts (llama, 2 layers of 32, fp32), random data", "config": BEM, "lr_tried": LR,
+        **({} if set(arguments.only) == set(PARTS) else json.loads(arguments.out.read_text())),
     }  # fmt: skip
-    print(json.dumps({"over_routed": domains["over_routed"], "afterwards": found["afterwards"]}, indent=1))
+
+    def best_lrs() -> list[float]:
+        return [row["lr"] for row in found["two_domains"]["rows"] if row["method"] == "routed"]
+
+    parts = {
+        "two_domains": lambda: compare(seeds, n_steps), "imitation": lambda: {level: [imitated(seed, n_steps, level) for seed in seeds] for level in ("token", "prefix")},
+        "bandit": lambda: [Bandit(seed).learn(kind, n_steps, lr) for kind, lr in (("categorical", 3e-3), ("gaussian", 1e-2)) for seed in seeds],
+        "afterwards": lambda: afterwards(0, best_lrs()[0], n_steps), "distilled": lambda: distilled(best_lrs(), n_steps),
+    }  # fmt: skip
+    if "measured" not in found:  # a file whose parts were measured together
+        found["measured"] = {
+            name: {"machine": found["machine"], "commit": found["commit"]} for name in PARTS if name in found
+        }
+    for name in PARTS:
+        if name in arguments.only:
+            begin = time.process_time()
+            found[name] = parts[name]()
+            found["measured"][name] = {
+                "cpu_seconds": round(time.process_time() - begin, 1),
+                "machine": machine(),
+                "commit": commit(),
+            }
+            print(
+                f"{name}: "
+                f"{json.dumps(found[name].get('summary') or found[name].get('over_routed') or found[name] if isinstance(found[name], dict) else '', indent=1)[:3000]}",
+                file=sys.stderr,
+            )
+    found |= {"machine": machine(), "commit": commit()}
+    found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 
 

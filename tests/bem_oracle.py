@@ -68,7 +68,9 @@ def codes_of_row(bem, hidden, auto_length=None):
 
     z = [_linear(weights, "project", _norm(weights, "norm", np.asarray(h, dtype=np.float64))) for h in hidden]
     confidence = _sigmoid(float(weights["default_confidence"]) / temperature)
-    summary, chunk = weights["default_summary"], clamp(weights["default_code"]) * confidence
+    summary, chunk = weights["default_summary"], None
+    if "default_code" in weights:  # only with chunk codes
+        chunk = clamp(weights["default_code"]) * confidence
     found = []
     for n in range(len(z)):
         if n and n % size == 0:

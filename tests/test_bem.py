@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import shutil
 import weakref
 
@@ -73,7 +74,8 @@ def test_a_constant_code_is_a_merged_weight(shape, level, sites, dtype, toleranc
             if router is not None:
                 router[-1].weight.zero_()
                 router[-1].bias.copy_(code)
-        controller.default_code.copy_(code)
+        if controller.default_code is not None:
+            controller.default_code.copy_(code)
         controller.confidence[-1].weight.zero_()
         controller.confidence[-1].bias.copy_(controller.default_confidence)
         sure = torch.sigmoid(controller.default_confidence / controller.log_temperature.exp())
@@ -261,12 +263,23 @@ def test_the_controller_is_run_once_a_forward_and_a_hook_sees_and_replaces_codes
 
 def test_an_implementation_that_cannot_run_is_refused_when_asked_for(monkeypatch):
     model = make_host()
-    with pytest.raises(ConfigError, match="impl 'cuda': expected one of reference, triton"):
-        attach_bem(model, BemConfig(), impl="cuda")
+    for impl in ("cuda", "cpu", "numba", "Auto", ""):
+        with pytest.raises(
+            ConfigError, match=f"impl '{impl}': expected one of reference, triton; attach_bem takes 'auto' too"
+        ):
+            attach_bem(model, BemConfig(), impl=impl)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(KernelUnavailable):
-        attach_bem(model, BemConfig(), impl="triton")
-    assert n_hooks(model) == 0
+    for installed in (True, False):
+        if not installed:
+            monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(KernelUnavailable) as refused:
+            attach_bem(model, BemConfig(), impl="triton")
+        assert n_hooks(model) == 0
+        remedies = set(re.findall(r"impl='(\w+)'", str(refused.value))) - {"triton"}
+        assert remedies == {"reference", "auto"}
+    for impl in remedies:  # what the message says helps
+        with attach_bem(model, BemConfig(), impl=impl) as bem:
+            assert bem.impl == "reference"
 
 
 @pytest.mark.parametrize("eps", [None, 0.5])

@@ -1,5 +1,8 @@
 """Limits hold on every site and token, and touch no code within them; what sparse application leaves out is bounded."""
 
+import copy
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +105,50 @@ def bem_like(model, bem, **changes):
 def logits(model):
     with torch.no_grad():
         return model(IDS, use_cache=False).logits
+
+
+OPTIMISERS = {
+    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.5), "each by itself": lambda parameters: torch.optim.SGD(parameters, lr=20.0, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True), "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=20.0, fused=True),
+}  # fmt: skip
+
+
+class ByData:
+    """As optimisers outside of torch write that keep the parameters in another precision."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.sub_(20.0 * parameter.grad)
+
+
+@pytest.mark.parametrize("looked_at", ["after the step", "before it too"])
+@pytest.mark.parametrize("name", [*OPTIMISERS, "through .data"])
+def test_limits_follow_what_is_learned_whatever_optimiser_writes(name, looked_at):
+    """Fused optimisers, the default of transformers' Trainer, change parameters and not their versions."""
+    if (name, looked_at) == ("through .data", "before it too"):
+        pytest.skip("said in the docstring: nobody is told of that write")
+    model, limits = make_host(), {"spectral_cap": 0.3, "trust_region": 0.8}
+    with attach_bem(model, BemConfig(**SMALL, **limits)) as bem:
+        logits(model)
+        optimiser = OPTIMISERS.get(name, ByData)(bem.updates.parameters())
+        for _ in range(2):
+            torch.nn.functional.cross_entropy(
+                model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+            ).backward()
+            if looked_at == "before it too":
+                logits(model)
+            optimiser.step()
+            found = logits(model)
+            bem.detach()
+            with bem_like(model, bem, **limits), torch.no_grad():
+                assert torch.equal(logits(model), found)
+            with bem_like(model, bem, spectral_cap=None):
+                assert (logits(model) - found).abs().max() > 0.1, "the limits hold something back"
+            bem.attach()
 
 
 def test_a_written_parameter_is_governed_as_it_is_now():
@@ -219,23 +266,67 @@ def test_rows_that_are_not_a_number_are_not_left_out():
     assert out[0].isnan().all() and (out[1] == 0).all()
 
 
-def test_a_sparse_adapter_is_a_dense_one_whose_small_codes_are_zero():
+@pytest.mark.parametrize("cap", [None, 1.0])
+@pytest.mark.parametrize("of_u, of_v", [(1, 1), (10, 1), (1e3, 1e-3), (1e-3, 1e3), (1, 1e2), (0.02, 1)])
+def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, of_v):
+    """The oracle has the whole update of each token and site, in fp64, after the limits: those of a Frobenius norm of
+    at most eps are missing, and no others.
+    """
     model = make_host()
-    eps = 0.9
-    zeroed = []
+    with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=cap)), size=0.2) as dense:
+        with torch.no_grad():
+            for update in dense.updates.values():
+                update.U.mul_(of_u)
+                update.V.mul_(of_v)
+        apply, norms = dense.governor.apply, []
 
-    def zero(module, args, codes):
-        small = {level: (codes.of(level).abs() <= eps).all(dim=-1, keepdim=True) for level in ("chunk", "token")}
-        zeroed.append(sum(int(x.sum()) for x in small.values()))
-        return codes.replace(**{level: torch.where(small[level], 0.0, codes.of(level)) for level in small})
+        def without(small, codes):
+            kept = dict(apply(codes))
+            for site in dense.sites:
+                factors_of_site = copy.deepcopy(dense.updates[site.key]).double()
+                norm = torch.stack(
+                    [dense_update(factors_of_site, code.double(), dense.config.scale).norm() for code in kept[site.key]]
+                ).detach()
+                kept[site.key] = kept[site.key].masked_fill((norm <= small)[:, None], 0.0)
+                norms.append(norm)
+            return kept
 
-    with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=None))) as dense:
+        dense.governor.apply = partial(without, 0.0)
         whole = logits(model)
-        with dense.controller.register_forward_hook(zero):
-            expected = logits(model)
-    with bem_like(model, dense, spectral_cap=None, sparse_eps=eps):
+        sizes = torch.cat(norms).unique()
+        middle = sizes[len(sizes) // 3 : 2 * len(sizes) // 3]
+        at = int(middle.diff().argmax())  # eps lies in a gap, so that rounding decides nothing
+        eps = float(middle[at : at + 2].mean())
+        dense.governor.apply = partial(without, eps)
+        expected = logits(model)
+        dense.governor.apply = apply
+    with bem_like(model, dense, spectral_cap=cap, sparse_eps=eps):
         found = logits(model)
-    assert 0 < zeroed[0] < 2 * IDS.numel()
-    assert (found - expected).abs().max() < 1e-5 and (found - whole).abs().max() > 1e-3
-    with bem_like(model, dense, spectral_cap=None, sparse_eps=0.0):
+    assert (
+        (found - expected).abs().max()
+        < 1e-5 * max(1.0, float(expected.abs().max()))
+        < 0.01 * (whole - expected).abs().max()
+    )
+    if cap and of_u * of_v >= 10:  # updates of full size, under whatever small codes
+        with bem_like(model, dense, spectral_cap=cap, sparse_eps=0.05):
+            assert torch.equal(logits(model), whole) and (whole - logits(make_host())).abs().max() > 0.1
+    with bem_like(model, dense, spectral_cap=cap, sparse_eps=0.0):
         assert torch.equal(logits(model), whole)
+
+
+def test_a_sparse_adapter_that_is_fresh_learns():
+    """Its updates are all 0, and so left out where no gradient is wanted: they would never become anything else."""
+    model = make_host()
+    with attach_bem(model, BemConfig(**SMALL, sparse_eps=0.05)) as bem:
+        bare = logits(model)
+        optimiser = torch.optim.SGD(bem.parameters(), lr=0.5)
+        for _ in range(3):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(
+                model(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+            ).backward()
+            optimiser.step()
+        assert (
+            all(update.U.abs().max() > 0 for update in bem.updates.values())
+            and (logits(model) - bare).abs().max() > 0.01
+        )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bem_oracle import VOCAB, make_host, randomise
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from bem_learns import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
@@ -18,7 +19,7 @@ from probemon.bem.losses import LossWeights, adapter_losses, base_logits, share_
 from probemon.bem.policy import Categorical, Gaussian, acting, improve, regret
 from probemon.bem.sites import dense_update
 from probemon.bem.training import Objective, TrainSettings, evaluate, fit, train
-from probemon.errors import BemError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, NotSupportedHost
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 IDS = torch.randint(3, VOCAB, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -230,6 +231,76 @@ def test_transformers_trainer_learns_the_same(tmp_path):
     assert float(made[0]["updates.down_1.U"].abs().max()) > 1e-3
 
 
+def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
+    """And the training goes on from it, as if it had never stopped."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in two_domains(0, 1, 1, n_rows=6)[0]["input_ids"]]
+
+    def trainer(folder, n_steps, bem, **more):
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=n_steps, per_device_train_batch_size=3, learning_rate=5e-2, lr_scheduler_type="constant", report_to=[], save_steps=2,
+            logging_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **more,
+        )  # fmt: skip
+        return Trainer(model=Objective(bem), args=arguments, train_dataset=rows)
+
+    model, config = make_host(), BemConfig(**SMALL, level="prefix", sites=("v", "down"), alpha=5)
+    with attach_bem(model, config) as bem:
+        straight = trainer(tmp_path, 4, bem)
+        straight.train()
+        straight.save_model(tmp_path / "last")
+        model.eval()
+        expected = {"last": logits_of(model), "checkpoint-4": logits_of(model)}
+    assert {name for name, _ in straight.model.named_parameters()} == {
+        f"bem.{name}" for name, _ in bem.named_parameters()
+    }
+    bare = logits_of(model)
+    with attach_bem(model, tmp_path / "checkpoint-2", strict=True) as half:
+        expected["checkpoint-2"] = logits_of(model)
+        assert (
+            not torch.equal(expected["checkpoint-2"], expected["last"])
+            and not torch.equal(expected["checkpoint-2"], bare)
+            and half.config == config
+        )
+    for name, logits in expected.items():
+        with attach_bem(model, tmp_path / name, strict=True) as opened:
+            assert opened.config == config
+            assert torch.equal(logits_of(model), logits)
+            opened.save_pretrained(tmp_path / f"adapter-{name}")
+        with attach_bem(model, tmp_path / f"adapter-{name}"):
+            assert torch.equal(logits_of(model), logits)
+    with attach_bem(model, config) as fresh:
+        trainer(tmp_path / "again", 4, fresh).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        model.eval()
+        assert torch.equal(logits_of(model), expected["last"])
+    with pytest.raises(HostMismatch, match="layers"):
+        attach_bem(make_host(layers=3), tmp_path / "last")
+
+
+def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
+    model, path = make_host(), tmp_path / "model.safetensors"
+    with attach_bem(model, BemConfig(**SMALL)) as bem:
+        whole = {name: x.detach().clone() for name, x in Objective(bem).state_dict().items()}
+    settings = bytes(whole["settings"].tolist())
+
+    def stated(text):
+        return {**whole, "settings": torch.tensor(list(text), dtype=torch.uint8)}
+
+    for tensors, told in (
+        ({name: x for name, x in whole.items() if name != "settings"}, "of an older probemon: train on from it"),
+        ({"weight": torch.zeros(2)}, r"does not state the settings of an adapter: give a folder with bem.json"),
+        (stated(settings[:-9]), "cannot be read as JSON"), (stated(b"[1]"), "format is 'list'"), (stated(settings.replace(b'"rank": 3', b'"rank": 4')), "of another shape"),
+        (stated(settings.replace(b'"format_version": 1', b'"format_version": 2')), "upgrade probemon"), (stated(settings.replace(b'"ema"', b'"emu"')), "config lacks ema"),
+        ({**whole, "bem.controller.query": whole["bem.controller.query"] * math.nan}, "is not finite"),
+    ):  # fmt: skip
+        save_file(tensors, path)
+        with pytest.raises(BemFileError, match=told):
+            attach_bem(model, tmp_path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(BemFileError, match="cannot be read as safetensors"):
+        attach_bem(model, tmp_path)
+
+
 @peft_asks_by_an_older_name
 def test_a_routed_adapter_learns_two_domains_better_than_a_lora_with_more_parameters():
     """One seed and few steps; scripts/bem_learns.py has five and an interval."""
@@ -256,7 +327,7 @@ def test_experts_are_imitated_on_rows_never_seen(level):
 
 def test_the_error_of_imitation_is_zero_for_the_experts_and_one_for_their_mean():
     model = make_host()
-    with randomise(attach_bem(model, BemConfig(**SMALL, level="token"))) as bem:
+    with randomise(attach_bem(model, BemConfig(**SMALL, level="token")), seed=1) as bem:
         with torch.no_grad(), watched(bem) as seen:
             model(**BATCH, use_cache=False)
         own = {**BATCH, "expert_codes": seen[0].token}
@@ -285,7 +356,8 @@ def constant(bem, code, sure=None):
         if router is not None:
             router[-1].weight.zero_()
             router[-1].bias.copy_(code)
-    controller.default_code.copy_(code)
+    if controller.default_code is not None:
+        controller.default_code.copy_(code)
     if sure is not None:
         controller.log_temperature.zero_()
         controller.default_confidence.fill_(20.0 if sure == 1.0 else math.log(sure / (1 - sure)))
@@ -463,7 +535,7 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token"))) as bem:
         before, of_host, wanted = weights_of(bem), weights_of(model), log_softmax(logits_of(model, mask=MASK))
-        found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2))
+        found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2), start="nearest")
         near = distil(bem, [BATCH])
         assert same(bem, before) and same(model, of_host) and torch.equal(logits_of(model, mask=MASK), adapter_losses(bem, BATCH).logits)
     kl = {}
@@ -472,6 +544,80 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
         given = log_softmax(logits_of(PeftModel.from_pretrained(make_host(), tmp_path / one.method), mask=MASK))
         kl[one.method] = float((np.exp(wanted) * (wanted - given)).sum(-1)[MASK.numpy() == 1].mean())
     assert abs(history.losses[0] - kl["least_squares"]) < 1e-5 and kl["trained"] < 0.5 * kl["least_squares"] and found.error is None
+
+
+def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
+    """The same sites, rank, data, steps and learning rate; scripts/bem_learns.py has five seeds, four learning rates
+    and an interval.
+    """
+    lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
+    _, bem, _ = routed(0, 5e-2, 120, lessons)
+    with bem:
+        lora, _ = distil_trained(bem, lessons, settings)
+    model = make_toy(0)
+    for name in lora.factors:
+        model.get_submodule(name).weight += lora.dense(name)
+    anew, _, rank = static(
+        0, 3e-2, 80, lessons, SAME_SITES, sum(a.numel() + b.numel() for a, b in lora.factors.values())
+    )
+    assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out) < 2
+
+
+def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
+    """Of each term the first step's value, by hand; the rank and what training begins with are as they were asked for.
+    """
+    labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
+    batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
+    with randomise(attach_bem(model, BemConfig(**SMALL, level="token", alpha=7.5, sites=("o", "down")))) as bem:
+        wanted, near = log_softmax(logits_of(model, mask=MASK)), distil(bem, [batch])
+        runs = {
+            how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2])
+            for how in (
+                ("fresh", 2, 0.25),
+                ("nearest", 3, 0),
+                ("nearest", 2, 1.0),
+                ("nearest", 5, 0.5),
+                (None, None, 0),
+            )
+        }
+        with pytest.raises(ConfigError, match="no token at which anything is asked"):
+            distil_trained(bem, [{**batch, "labels": torch.full_like(IDS, -100)}], settings)
+        with pytest.raises(
+            ConfigError, match=r"labels is 0\.5, and a batch has input_ids, attention_mask: give it labels"
+        ):
+            distil_trained(bem, [BATCH], settings, labels=0.5)
+        for wrong, told in (
+            ({"rank": 0}, "rank is 0"),
+            ({"rank": True}, "rank is True"),
+            ({"labels": 1.5}, "labels is 1.5"),
+            ({"labels": math.nan}, "labels is nan"),
+            ({"start": "mean"}, "start is 'mean'"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                distil_trained(bem, [batch], settings, **wrong)
+    asked = (MASK[:, :-1] * MASK[:, 1:] == 1).numpy() & (labels[:, 1:] != -100).numpy()
+    for (start, rank, share), (found, history) in runs.items():
+        begin = copy.deepcopy(make_host())
+        for name, (a, b) in near.factors.items():
+            if start != "fresh":
+                u, values, v = torch.linalg.svd((b @ a).double())
+                n = min(rank or 3, 3)
+                with torch.no_grad():
+                    begin.get_submodule(name).weight += 2.5 * ((u[:, :n] * values[:n]) @ v[:n]).float()
+        given = log_softmax(logits_of(begin, mask=MASK))
+        kl = (np.exp(wanted) * (wanted - given)).sum(-1)[:, :-1][asked].mean()
+        lm = -np.take_along_axis(given[:, :-1], labels[:, 1:, None].clamp(min=0).numpy(), axis=-1)[..., 0][asked].mean()
+        assert found.start == start or (start is None and found.start in ("nearest", "fresh"))
+        assert (
+            found.rank == (rank or 3)
+            and found.alpha == 2.5 * found.rank
+            and {a.shape[0] for a, _ in found.factors.values()} == {found.rank}
+        )
+        if start is not None:
+            assert history.losses[0] == pytest.approx((1 - share) * kl + share * lm, abs=1e-4), (start, rank, share)
+            assert history.steps[0].terms["kl"] == pytest.approx(kl, abs=1e-4) and history.steps[0].terms.get(
+                "lm", lm
+            ) == pytest.approx(lm, abs=1e-4)
 
 
 def test_a_block_without_a_weight_cannot_become_a_lora():

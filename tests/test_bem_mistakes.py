@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from bem_oracle import make_host
-from conftest import make_model
+from conftest import make_model, n_hooks
 from safetensors.torch import load_file, save_file
 
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
@@ -19,7 +19,15 @@ from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
-from probemon.errors import BemError, BemFileError, BemStateError, CallbackFailed, ConfigError, NotSupportedDecoding
+from probemon.errors import (
+    BemError,
+    BemFileError,
+    BemStateError,
+    CallbackFailed,
+    ConfigError,
+    NotSupportedDecoding,
+    NotSupportedHost,
+)
 from probemon.packfile import sha256
 from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingSettings
 
@@ -54,6 +62,61 @@ def test_what_falls_back_is_not_learned_from():
 def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
     with attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem, pytest.raises(ConfigError, match=r"sparse_eps is 0.9"):
         distil(bem, LESSONS)
+
+
+def test_a_host_that_is_spread_over_ranks_is_refused_when_attached():
+    """Probes read the residual stream, which is whole on every rank; the inputs of sites are not."""
+    model = make_model()
+    model._tp_size = 2  # as transformers' tp_plan sets it
+    with pytest.raises(NotSupportedHost, match=r"spread over 2 ranks \(tensor parallel\).*without tp_plan.*distil"):
+        attach_bem(model, BemConfig(**SMALL))
+    assert n_hooks(model) == 0
+    model._tp_size = None
+    with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():
+        model(IDS)
+
+
+def test_a_site_that_is_run_on_other_states_than_the_forward_has_is_refused_with_a_remedy():
+    model = make_model()
+    site = model.model.layers[0].mlp.down_proj
+    site.register_forward_pre_hook(lambda module, args: (args[0].reshape(1, -1, args[0].shape[-1]).repeat(1, 2, 1),))
+    with (
+        attach_bem(model, BemConfig(**SMALL)),
+        pytest.raises(NotSupportedHost, match=r"site down\.0 is run on .* Leave 'down' out of sites"),
+    ):
+        model(IDS)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [None, "x", 3, {}, torch.zeros(2), ((torch.zeros(1), torch.zeros(1)),)],
+    ids=lambda cache: type(cache).__name__,
+)
+def test_what_is_no_cache_has_no_state(cache):
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
+        filled = bem.host(IDS, use_cache=True).past_key_values
+        state = bem.state(filled).tensors()
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+            bem.state(cache)
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+            bem.restore(cache, state)
+        for saved in (None, "x", [state], {"z": 3}, {**state, "real": None}):
+            with pytest.raises(BemStateError, match="give the tensors by name"):
+                bem.restore(filled, saved)
+        bem.restore(filled, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_an_adapter_of_8_bit_floats_is_not_saved_and_loses_nothing(dtype, tmp_path):
+    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
+        bem.save_pretrained(tmp_path)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        bem.updates.to(dtype)
+        with pytest.raises(BemError, match=r"updates\.o_0\.\w is torch\.float8.*bem\.float\(\), or quantize\(bem\)"):
+            bem.save_pretrained(tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        bem.float().save_pretrained(tmp_path / "wide")
+        assert (tmp_path / "wide/bem.safetensors").is_file()
 
 
 def test_a_diverged_adapter_does_not_replace_a_good_one(tmp_path):

@@ -46,8 +46,11 @@ def test_what_adapters_learn_is_what_was_measured():
         assert words.format(**over[name]) in page and over[name]["excludes_0"] and over[name]["n"] == 5
     lost = found["afterwards"]["distilled"]["least_squares"]["squared_update_lost"]
     assert f"loses {100 * lost:.0f} % of the squared update" in page
-    one, routed = (found["afterwards"]["distilled"][name]["held_out"] for name in ("trained", "routed"))
-    assert f"a held-out loss of {one:.2f} nats where the adapter has {routed:.2f}" in page
+    assert "\n".join(figures.bem_distilled(found)) in page
+    by_method = {row["method"]: row for row in found["distilled"]["summary"]}
+    assert by_method["LoRA distilled"]["over_lora"]["n"] == 5 and by_method["LoRA distilled"]["over_lora"]["low"] < 0, (
+        "no worse than a LoRA trained anew"
+    )
     assert found["afterwards"]["base_restored_bit_for_bit"] and found["afterwards"]["cached_vs_full_max"] < 1e-5
 
 

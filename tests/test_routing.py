@@ -458,3 +458,83 @@ def test_alerts_come_while_it_generates(mixtral):
     assert [(alert.raised, alert.at) for alert in told] == [(True, 4)] * 3 and len(monitor.report()["alerts"]) == 3
 
 
+
+
+DRIFT = Rule("entropy drift", "decision_entropy", 0.15, 0.1, window=8, drift=True)
+
+
+def median_entropies(records, e, n_windows=5, window=8):
+    """Of each layer, from the decisions as they were told: the median over windows of the mean entropy."""
+    by_layer = {
+        layer: np.concatenate([record.h_decision[record.layer == layer] for record in records])
+        for layer in sorted(set(records[0].layer.tolist()))
+    }
+    return {
+        layer: float(np.median(told[: n_windows * window].reshape(n_windows, window).mean(axis=1)))
+        for layer, told in by_layer.items()
+    }
+
+
+def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
+    path, ids = tmp_path / "healthy.json", torch.randint(3, 60, (8, 6), generator=torch.Generator().manual_seed(0))
+    with RoutingMonitor(mixtral, rules=(DRIFT,), window=8) as monitor, torch.no_grad():
+        seen = Seen(monitor)
+        with pytest.raises(ConfigError, match="no baseline is known yet"):
+            monitor.save_baseline(path)
+        assert not path.exists() and monitor.report()["baseline"] == []
+        mixtral(ids[:4])
+        assert monitor.report()["baseline"] == [] and monitor.report()["unjudged"] == {"entropy drift": 7 * 8}
+        mixtral(ids[4:])
+        monitor.save_baseline(path)
+        report = json.loads(json.dumps(monitor.report()))
+    expected = median_entropies(seen.records, 5)
+    assert json.loads(path.read_text()) == {"baseline": report["baseline"]}
+    assert [(one["site"], one["metric"], one["tokens"]) for one in report["baseline"]] == [
+        (f"router.{layer}", "decision_entropy", 8) for layer in range(LAYERS)
+    ]
+    assert all(one["value"] == pytest.approx(expected[one["layer"]], abs=1e-6) for one in report["baseline"])
+
+    moved = [{**one, "value": one["value"] + 0.3 * (one["layer"] == 1)} for one in report["baseline"]]
+    for baseline in (path, str(path), report, report["baseline"]):
+        with RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=baseline) as monitor:
+            assert monitor.report()["baseline"] == report["baseline"]
+    told = []
+    with RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline={"baseline": moved}) as monitor, torch.no_grad():
+        monitor.on_alert(told.append)
+        mixtral(ids[:4])
+        assert [(alert.stream.layer, alert.raised, alert.at) for alert in told] == [(1, True, 16)] and monitor.report()[
+            "unjudged"
+        ] == {}
+        monitor.reset_baseline()
+        assert [alert.raised for alert in told] == [True, False] and monitor.report()[
+            "baseline"
+        ] == [] == monitor.report()["alerts"]
+        mixtral(ids)
+        assert len(told) == 2 and len(monitor.report()["baseline"]) == LAYERS, "what was seen since is what is usual"
+
+
+def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
+    hooks = n_hooks(mixtral)
+    one = {
+        "source": "moe",
+        "site": "router.0",
+        "layer": 0,
+        "level": "",
+        "metric": "decision_entropy",
+        "tokens": 8,
+        "value": 0.5,
+    }
+    for baseline, told in (
+        ([], "has none"), ({}, "has none"), ({"baseline": []}, "has none"), (3, "has none"), ("nowhere.json", "cannot be read"), ([3], "has an entry of another form: give source, site"),
+        ([{**one, "value": "0.5"}], "has an entry"), ([{**one, "value": float("nan")}], "is no finite number"), ([{**one, "value": 10**5000}], "is no finite number"),
+        ([{**one, "value": True}], "has an entry"), ([{**one, "tokens": 8.0}], "has an entry"), ([{k: v for k, v in one.items() if k != "layer"}], "has an entry"), ([one, one], "twice"),
+        ([{**one, "site": "router.9", "layer": 9}], "of other routers: it has router.9, here are router.0"), ([{**one, "source": "xlora"}], "of other routers"),
+        ([{**one, "tokens": 512}], "over windows of 512 tokens of router.0, and the rules of drift look at decision_entropy over 8"), ([{**one, "metric": "spread"}], "has spread over"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=baseline)
+    for text in ("{", "[1", "\x00"):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no JSON"):
+            RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=tmp_path / "x.json")
+    assert n_hooks(mixtral) == hooks

@@ -212,7 +212,11 @@ def test_windows_of_few_tokens_that_count_fill_in_time():
     """Every fourth token steers: the windows of 1,024 of them are 4,096 long, and two of them raise."""
     codes = code_stream(6 * N, varies=1e-3)
     fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=(np.arange(6 * N) % 4 == 0)[None]))
-    assert [(alert.metric, alert.at) for alert in fed.alerts if alert.kind == "collapse"] == [("variation", 2 * 4096)] and fed.tally.alerts.unjudged == []
+    assert [(alert.metric, alert.at) for alert in fed.alerts if alert.kind == "collapse"] == [("variation", 2 * 4096)]
+    # From the alert on no window is healthy: there is no baseline of a drift, and so it is said.
+    assert (
+        kinds_of(fed.tally.alerts.unjudged) == {("entropy drift", "rank_entropy")} and fed.tally.alerts.baseline() == {}
+    )
 
 
 def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
@@ -224,6 +228,108 @@ def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
     alone = Fed().add(decisions_of(both[1]))
     assert [(a.kind, a.metric, a.at, a.value) for a in alerts if a.stream.layer == 1] == [(a.kind, a.metric, a.at, a.value) for a in alone.alerts] != []
     assert [a.kind for a in alerts if a.stream.layer == 0] == ["not finite"] and "collapse" in {rule.kind for rule, _ in tally.alerts.unjudged}
+
+
+# -- what drifts are measured from -------------------------------------------------------------------
+
+
+def usual(seed, n):
+    """Healthy streams of several kinds, each token's expert drawn alike."""
+    return logits_of("by token", seed, n)
+
+
+BAD = {
+    "all to one expert": lambda seed, n: logits_of("collapsed", seed, n), "no choice": lambda seed, n: logits_of("indifferent", seed, n),
+    "softer": lambda seed, n: 0.5 * usual(seed, n), "an expert that takes over": lambda seed, n: biased(n, seed).raw[0],
+}  # fmt: skip
+
+
+def drifts(logits, **more):
+    """The alerts of drift over a stream, and the tally."""
+    decisions = decisions_of(logits)
+    tally = Tally([Stream(MOE, "site", 0)], 8, **more)
+    alerts = tally.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0)
+    return [alert for alert in alerts if alert.kind == "entropy drift"], tally
+
+
+def test_one_bad_window_at_the_start_is_no_baseline():
+    """The stream by which a mean of the first windows was found out: bad from token 3,072 to 4,095, healthy for 100,000
+    afterwards.
+    """
+    logits = usual(0, 102_400)
+    logits[3072:4096] = 20 * np.eye(8)[3]
+    alerts, tally = drifts(logits)
+    assert alerts == [] and tally.alerts.raised == []
+    assert {metric: round(value, 2) for (_, metric, _), value in tally.alerts.baseline().items()} == {
+        "decision_entropy": 0.03,
+        "marginal_entropy": 1.0,
+    }
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_stretch_poisons_no_baseline_wherever_it_stands(bad):
+    """As long as a window of 1,024, cut by windows or not: what is healthy afterwards is no drift, and what is a drift
+    is told at once.
+    """
+    healthy, drift = usual(1, 12_288), 0.5 * usual(2, 2048)
+    _, expected = drifts(healthy)
+    for at in [0, *range(1, 6144, 509), 3072]:
+        logits = np.concatenate([healthy, drift])
+        logits[at : at + 1024] = BAD[bad](3, 1024)
+        alerts, tally = drifts(logits)
+        assert all(alert.at <= at + 1024 + 3 * 1024 for alert in alerts if alert.at <= len(healthy)), (at, alerts)
+        late = [(alert.metric, alert.raised) for alert in alerts if alert.at > len(healthy)]
+        assert ("decision_entropy", True) in late and ("decision_entropy", False) not in late, (at, alerts)
+        for key, value in expected.alerts.baseline().items():
+            assert abs(tally.alerts.baseline()[key] - value) < 0.02, (at, key)
+
+
+def test_windows_in_which_an_alert_holds_are_in_no_baseline():
+    """However many they are: half of the first 20,480 tokens are bad, in one piece, and told of."""
+    logits = usual(1, 40_960)
+    logits[1024:11_264] = logits_of("collapsed", 1, 10_240)
+    alerts, tally = drifts(logits)
+    assert alerts == [] and all(
+        abs(value - {"decision_entropy": 0.03, "marginal_entropy": 1.0}[metric]) < 0.02
+        for (_, metric, _), value in tally.alerts.baseline().items()
+    )
+
+
+def test_a_baseline_is_given_and_forgotten():
+    healthy, drift = usual(1, 8192), 0.5 * usual(2, 8192)
+    _, tally = drifts(healthy)
+    baseline = tally.alerts.baseline()
+    alerts, again = drifts(drift, baseline=baseline)
+    assert [(alert.metric, alert.raised, alert.at) for alert in alerts] == [
+        ("decision_entropy", True, 2 * 512)
+    ] and again.alerts.baseline() == baseline
+    assert drifts(drift)[0] == [] and drifts(healthy, baseline=baseline)[0] == []
+    _, few = drifts(healthy[:1023], baseline=baseline)
+    assert {(rule.kind, needed) for rule, needed in few.alerts.unjudged if rule.drift} == {
+        ("entropy drift", 2 * 512),
+        ("entropy drift", 2 * 1024),
+    }
+    over = again.alerts.reset_baseline()
+    assert (
+        [(alert.kind, alert.raised, alert.at) for alert in over] == [("entropy drift", False, 8192)]
+        and again.alerts.raised == []
+        and again.alerts.baseline() == {}
+    )
+    assert {rule.metric for rule, _ in again.alerts.unjudged if rule.drift} == {"decision_entropy", "marginal_entropy"}
+    decisions = decisions_of(drift)
+    assert (
+        again.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0) == []
+    )  # it is what is usual now
+    assert {metric: round(value, 1) for (_, metric, _), value in again.alerts.baseline().items()} == {
+        "decision_entropy": round(float(_entropies(drift).mean()), 1),
+        "marginal_entropy": 1.0,
+    }
+
+
+def _entropies(logits):
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True).astype(np.float64))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return -(shares * np.log(shares)).sum(axis=-1) / np.log(shares.shape[-1])
 
 
 def test_dead_experts_are_looked_for_where_each_could_have_been_chosen():

@@ -183,7 +183,7 @@ def test_no_alert_is_not_said_of_what_could_not_be_seen_yet():
     with RoutingMonitor(model) as monitor:
         model.generate(PROMPT, **GREEDY)
     report = monitor.report()
-    assert report["unjudged"]["collapse"] == 2 * 512 and report["unjudged"]["entropy drift"] == (2 + 4) * 1024
+    assert report["unjudged"]["collapse"] == 2 * 512 and report["unjudged"]["entropy drift"] == (2 + 5) * 1024
     summary(console, report)
     assert "too few tokens that count yet for " in (text := console.export_text()) and "collapse (1024 tokens)" in text
     with RoutingMonitor(model, window=4, rules=(Rule("collapse", "spread", 0.01, 0.35, window=4),)) as judged:

@@ -45,6 +45,8 @@ from probemon.shadow import shadow
 
 LOG = logging.getLogger("probemon")
 
+_ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
+
 # Decoders: two adapters would both believe that the states they read are the host's own.
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -61,12 +63,13 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward of the decoder; `applied`: codes `[B * T, r]` by site, once the controller has run."""
+    """One forward of the decoder; `applied`: codes `[B * T, r]` by site key, once the controller has run."""
 
     cache: Any
     state: ControllerState
     real: Tensor
     applied: dict[str, Tensor] | None = None
+    sparse: bool = False  # whether codes of zeros mark updates that are left out
     reached: set[Site] = field(default_factory=set)
 
 
@@ -114,6 +117,14 @@ class Bem(nn.Module):
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
+        n_ranks = int(getattr(host, "tp_size", None) or 1)
+        if n_ranks > 1:
+            raise NotSupportedHost(
+                f"this {type(host).__name__} is spread over {n_ranks} ranks (tensor parallel), and each has a part of "
+                f"what goes into a site, too little for its update: load it whole, "
+                "without tp_plan (device_map= spreads whole layers over devices), or distil the adapter on one "
+                "process (probemon.bem.distil) and spread the host with that LoRA merged"
+            )
         decoder, layers = find_layers(host)
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
         self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
@@ -221,8 +232,15 @@ class Bem(nn.Module):
     # -- kept ------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a parameter that is not finite: what is there stays."""
+        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a
+        parameter that is not finite, or of 8 bits and no int8: what is there stays.
+        """
         for name, tensor in self.state_dict().items():
+            if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
+                raise BemError(
+                    f"{name} is {tensor.dtype}, which adapters are not kept in, so nothing is saved: save it after "
+                    f"bem.float(), or quantize(bem), whose U and V are int8"
+                )
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise BemError(f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from before")
         write_saved(Path(folder), self.config, self._host[0], self.sites, self.state_dict())
@@ -245,8 +263,10 @@ class Bem(nn.Module):
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
-        """What the controller knows of the sequences in a cache (a copy), as long as the cache now is; None if it never saw it."""
-        known = self._states.get(cache)
+        """What the controller knows of the sequences in a cache (a copy), as long as the cache now is; None if it never
+        saw it. Raises `BemStateError` for what is no cache.
+        """
+        known = self._states.get(_a_cache(cache))
         if known is None:
             return None
         state, n_columns = known.copy(), n_cached(cache, {})
@@ -256,6 +276,12 @@ class Bem(nn.Module):
 
     def restore(self, cache: Cache, saved: Mapping[str, Tensor]) -> None:
         """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises `BemStateError`."""
+        _a_cache(cache)
+        if not isinstance(saved, Mapping) or not all(isinstance(x, Tensor) for x in saved.values()):
+            raise BemStateError(
+                f"what is to be restored is a {type(saved).__name__}: give the tensors by name that "
+                f"bem.state(cache).tensors() gave"
+            )
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
         z = state.history()[0]
         if z.dtype != (own := self.controller.project.weight.dtype):
@@ -391,6 +417,10 @@ class Bem(nn.Module):
             codes = self.controller(hidden.to(self.controller.query.device), forward.real, forward.state)
             given = {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in self._groups}
             forward.applied = self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in given.items()})
+            if self.config.sparse_eps and not torch.is_grad_enabled():
+                # Where gradients are made nothing is left out: what is has none, so an adapter whose updates are small,
+                # as every fresh one's are, would never learn.
+                forward.applied, forward.sparse = self.governor.leave_out(forward.applied, self.config.sparse_eps), True
             if self.steered._forward_hooks:
                 self.steered(codes, self.governor.sizes(forward.applied))
 
@@ -402,14 +432,18 @@ class Bem(nn.Module):
         x, code = x.reshape(-1, site.n_in), forward.applied[site.key].to(x.device)
         if len(x) != len(code):
             rows, tokens = forward.real.shape
-            raise NotSupportedHost(f"site {site.name} is run on {len(x)} states in a forward of {rows} rows and {tokens} tokens: whose code is whose is unknown")
+            raise NotSupportedHost(
+                f"site {site.name} is run on {len(x)} states in a forward of {rows} rows and {tokens} tokens: whose "
+                f"code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is sharded over ranks, "
+                f"load it whole"
+            )
         if self.config.dropout and module.training:
             x = nn.functional.dropout(x, self.config.dropout)
         whole = isinstance(output, tuple)  # some mixtures of experts give their routing too
         base = output[0] if whole else output
         with _own_precision(x.device):
             steered = generated_update(
-                x, update.V, update.U, code, self.config.scale, base=base.reshape(-1, site.n_out), eps=self.config.sparse_eps, impl=self.impl
+                x, update.V, update.U, code, self.config.scale, base=base.reshape(-1, site.n_out), eps=_ZEROS if forward.sparse else None, impl=self.impl
             ).view(base.shape)  # fmt: skip
         forward.reached.add(site)
         return (steered, *output[1:]) if whole else steered
@@ -439,6 +473,16 @@ class Bem(nn.Module):
         if forward is None:
             raise BemError("a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run layers alone")
         return forward
+
+
+def _a_cache(cache: Any) -> Cache:
+    """The same. Raises `BemStateError` for what is none: states are kept by caches."""
+    if not isinstance(cache, Cache):
+        raise BemStateError(
+            f"{type(cache).__name__} is no cache, and an adapter's states are kept by caches: give the "
+            f"past_key_values that the host was run with"
+        )
+    return cache
 
 
 def _n_rows(cache: Cache) -> int | None:

@@ -38,8 +38,11 @@ class BemConfig:
     `auto_limits[1]`, else token codes. Or one of `LEVELS`. Queries, keys and values always take chunk codes.
 
     `spectral_cap`: on the largest singular value of every update; `trust_region`: on the Frobenius norm over all sites
-    together; None for none. `dropout`: of an update's input, in training. `sparse_eps`: tokens of which no `|c|` that a
-    site is given is over it are left out of its update; None computes all.
+    together; None for none. `dropout`: of an update's input, in training. `sparse_eps`: updates of at most this
+    Frobenius norm,
+    after the limits, are left out, token by token and site by site, in forwards that make no gradients; None computes
+    all.
+    It is a size of updates, as the limits are: no output differs by more than `sparse_eps` times the norm of its input.
     """
 
     rank: int = 8

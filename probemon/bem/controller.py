@@ -123,7 +123,8 @@ class Controller(nn.Module):
         self.project = nn.Linear(hidden_size, width)
         self.query = nn.Parameter(torch.zeros(width))  # at first, the mean
         self.default_summary = nn.Parameter(torch.zeros(width))
-        self.default_code = nn.Parameter(torch.ones(rank))
+        # Only where something uses it: DistributedDataParallel stops at a parameter that no loss reaches.
+        self.default_code = nn.Parameter(torch.ones(rank)) if "chunk" in levels else None
         self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT))
         self.confidence = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, 1))
         last = self.confidence[-1]
@@ -237,10 +238,15 @@ class Controller(nn.Module):
         """Before the first token: chunk 0 is open, with what was learned for it."""
         width, size, device = self.config.width, self.config.chunk_tokens, self.query.device
         confidence = self._sure(self.default_confidence)
+        code = (
+            self.query.new_zeros(self.config.rank)
+            if self.default_code is None
+            else self._clamp(self.default_code) * confidence
+        )
         return Carry(
             n=torch.zeros(n_rows, dtype=torch.int64, device=device),
             open=self.query.new_zeros(n_rows, size, width),
-            code=(self._clamp(self.default_code) * confidence).expand(n_rows, -1),
+            code=code.expand(n_rows, -1),
             summary=self.default_summary.expand(n_rows, -1),
             log_mass=self.query.new_full((n_rows,), -math.inf),
             confidence=confidence.expand(n_rows),

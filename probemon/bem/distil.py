@@ -2,7 +2,7 @@
 
     found = distil(bem, batches)                      # batches: dicts of input_ids, attention_mask; what the adapter is used on
     found.method, found.error                         # ("least_squares", 0.13): 13 % of the squared update is lost
-    found, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2))     # further, where codes vary much
+    found, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)      # trained, where codes vary much
     found.save("lora/")                               # peft.PeftModel.from_pretrained(model, "lora/") loads it
 
 Of each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
@@ -13,8 +13,12 @@ Of each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
 
 The codes are those that are applied, within the limits of governance. The last one needs the inputs x_t, which the batches give; its
 solution is `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t, whatever U is, and no M of that A is nearer on them.
-It is near site by site, and on inputs that the routed adapter made. `distil_trained` goes on from there: A and B of all sites together
-are trained to give the routed host's distribution, by KL(routed || static).
+It is near site by site, and on inputs that the routed adapter made. `distil_trained` trains A and B of all sites
+together to give the routed host's distribution, by
+KL(routed || static) in place of, or beside, the labels of data. It begins twice: with the nearest, the factors of each
+site made equally large, which is better where it
+loses little, and as a LoRA begins, which is better for an adapter that routes much, to which no LoRA is near; what ends
+better is kept.
 """
 
 from __future__ import annotations
@@ -32,12 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
+from probemon.bem.config import is_int, is_number
 from probemon.bem.losses import (
     Batch,
     codes_taken,
     frozen,
     host_inputs,
     host_of,
+    labels_after,
     learner,
     mode,
     real_tokens,
@@ -51,6 +57,7 @@ from probemon.host import find_layers
 from probemon.packfile import save_tensors, write_text_atomically
 
 METHODS = ("constant", "mean", "least_squares")
+STARTS = ("nearest", "fresh")
 _SAME = 1e-6  # how far codes of norm 1 may be apart and still be one: what rounding leaves of a constant
 
 
@@ -59,7 +66,7 @@ class StaticLora:
     """A LoRA of one rank: `factors` by module name, `(A [r, in], B [out, r])`; the update is `alpha / rank * B A`.
 
     `method`: how it was found. `error`: squared distance of its outputs to the routed ones over their squared norm, on the batches; None
-    where it was trained, on something else.
+    where it was trained, on something else. `start`: of a trained one, what it began with.
     """
 
     rank: int
@@ -68,6 +75,7 @@ class StaticLora:
     method: str
     error: float | None
     base_model: str | None = None
+    start: str | None = None
 
     def dense(self, name: str) -> Tensor:
         """What it adds to the weight of a module `[out, in]`."""
@@ -168,14 +176,39 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     return StaticLora(bem.config.rank, bem.config.alpha, factors, method, lost / whole if whole else 0.0, getattr(host_of(bem), "name_or_path", None) or None)
 
 
-def distil_trained(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> tuple[StaticLora, History]:
-    """What `distil` gives, trained further on KL(routed || static), the mean over tokens. The adapter and the host stay as they are.
+def distil_trained(
+    bem: Bem,
+    batches: Sequence[Batch],
+    settings: TrainSettings,
+    *,
+    rank: int | None = None,
+    labels: float = 0.0,
+    start: str | None = None,
+) -> tuple[StaticLora, History]:
+    """A static LoRA trained on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`, the means
+    over tokens. The adapter and the host stay as they are.
+
+    Where batches have labels, both are over the tokens before one that counts: what the adapter says where nothing is
+    asked of it was never trained, and would take up the rank.
+
+    `rank`: None for the adapter's. The scale of the update, alpha over rank, is the adapter's at every rank.
+    `labels`: how much of the loss the labels are, 0 to 1.
+    `start`: "nearest" to begin with what `distil` gives, cut or filled up to the rank, "fresh" as a LoRA begins; None
+    for both, of which the one is kept whose loss is lower
+    over the last tenth of the steps, on the same batches. Of codes that are constant the nearest is exact, and begun
+    with alone.
 
     Raises as `distil` and `train`.
     """
-    start, host = distil(bem, batches), host_of(bem)
-    factors = {name: (nn.Parameter(a.clone().to(_device(host, name))), nn.Parameter(b.clone().to(_device(host, name)))) for name, (a, b) in start.factors.items()}
-    scale = start.alpha / start.rank
+    if rank is not None and not (is_int(rank) and 1 <= rank <= 4096):
+        raise ConfigError(f"rank is {rank!r}: give 1 to 4096, or None for the adapter's")
+    if not is_number(labels) or not 0 <= labels <= 1:
+        raise ConfigError(f"labels is {labels!r}: give 0 (what the adapter says alone) to 1 (the labels alone)")
+    if start not in (None, *STARTS):
+        raise ConfigError(f"start is {start!r}: give {' or '.join(map(repr, STARTS))}, or None to choose")
+    near, host = distil(bem, batches), host_of(bem)
+    scale, rank = near.alpha / near.rank, rank or near.rank
+    factors: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def add(name: str) -> Any:
         a, b = factors[name]
@@ -186,21 +219,82 @@ def distil_trained(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) 
         return hook
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, real = host_inputs(batch), real_tokens(batch)
+        inputs, counted, wanted = host_inputs(batch), *_asked(batch, labels)
         with torch.no_grad():
-            wanted = host(**inputs, use_cache=False).logits[real].float().log_softmax(dim=-1)
+            routed = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
             for block in (frozen(host), frozen(bem), silenced(bem)):
                 stack.enter_context(block)
             for name in factors:
                 stack.callback(host.get_submodule(name).register_forward_hook(add(name)).remove)
-            given = host(**inputs, use_cache=False).logits[real].float().log_softmax(dim=-1)
-        return (wanted.exp() * (wanted - given)).sum(dim=-1).mean(), {}
+            given = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
+        terms = {"kl": (routed.exp() * (routed - given)).sum(dim=-1).mean()}
+        if labels:
+            terms["lm"] = nn.functional.nll_loss(given, wanted.to(given.device))
+        return (1 - labels) * terms["kl"] + labels * terms.get("lm", 0.0), {
+            name: term.detach() for name, term in terms.items()
+        }
 
-    with mode(host, training=False):
-        history = fit([factor for pair in factors.values() for factor in pair], loss_of, batches, settings)
-    trained = {name: (a.detach().cpu(), b.detach().cpu()) for name, (a, b) in factors.items()}
-    return StaticLora(start.rank, start.alpha, trained, "trained", None, start.base_model), history
+    ended: list[tuple[float, StaticLora, History]] = []
+    for begin in STARTS if start is None and near.method != "constant" else (start or "nearest",):
+        generator = torch.Generator().manual_seed(settings.seed)
+        for name, pair in near.factors.items():
+            a, b = _begin(*(balanced(*pair) if begin == "nearest" else (pair[0][:0], pair[1][:, :0])), rank, generator)
+            factors[name] = (
+                nn.Parameter(a.float().to(_device(host, name))),
+                nn.Parameter(b.float().to(_device(host, name))),
+            )
+        with mode(host, training=False):
+            history = fit([factor for pair in factors.values() for factor in pair], loss_of, batches, settings)
+        trained = {name: (a.detach().cpu(), b.detach().cpu()) for name, (a, b) in factors.items()}
+        last = history.losses[-max(1, settings.n_steps // 10) :]
+        ended.append(
+            (
+                sum(last) / len(last),
+                StaticLora(rank, scale * rank, trained, "trained", None, near.base_model, begin),
+                history,
+            )
+        )
+    return min(ended, key=lambda one: one[0])[1:]
+
+
+def balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the same product, `A [r, in]`, `B [out, r]`, by its singular values, the largest first, whose square
+    roots both have: else the larger factor learns slowly.
+    """
+    q_b, r_b = torch.linalg.qr(b.double())
+    q_a, r_a = torch.linalg.qr(a.double().T)
+    u, values, v = torch.linalg.svd(r_b @ r_a.T)
+    n = len(values)  # fewer than r at a module narrower than that
+    root = values.sqrt()
+    return (root[:, None] * (v[:n] @ q_a.T)).to(a.dtype), (q_b @ u[:, :n] * root).to(b.dtype)
+
+
+def _begin(a: Tensor, b: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The first `rank` directions; where there are fewer, others as a LoRA begins, A at random and B zero."""
+    missing, n_in = max(0, rank - len(a)), a.shape[1]
+    more = torch.empty(missing, n_in, dtype=torch.float32).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+    return torch.cat([a[:rank], more.to(a)]), torch.cat([b[:, :rank], b.new_zeros(len(b), missing)], dim=1)
+
+
+def _asked(batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
+    """At which tokens something is asked `[B, T]` bool, and what is the label there `[M]`; without labels at every
+    token. Raises `ConfigError` where it is at none.
+    """
+    real = real_tokens(batch)
+    if batch.get("labels") is None:
+        if labels:
+            raise ConfigError(
+                f"labels is {labels!r}, and a batch has {', '.join(batch)}: give it labels [B, T], -100 where a token "
+                f"is not to be counted, or labels=0"
+            )
+        counted, wanted = real, batch["input_ids"]
+    else:
+        wanted = nn.functional.pad(labels_after(batch["labels"], real), (0, 1), value=-100)
+        counted = wanted != -100
+    if not bool(counted.any()):
+        raise ConfigError("a batch has no token at which anything is asked: leave it out")
+    return counted, wanted[counted]
 
 
 def _device(host: Any, name: str) -> torch.device:

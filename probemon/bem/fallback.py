@@ -252,7 +252,7 @@ def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -
     too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
     sizes = f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and width {config.width}"
     if impl == "triton" and too_large:
-        raise ConfigError(f"{sizes}: use impl='reference'")
+        raise ConfigError(f"{sizes}: use impl='reference' or 'auto'")
     if impl == "auto":
         chosen, why = ("reference", sizes) if too_large else _best_impl(devices)
         LOG.info("updates are computed by %s: %s", chosen, why)

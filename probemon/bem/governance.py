@@ -2,6 +2,7 @@
 
     governor = Governor(config, sites, updates)
     applied = governor.apply({True: chunk_codes, False: codes})     # site key -> codes [B, T, r] within the limits
+    applied = governor.leave_out(applied, eps)                      # codes of updates of at most eps are zeros
     sigma1(codes, *factors(U, V, scale))                            # [M]: largest singular value of each update
 
 The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one quadratic form:
@@ -10,6 +11,11 @@ The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one qu
 that exceeds the cap.
 
 First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no gradient.
+
+What `sparse_eps` leaves out is measured by the same Frobenius norm, after both limits: by what a token's update is, and
+not by its code. The size of a code says nothing
+by itself, since U and V may be as large or small as training made them: of a capped adapter with a large U, full-size
+updates have small codes.
 """
 
 from __future__ import annotations
@@ -21,9 +27,15 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
+
+# Of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising their
+# versions.
+_steps = [0]
+register_optimizer_step_post_hook(lambda *_: _steps.__setitem__(0, _steps[0] + 1))
 
 _MOST = 1 << 14  # matrices at once
 _CELLS = 1 << 24  # of matrices whose singular values are found at once: bounds the memory of a long prompt
@@ -57,7 +69,9 @@ def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Of parameters at these places and versions, by group: grams `[S, r, r]`, and factors, two of `[S, r, r]`, where they were asked for."""
+    """Of parameters at these places and versions (first: after how many steps of optimisers), by group: grams `[S, r,
+    r]`, and factors, two of `[S, r, r]`, where they were asked for.
+    """
 
     seen: list[tuple[int, int]]
     grams: dict[bool, Tensor]
@@ -67,7 +81,9 @@ class _Kept:
 class Governor:
     """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else writes to them.
 
-    A write through `.data` is invisible to torch, and so to this: use `torch.no_grad()`.
+    A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to
+    write, in whatever way. A write through `.data` at
+    another time is invisible to torch, and so to this: use `torch.no_grad()`.
     """
 
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
@@ -76,13 +92,16 @@ class Governor:
         # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's layer.
         self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
-        self._kept = _Kept([], {}, {})
+        self._kept, self._learning = _Kept([], {}, {}), False
         self._host_norm: float | None = None
 
     @torch.no_grad()
     def _matrices_now(self, device: torch.device) -> _Kept:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        seen = [(p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None]
+        seen = [
+            (_steps[0], 0),
+            *((p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None),
+        ]
         kept = self._kept
         if seen != kept.seen:
             grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
@@ -144,6 +163,11 @@ class Governor:
 
         A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the cap.
         """
+        learning = torch.is_grad_enabled() and any(
+            p.requires_grad for stored in self._stored.values() for p in stored.values() if p is not None
+        )
+        if learning or self._learning:
+            self._kept, self._learning = _Kept([], {}, {}), learning
         cap, trust = self._config.spectral_cap or math.inf, self._config.trust_region
         if cap == math.inf and trust is None:
             return {site.key: codes[site.chunked] for site in self._updates}
@@ -167,6 +191,26 @@ class Governor:
             for site, scale in zip(self._groups[chunked], scales, strict=True):
                 applied[site.key] = code * scale.view(*code.shape[:-1], 1)
         return applied
+
+    @torch.no_grad()
+    def leave_out(self, applied: Mapping[str, Tensor], eps: float) -> dict[str, Tensor]:
+        """Codes by site key `[M, r]` as `apply` gave them; zeros where the Frobenius norm of the site's update is at
+        most `eps`.
+
+        Of an input x, an output so differs by at most `eps |x|`, for no singular value exceeds that norm. A code that
+        is not finite stays, so that it is seen.
+        """
+        kept = dict(applied)
+        for chunked, group in self._groups.items():
+            if group:
+                codes = torch.stack([applied[site.key] for site in group])  # [S, M, r]
+                grams = self._matrices_now(codes.device).grams[chunked]
+                wide = codes.to(grams.dtype)
+                small = ((wide @ grams) * wide).sum(dim=-1) <= eps**2
+                kept |= {
+                    site.key: code for site, code in zip(group, codes.masked_fill(small[..., None], 0.0), strict=True)
+                }
+        return kept
 
     @torch.no_grad()
     def _cap(self, chunked: bool, codes: Tensor, exceeds: Tensor, cap: float) -> Tensor:

@@ -4,6 +4,9 @@
     saved = read_saved(folder)                        # raises BemFileError
     check_host(saved, model, strict=False)            # raises HostMismatch
 
+A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the
+settings beside the weights, as a tensor of bytes.
+
 Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed; the settings have a hash of
 their own, for an adapter with another number in them is another adapter.
 """
@@ -34,13 +37,21 @@ from probemon.packfile import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
+CHECKPOINT, OF_OBJECTIVE, STATED = (
+    "model.safetensors",
+    "bem.",
+    "settings",
+)  # a Trainer's file; in it, what adapters' tensors begin with, and the tensor of settings
+_UNUSED = "controller.default_code"  # older adapters have it without a chunk router too, where nothing reads it
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A folder as read: its settings, the host it was made on, its tensors by name."""
+    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are from.
+    """
 
     folder: Path
+    weights: Path
     config: BemConfig
     host: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -56,14 +67,27 @@ class Saved:
         Raises `BemFileError` where names, shapes or kinds of numbers are not its own.
         """
         own = module.state_dict()
-        wrong = [name for name in {*own, *self.tensors} if name not in own or name not in self.tensors or own[name].shape != self.tensors[name].shape]
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
+        wrong = [
+            name
+            for name in {*own, *tensors}
+            if name not in own or name not in tensors or own[name].shape != tensors[name].shape
+        ]
         if wrong:
-            raise BemFileError(f"{self.folder / WEIGHTS}: tensor {min(wrong)!r} is missing, unknown or of another shape than {SETTINGS} says: copy the folder again")
-        for name, tensor in self.tensors.items():
+            raise BemFileError(
+                f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings "
+                f"say: copy the folder again"
+            )
+        for name, tensor in tensors.items():
             if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
-                raise BemFileError(f"{self.folder / WEIGHTS}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder again")
+                raise BemFileError(
+                    f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder "
+                    f"again"
+                )
         with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
-            module.load_state_dict({name: tensor.to(own[name].device, copy=True) for name, tensor in self.tensors.items()}, assign=True)
+            module.load_state_dict(
+                {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}, assign=True
+            )
 
 
 def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
@@ -82,56 +106,128 @@ def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Sit
     except BaseException:
         made.unlink(missing_ok=True)
         raise
+    hashed: dict[str, Any] = {**describe(config, model, sites), "files": {WEIGHTS: stated}}
+    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
+    write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, Any]:
+    """What is kept beside the weights: `config`, and the `host` that they were made on."""
     _, layers = find_layers(model)
     host = {
         "model": type(model).__name__, "hidden_size": hidden_size(model), "n_layers": len(layers), "fingerprint": fingerprint(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }  # fmt: skip
-    hashed: dict[str, Any] = {"config": dataclasses.asdict(config), "host": host, "files": {WEIGHTS: stated}}
-    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
-    write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    return {"config": dataclasses.asdict(config), "host": host}
+
+
+def settings_tensor(config: BemConfig, model: Any, sites: Sequence[Site]) -> Tensor:
+    """The same as JSON in bytes `[n]` uint8: for a file that has room for tensors alone."""
+    settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **describe(config, model, sites)}
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
 def read_saved(folder: Path) -> Saved:
     """An adapter's folder, checked. Raises `BemFileError`."""
-    path, again = folder / SETTINGS, "copy the folder again"
+    path, weights, again = folder / SETTINGS, folder / WEIGHTS, "copy the folder again"
+    if not path.exists() and (folder / CHECKPOINT).is_file():
+        return _read_checkpoint(folder)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        found = settings_hash({key: settings.get(key) for key in ("config", "host", "files")}) if isinstance(settings, dict) else None
     except FileNotFoundError:
-        raise BemFileError(f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes") from None
+        raise BemFileError(
+            f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
+            f"Trainer's checkpoint of one"
+        ) from None
     except (OSError, RecursionError, ValueError) as error:
         raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
-    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
-        raise BemFileError(f"{path}: format is {settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected {FORMAT!r}")
-    if settings.get("format_version") != FORMAT_VERSION:
-        raise BemFileError(f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: upgrade probemon")
+    _check_format(path, settings)
     config, host, files = (settings.get(key) for key in ("config", "host", "files"))
     stated = files.get(WEIGHTS) if isinstance(files, dict) else None
     if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict) or not isinstance(stated, dict):
         raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
-    if settings.get("sha256") != found:
+    if settings.get("sha256") != settings_hash({"config": config, "host": host, "files": files}):
         raise BemFileError(f"{path} is not as save_pretrained wrote it (its hash differs): {again}; to change a setting, make a BemConfig with it and save that adapter")
-    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
-    if missing:
-        raise BemFileError(f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: {again}")
-    try:
-        made = BemConfig.from_dict(config)
-    except ConfigError as error:
-        raise BemFileError(f"{path}: {error}") from None
-    weights = folder / WEIGHTS
+    made = _config(path, config)
     if not weights.is_file():
         raise BemFileError(f"{weights} is missing: {again}")
     if weights.stat().st_size != stated.get("size") or sha256(weights) != stated.get("sha256"):
-        raise BemFileError(f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}")
+        raise BemFileError(
+            f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}"
+        )
+    return Saved(folder, weights, made, host, _tensors(weights))
+
+
+def _read_checkpoint(folder: Path) -> Saved:
+    """A checkpoint that a Trainer wrote of an `Objective`."""
+    weights = folder / CHECKPOINT
+    tensors = _tensors(weights)
+    stated = tensors.pop(STATED, None)
+    if stated is None or stated.dtype != torch.uint8:
+        older = f"{OF_OBJECTIVE}controller.query" in tensors
+        remedy = (
+            "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig and "
+            "load these tensors into it"
+            if older
+            else f"give a folder with {SETTINGS}, or a checkpoint of Trainer(model=Objective(bem))"
+        )
+        raise BemFileError(
+            f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}"
+        )
+    try:
+        settings = json.loads(bytes(stated.flatten().tolist()))
+    except (RecursionError, ValueError) as error:
+        raise BemFileError(f"{weights}: its settings cannot be read as JSON ({error}): copy the folder again") from None
+    _check_format(weights, settings)
+    config, host = settings.get("config"), settings.get("host")
+    if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict):
+        raise BemFileError(f"{weights}: config, or host with its sites, is missing: copy the folder again")
+    return Saved(
+        folder,
+        weights,
+        _config(weights, config),
+        host,
+        {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()},
+    )
+
+
+def _check_format(path: Path, settings: Any) -> None:
+    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
+        raise BemFileError(
+            f"{path}: format is "
+            f"{settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected "
+            f"{FORMAT!r}"
+        )
+    if settings.get("format_version") != FORMAT_VERSION:
+        raise BemFileError(
+            f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
+            f"upgrade probemon"
+        )
+
+
+def _config(path: Path, config: Mapping[str, Any]) -> BemConfig:
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
+    if missing:
+        raise BemFileError(
+            f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
+            f"copy the folder again"
+        )
+    try:
+        return BemConfig.from_dict(config)
+    except ConfigError as error:
+        raise BemFileError(f"{path}: {error}") from None
+
+
+def _tensors(weights: Path) -> dict[str, Tensor]:
+    """Of a file of safetensors, all finite."""
     try:
         tensors = load_file(weights)
-    except SafetensorError as error:
-        raise BemFileError(f"{weights} cannot be read as safetensors ({error}): {again}") from None
+    except (OSError, SafetensorError) as error:
+        raise BemFileError(f"{weights} cannot be read as safetensors ({error}): copy the folder again") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BemFileError(f"{weights}: tensor {name!r} is not finite: train it again")
-    return Saved(folder, made, host, tensors)
+    return tensors
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

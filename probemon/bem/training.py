@@ -6,6 +6,7 @@
     evaluate(model, held_out)                                                   # mean cross-entropy a label
 
     Trainer(model=Objective(bem), args=..., train_dataset=...).train()          # the same losses
+    attach_bem(model, "output/checkpoint-500")                                  # what it saved on the way is adapters
 
 On a CPU the same seed, batches and adapter give the same parameters, bit for bit.
 """
@@ -34,6 +35,7 @@ from probemon.bem.losses import (
     mode,
     real_tokens,
 )
+from probemon.bem.saved import STATED, settings_tensor
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -173,12 +175,14 @@ class Objective(nn.Module):
     """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as Trainer expects.
 
     Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the host's too; moving
-    it to a device moves the adapter and not the host.
+    it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that a checkpoint
+    opens by `attach_bem(model, checkpoint)`.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:
         super().__init__()
         self.bem, self.weights = bem, weights
+        self.register_buffer(STATED, settings_tensor(bem.config, host_of(bem), bem.sites))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
         """As `adapter_losses`."""

@@ -11,13 +11,14 @@ A requested implementation that cannot run raises.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from probemon.errors import ConfigError
-from probemon.kernels import check_impl
+from probemon.errors import ConfigError, KernelUnavailable
 
 Update = Callable[..., Tensor]
 
@@ -56,8 +57,17 @@ IMPLS: dict[str, Callable[[], Update]] = {"reference": lambda: reference, "trito
 def check_update_impl(impl: str, device: torch.device) -> str:
     """`impl`, or an error that says why it cannot run on `device`. Raises `ConfigError`, `KernelUnavailable`."""
     if impl not in IMPLS:
-        raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}")
-    return impl if impl == "reference" else check_impl(impl, device, torch.float32)
+        raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}; attach_bem takes 'auto' too")
+    if impl == "triton":
+        remedy = "use impl='reference' (of attach_bem, impl='auto' takes what runs)"
+        if importlib.util.find_spec("triton") is None:
+            raise KernelUnavailable(f"impl='triton' needs triton, which is published for Linux only: {remedy}")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise KernelUnavailable(
+                f"impl='triton' needs a GPU, the update is computed on {device}: {remedy}, or set TRITON_INTERPRET=1 "
+                f"before starting to run its (slow) interpreter"
+            )
+    return impl
 
 
 def generated_update(

@@ -13,8 +13,8 @@ do not fill is silent since it sees nothing, and is `unjudged`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from numbers import Integral, Real
 
 import numpy as np
@@ -26,9 +26,11 @@ from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
 from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 
 MEMORY = "memory_share"  # not of the routers: told beside them
-_BASELINE = 4  # windows whose mean a drift is measured from
+# Windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted.
+_BASELINE = 5
 _PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
+Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Rule:
     """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
 
     Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
-    its mean over the first four windows. `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of a
+    its median over the first five windows in which no alert of the stream held, or from a baseline that is given.
+    `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of
+    a
     window too, with the tokens of the batch that passed the threshold; it is cleared by full ones alone. For streams of `sources`, and of `levels` where any are
     named. Raises `ConfigError`.
     """
@@ -143,25 +147,57 @@ class _Watch:
     rule: Rule
     which: Ints
     n: InitVar[int]
+    size: int  # tokens of a window
+    first: Numbers = field(init=False)  # [n, 5], of the windows of a baseline
 
     def __post_init__(self, n: int) -> None:
-        self.first, self.n_first = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.streak, self.raised = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
-        self.n_judged = np.zeros(n, dtype=np.int64)
+        self.n_judged, self.given = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        self.forget()
 
-    def moved(self, values: Numbers) -> Numbers:
-        """How far values are from the mean of their first ones; NaN while these are few."""
+    def forget(self) -> None:
+        """The baseline, and what was said by it."""
+        n = len(self.streak)
+        self.first, self.n_first = np.full((n, _BASELINE), np.nan), np.zeros(n, dtype=np.int64)
+        self.streak[:], self.raised[:], self.n_judged[:], self.given[:] = 0, False, 0, False
+
+    def take(self, i: int, baseline: float) -> None:
+        """A baseline from elsewhere."""
+        self.first[i], self.n_first[i], self.n_judged[i], self.given[i] = baseline, _BASELINE, _BASELINE, True
+
+    @property
+    def baseline(self) -> Numbers:
+        """`[n]`, NaN where it is not known yet."""
+        found: Numbers = np.median(self.first, axis=1)  # NaN with any NaN
+        return found
+
+    def moved(self, values: Numbers, healthy: Mask) -> Numbers:
+        """How far values are from the baseline; NaN while windows are still taken into it, which those that are not
+        `healthy` are not.
+        """
+        known = ~np.isnan(values)
         begins = self.n_first < _BASELINE
-        told = begins & ~np.isnan(values)
-        self.first[told] += values[told] / _BASELINE
-        self.n_first += told
-        return np.where(begins, np.nan, np.abs(values - self.first))
+        taken = begins & known & healthy
+        self.first[taken, self.n_first[taken]] = values[taken]
+        self.n_first += taken
+        self.n_judged += taken | (known & ~begins)
+        return np.where(begins, np.nan, np.abs(values - self.baseline))
 
 
 class Alerts:
-    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`."""
+    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`. `baseline`: of
+    drifts, where it is known from elsewhere.
+    """
 
-    def __init__(self, rules: Sequence[Rule], streams: Sequence[Stream], n_experts: int, n_chosen: int, window: int) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        streams: Sequence[Stream],
+        n_experts: int,
+        n_chosen: int,
+        window: int,
+        baseline: Baseline | None = None,
+    ) -> None:
         self._streams, self._sizes = list(streams), (n_experts, n_chosen, window)
         self._n_tokens = 0
         self._now: dict[tuple[int, int], Alert] = {}
@@ -169,12 +205,18 @@ class Alerts:
         self._watches: dict[tuple[int, str], list[_Watch]] = {}  # by how many tokens their windows have, and which
         self._windows: dict[tuple[int, str], RoutingStatistics] = {}
         self._memory: dict[tuple[int, str], float] = {}
+        self._alerted: dict[tuple[int, str], Mask] = {}  # of which streams an alert held at some time in the window
         for number, rule in enumerate(rules):
             which = [i for i, stream in enumerate(streams) if rule.applies(stream)]
             if which:
-                watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which))
+                size = rule.size(n_experts, n_chosen, window)
+                watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which), size)
                 self._at_once += [watch] if rule.at_once else []
-                self._watches.setdefault((rule.size(n_experts, n_chosen, window), over(rule.metric)), []).append(watch)
+                self._watches.setdefault((size, over(rule.metric)), []).append(watch)
+                for i, stream in enumerate(which if rule.drift else []):
+                    given = (baseline or {}).get((streams[stream], rule.metric, size))
+                    if given is not None:
+                        watch.take(i, given)
 
     @property
     def raised(self) -> list[Alert]:
@@ -185,8 +227,42 @@ class Alerts:
     def unjudged(self) -> list[tuple[Rule, int]]:
         """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their silence says nothing."""
         return [
-            (watch.rule, watch.rule.needs(*self._sizes)) for watches in self._watches.values() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
+            (watch.rule, watch.rule.needs(*self._sizes) - (watch.size * _BASELINE if watch.given.all() else 0))
+            for watches in self._watches.values() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
+        ]  # fmt: skip
+
+    def baseline(self) -> dict[tuple[Stream, str, int], float]:
+        """What drifts are measured from, where it is known by now."""
+        drifts = [
+            watch
+            for watches in self._watches.values()
+            for watch in watches
+            if watch.rule.drift and not watch.rule.of_all
         ]
+        return {
+            (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
+            for watch in drifts for stream, value in zip(watch.which, watch.baseline, strict=True) if not math.isnan(value)
+        }  # fmt: skip
+
+    def reset_baseline(self) -> list[Alert]:
+        """Measure drifts anew, from the windows that begin now. Alerts of drift are over with it, and are given back
+        so.
+        """
+        over_now: list[Alert] = []
+        for (size, counts), watches in self._watches.items():
+            for watch in watches:
+                if watch.rule.drift:
+                    for i in np.flatnonzero(watch.raised).tolist():
+                        was = self._now.pop((watch.number, i))
+                        over_now.append(
+                            replace(was, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens)
+                        )
+                    watch.forget()
+            if (size, counts) in self._windows:
+                self._alerted[size, counts] |= (
+                    self._windows[size, counts].counted(counts) > 0
+                )  # what its window has so far is of before
+        return over_now
 
     def begun(self, statistics: RoutingStatistics) -> list[Alert]:
         """What is raised by a window that is not full yet."""
@@ -200,33 +276,58 @@ class Alerts:
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
         """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
         self._n_tokens += statistics.n_tokens
-        found: list[Alert] = []
-        for key, watches in self._watches.items():
+        due: list[tuple[tuple[int, str], RoutingStatistics, Mask]] = []
+        for key in self._watches:
             size, counts = key
             held = self._windows.setdefault(key, statistics.empty())
             held.merge(statistics)
             self._memory[key] = float(np.fmax(self._memory.get(key, math.nan), memory_share))
+            self._alerted[key] = self._alerted.get(key, False) | self._alerted_now()
             full = held.counted(counts) >= size
             if full.any():
-                found += [alert for watch in watches for alert in self._look(watch, held, full, self._memory[key])]
-                held.forget(full)
-                del self._memory[key]
+                due.append((key, held, full))
+        found: list[Alert] = []
+        for drift in (False, True):  # what is raised by these very windows keeps them out of baselines
+            for key, held, full in due:
+                self._alerted[key] |= self._alerted_now()
+                for watch in self._watches[key]:
+                    if watch.rule.drift == drift:
+                        found += self._look(watch, held, full, self._memory[key], ~self._alerted[key])
+        for key, held, full in due:
+            held.forget(full)
+            self._alerted[key] &= ~full
+            del self._memory[key]
         return found
 
-    def _look(self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float) -> Iterator[Alert]:
-        """At a window of those streams that have a `full` one; that of the others goes on."""
+    def _alerted_now(self) -> Mask:
+        """Of which streams an alert holds."""
+        alerted = {alert.stream for alert in self._now.values()}
+        return np.array([stream in alerted for stream in self._streams], dtype=bool)
+
+    def _look(
+        self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float, healthy: Mask
+    ) -> Iterator[Alert]:
+        """At a window of those streams that have a `full` one; that of the others goes on. `healthy`: no alert of the
+        stream held in it.
+        """
         rule = watch.rule
         which = watch.which[:1] if rule.of_all else watch.which
         full = full[which]
         values = np.where(full, memory_share if rule.metric == MEMORY else window.metric(rule.metric)[which], np.nan)
-        return self._judge(watch, values, full, self._n_tokens)
+        return self._judge(
+            watch, values, full, self._n_tokens, np.ones(1, dtype=bool) if rule.of_all else healthy[which]
+        )
 
-    def _judge(self, watch: _Watch, values: Numbers, full: Mask, at: int) -> Iterator[Alert]:
+    def _judge(
+        self, watch: _Watch, values: Numbers, full: Mask, at: int, healthy: Mask | None = None
+    ) -> Iterator[Alert]:
         """At the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
         rule = watch.rule
-        watch.n_judged += ~np.isnan(values)
         if rule.drift:
-            values = watch.moved(values)
+            assert healthy is not None  # a rule at once has no drift
+            values = watch.moved(values, healthy)
+        else:
+            watch.n_judged += ~np.isnan(values)
         threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)
         above = (rule.raise_at > rule.clear_at) != watch.raised  # to be cleared, it must go the other way
         past = np.where(above, values > threshold, values < threshold)  # NaN passes nothing

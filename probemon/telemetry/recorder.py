@@ -10,6 +10,7 @@ It is hosted by a `RoutingMonitor`, or by the run that watches with probes: eith
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
@@ -31,7 +32,8 @@ from probemon.record import Recording
 from probemon.running import Generation, States
 from probemon.tap import Site
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
-from probemon.telemetry.decisions import MOE, Decisions, History, Singles, Told
+from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
+from probemon.telemetry.decisions import MOE, Decisions, History, Singles, Stream, Told
 from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.sources import Source, find_sources
@@ -48,7 +50,10 @@ _CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of man
 class RoutingSettings:
     """How routing is watched. `rules`: for alerts; `window`: tokens of their smallest windows. `bem`: what `attach_bem` gave, or its controller.
 
-    `run_id`: in every record, else one is made; `memory`: gives (bytes in use, bytes there are), else the GPU's or the process's.
+    `run_id`: in every record, else one is made; `memory`: gives (bytes in use, bytes there are), else the GPU's or the
+    process's. `baseline`: what drifts are measured from,
+    of an earlier run: its report, or the file that `save_baseline` wrote; without it, of a router that it lacks or
+    after `reset_baseline`, what is seen first in windows without alerts.
     """
 
     rules: tuple[Rule, ...] = DEFAULT_RULES
@@ -56,6 +61,7 @@ class RoutingSettings:
     bem: Any = None
     run_id: str = ""
     memory: Memory | None = None
+    baseline: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
@@ -112,6 +118,8 @@ class RoutingRecorder:
         self.n_unseen = self.n_tokens = 0
         self.n_alerts = 0  # raised so far
         self._settings, self._guard = settings, guard
+        self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
+        check_baseline(self._baseline, self.sources, settings.rules, settings.window)
         self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
         self._tallies: dict[int, Tally] = {}
         self._followed: weakref.WeakKeyDictionary[Recording, dict[int, _Followed]] = weakref.WeakKeyDictionary()
@@ -149,6 +157,28 @@ class RoutingRecorder:
         with self._lock:
             return [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
 
+    def save_baseline(self, path: str | os.PathLike[str]) -> None:
+        """Write what drifts are measured from, for `baseline=` of another run. Raises `ConfigError` where none is known
+        yet.
+        """
+        with self._lock:
+            write_baseline(path, self._known_baseline())
+
+    def reset_baseline(self) -> None:
+        """Forget what drifts are measured from, a given baseline too: it is found anew in the next windows without
+        alerts. Alerts of drift that hold are over.
+        """
+        with self._lock:
+            self._baseline = {}
+            for tally in self._tallies.values():
+                self._tell(tally.alerts.reset_baseline())
+
+    def _known_baseline(self) -> dict[tuple[Stream, str, int], float]:
+        return {
+            **self._baseline,
+            **{key: value for tally in self._tallies.values() for key, value in tally.alerts.baseline().items()},
+        }
+
     def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
         """Of each source that decided anything, of everything so far."""
         with self._lock:
@@ -157,7 +187,12 @@ class RoutingRecorder:
     def report(self) -> dict[str, Any]:
         """Everything so far, for JSON: `streams` with their metrics, `latency_us` of a decision's capture, `memory_watermark_bytes`, `alerts`.
 
-        `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes: that there is none of them says nothing. Decisions
+        `baseline`: what drifts are measured from, of each router and metric where it is known by now; `baseline=` of
+        another run takes this report.
+
+        `unjudged`: kinds of alert for which too few tokens that count were seen of some router, and how many it takes:
+        that there is none of them says nothing. For baselines
+        of drift count windows without alerts alone. Decisions
         that are not finite do not count, nor do, for how codes vary and are reused, codes that steer nothing. What a router has not (a choice, where every expert is
         chosen; dimensions, at a rank of 1) is never judged.
         """
@@ -172,7 +207,7 @@ class RoutingRecorder:
                 "run_id": self.run_id, "n_tokens": self.n_tokens, "n_unseen": self.n_unseen, "streams": streams,
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
                 "latency_relative_error": latency.relative_error, "memory_watermark_bytes": watermark,
-                "alerts": [str(alert) for alert in self.alerts], "n_alerts": self.n_alerts, "unjudged": self._unjudged(),
+                "alerts": [str(alert) for alert in self.alerts], "n_alerts": self.n_alerts, "unjudged": self._unjudged(), "baseline": entries(self._known_baseline()),
             }  # fmt: skip
 
     def _unjudged(self) -> dict[str, int]:
@@ -319,7 +354,8 @@ class RoutingRecorder:
         tally = self._tallies.get(number)
         if tally is None:
             tally = self._tallies[number] = Tally(
-                source.streams, decisions.raw.shape[2], source.n_chosen, codes=source.codes, rules=self._settings.rules, window=self._settings.window, memory=self._memory
+                source.streams, decisions.raw.shape[2], source.n_chosen, codes=source.codes, rules=self._settings.rules, window=self._settings.window, memory=self._memory,
+                baseline=self._baseline,
             )  # fmt: skip
         alerts = tally.add(decisions, told, latency_us)
         if self._listeners or self._deliveries:
@@ -334,6 +370,9 @@ class RoutingRecorder:
                 self._guard("a listener", listener, placed, decisions, record)
             for delivery in self._deliveries:
                 delivery.put(record.with_dropped(delivery.stats().n_dropped))  # type: ignore[arg-type]
+        self._tell(alerts)
+
+    def _tell(self, alerts: list[Alert]) -> None:
         for alert in alerts:
             self.n_alerts += alert.raised
             for action in self._on_alert:

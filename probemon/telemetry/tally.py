@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from probemon.bem.memory import gpu_memory, process_memory
-from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Alerts, Rule
+from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Alerts, Baseline, Rule
 from probemon.telemetry.decisions import Decisions, Stream, Told
 from probemon.telemetry.statistics import RoutingStatistics
 
@@ -23,14 +23,16 @@ Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
 
 
 class Tally:
-    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked once a window."""
+    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked
+    once a window; `baseline`: of drifts, if it is known.
+    """
 
     def __init__(
         self, streams: Sequence[Stream], n_experts: int, n_chosen: int = 1, *, codes: bool = False, rules: Sequence[Rule] = DEFAULT_RULES,
-        window: int = WINDOW, memory: Memory = lambda: (0, 0),
+        window: int = WINDOW, memory: Memory = lambda: (0, 0), baseline: Baseline | None = None,
     ) -> None:  # fmt: skip
         self.streams = list(streams)
-        self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window)
+        self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window, baseline)
         self.memory_watermark_bytes = 0
         self._memory, self._size = memory, window
         self._past = RoutingStatistics(len(self.streams), n_experts, n_chosen, codes=codes)

@@ -1,0 +1,125 @@
+"""Baselines of drift: what metrics of routing were where all was well, saved by one run and given to another.
+
+    monitor.save_baseline("healthy.json")                       # or json.dump(monitor.report(), ...), which has it too
+    RoutingMonitor(model, baseline="healthy.json")              # or that report, as a dict
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from probemon.bem.config import LEVELS
+from probemon.errors import ConfigError
+from probemon.packfile import write_text_atomically
+from probemon.telemetry.alerts import Baseline, Rule
+from probemon.telemetry.decisions import BEM, Stream
+from probemon.telemetry.sources import Source
+
+_KINDS = {"source": str, "site": str, "layer": Integral, "level": str, "metric": str, "tokens": Integral, "value": Real}
+
+
+def entries(baseline: Baseline) -> list[dict[str, Any]]:
+    """For JSON: a router, a metric, the tokens of the windows that it is over, its value."""
+    return [
+        {
+            "source": stream.source,
+            "site": stream.site,
+            "layer": stream.layer,
+            "level": stream.level,
+            "metric": metric,
+            "tokens": tokens,
+            "value": value,
+        }
+        for (stream, metric, tokens), value in baseline.items()
+    ]
+
+
+def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> None:
+    """Write a file that `read_baseline` takes, whole or not at all. Raises `ConfigError`."""
+    if not baseline:
+        raise ConfigError(
+            "no baseline is known yet, so none is saved: it takes five windows without alerts of a router "
+            "(report()['unjudged'] says how many tokens)"
+        )
+    try:
+        write_text_atomically(Path(path), json.dumps({"baseline": entries(baseline)}, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be written ({error.strerror}): give another name") from None
+
+
+def read_baseline(given: object) -> dict[tuple[Stream, str, int], float]:
+    """Of a report, its "baseline", or a JSON file with either. Raises `ConfigError`."""
+    what = "baseline"
+    if isinstance(given, (str, os.PathLike)):
+        what = f"baseline {os.fspath(given)!r}"
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{what} cannot be read ({error.strerror}): give the file that save_baseline wrote"
+            ) from None
+        except (RecursionError, ValueError) as error:
+            raise ConfigError(f"{what} is no JSON ({error}): give the file that save_baseline wrote") from None
+    if isinstance(given, Mapping):
+        given = given.get("baseline")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ConfigError(
+            f"{what} has none: give what report() returned once drifts were judged, or the file that save_baseline "
+            f"wrote"
+        )
+    found: dict[tuple[Stream, str, int], float] = {}
+    for entry in given:
+        if (
+            not isinstance(entry, Mapping)
+            or set(entry) != set(_KINDS)
+            or not all(
+                isinstance(entry[name], kind) and not isinstance(entry[name], bool) for name, kind in _KINDS.items()
+            )
+        ):
+            raise ConfigError(
+                f"{what} has an entry of another form: give {', '.join(_KINDS)} of each, as report()['baseline'] has "
+                f"them"
+            )
+        stream = Stream(entry["source"], entry["site"], int(entry["layer"]), entry["level"])
+        key = (stream, entry["metric"], int(entry["tokens"]))
+        if not abs(entry["value"]) < 1e300 or key in found:
+            raise ConfigError(
+                f"{what} has {str(entry['metric'])[:40]!r} of "
+                f"{stream}{' twice' if key in found else ' with a value that is no finite number'}: save it again"
+            )
+        found[key] = float(entry["value"])
+    return found
+
+
+def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterable[Rule], window: int) -> None:
+    """Raise `ConfigError` where something of it is of no router here, or of no rule of drift: it would say nothing, and
+    nobody would be told.
+    """
+    known: dict[Stream, set[tuple[str, int]]] = {}
+    for source in sources:
+        streams = (
+            [Stream(BEM, "bem", -1, level) for level in LEVELS] if source.kind == BEM else source.streams
+        )  # which levels are in use shows in a forward
+        for stream in streams:
+            known[stream] = {
+                (rule.metric, rule.size(source.n_experts, source.n_chosen, window))
+                for rule in rules
+                if rule.drift and rule.applies(stream)
+            }
+    for stream, metric, tokens in baseline:
+        if stream not in known:
+            raise ConfigError(
+                f"the baseline is of other routers: it has {stream}, here are {', '.join(map(str, list(known)[:4]))}. "
+                f"Give one that was saved of this model"
+            )
+        if (metric, tokens) not in known[stream]:
+            looked_at = ", ".join(f"{name} over {n}" for name, n in sorted(known[stream])) or "none"
+            raise ConfigError(
+                f"the baseline has {metric} over windows of {tokens} tokens of {stream}, and the rules of drift look "
+                f"at {looked_at}: give one saved with these rules and this window"
+            )

@@ -37,9 +37,9 @@ from probemon.terminal import Bordered, answer, border, harmless, say, terminal
 
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x9b31m\r\b\x7f"
-MARKUP = "[red]x[/nonsense]:skull:\u202egnp\u2066\u2028"  # what names may have: no control characters
+MARKUP = "[red]x[/nonsense]:skull:\u2028"  # what names may have: no control characters, no overrides of the writing direction
 COMMANDS = typer.main.get_command(cli.app)  # made once: it takes longer than most commands
-HOSTILE = f"{ESCAPES}{MARKUP}\n\ud800"
+HOSTILE = f"{ESCAPES}{MARKUP}\u202egnp\u2066\n\ud800"
 
 
 def harmful(text, keep="\n"):
@@ -249,16 +249,16 @@ def hostile_pack(tmp_path_factory):
     )
 
     def manifest(content):
-        content["host"] |= {"model_id": HOSTILE, "fingerprint": HOSTILE, "revision": HOSTILE}
+        content["host"] |= {"model_id": HOSTILE[:-1], "fingerprint": HOSTILE[:-1], "revision": HOSTILE[:-1]}
         content["quality"] = {
             "auroc_median": 0.5,
-            HOSTILE: HOSTILE,
-            "per_level": {"0": {"auroc_median": 0.5}, HOSTILE: {HOSTILE: HOSTILE}},
+            HOSTILE[:-1]: HOSTILE[:-1],
+            "per_level": {"0": {"auroc_median": 0.5}, HOSTILE[:-1]: {HOSTILE[:-1]: HOSTILE[:-1]}},
         }
         content["provenance"] = {
-            HOSTILE: HOSTILE,
+            HOSTILE[:-1]: HOSTILE[:-1],
             "calibrations": [
-                {"source": {"name": HOSTILE}, "aggregator": HOSTILE, "unit": HOSTILE, "n_watched": 1, "fpr": 0.1}
+                {"source": {"name": HOSTILE[:-1]}, "aggregator": HOSTILE[:-1], "unit": HOSTILE[:-1], "n_watched": 1, "fpr": 0.1}
             ],
         }
         content["inputs"][0]["eps"] = 1e-6
@@ -276,7 +276,7 @@ def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypa
     )
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack, "--json")
     told = json.loads(out)
-    assert told["host"]["model_id"] == HOSTILE and told["name"] == MARKUP and told["quality"][HOSTILE] == HOSTILE
+    assert told["host"]["model_id"] == HOSTILE[:-1] and told["name"] == MARKUP and told["quality"][HOSTILE[:-1]] == HOSTILE[:-1]
     (tmp_path / "new.json").write_text(json.dumps({f"{MARKUP}1": {"name": f"{MARKUP}!"}}))
     (tmp_path / "bad.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (tmp_path / "tree.json").write_text(json.dumps({f"{MARKUP}1": [f"{MARKUP}2"], HOSTILE: [HOSTILE]}))

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.abilities import Abilities
 from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
 from probemon.errors import AlignmentError, NotSupportedHost
@@ -55,6 +56,8 @@ class Forwards:
         self._sites, self._n_probes, self._score, self._on_gap = [str(site) for site in sites], n_probes, score, on_gap
         self._tap = Tap(model, sites, self._tapped)
         self._rehearses = rehearsal(model)
+        self.abilities = Abilities(model)
+        self.abilities.check_streams(sites)
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
@@ -146,6 +149,8 @@ class Forwards:
                 self.lost()
             return
         forward, cache = read_forward(given, generation)
+        if generation is None and forward.start > 0:
+            self.abilities.check_forward(several=forward.ids.shape[1] > 1, positions=given.get("position_ids") is not None)
         if generation is None:
             recording = self._document(forward, cache)
         else:

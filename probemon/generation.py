@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from probemon.abilities import CACHES
 from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host import is_encoder_decoder
 
@@ -32,6 +34,7 @@ class Prompt:
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
     `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
+    `ways`: what the host must be able to do for it, of `probemon.abilities.WAYS`.
     """
 
     columns: int
@@ -42,6 +45,7 @@ class Prompt:
     n_sequences: int = 1
     cached: int = 0
     cache: Any = None
+    ways: frozenset[str] = frozenset()
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -64,7 +68,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache), "cache": cache,
+        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -90,6 +94,25 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any]) -> frozenset[str]:
+    mask = given.get("attention_mask")
+    padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+    if config.use_cache is False:
+        return frozenset({"padded, no cache"} if padded else ())
+    static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
+    asked = {
+        "steps": not static, "static": static, "padded": padded, "beams": mode in _BEAMS, "speculative": mode == GenerationMode.ASSISTED_GENERATION,
+        "chunked": config.prefill_chunk_size is not None,
+        "turn": any(_is_used(given.get(name)) for name in CACHES),
+    }  # fmt: skip
+    return frozenset(way for way, present in asked.items() if present)
+
+
+def _is_used(cache: Any) -> bool:
+    """Whether a cache holds something; one that cannot tell does."""
+    return cache is not None and (not isinstance(cache, Cache) or bool(getattr(cache, "is_initialized", True)))
 
 
 def _n_cached(cache: Any) -> int:

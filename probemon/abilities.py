@@ -14,6 +14,7 @@ once for each class and kind of configuration, in some hundredths of a second.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import threading
@@ -66,6 +67,8 @@ WAYS = {
     "forwards beside": Way("a plain forward on a used cache", "keep the states of two sequences apart: they are inside its modules", "Give use_cache=False and all tokens, or use generate()"),
 }  # fmt: skip
 
+_SIMPLEST = ("steps", "padded", "padded, no cache", "forward")  # what every host that keeps a state is expected to be able to do
+
 
 class Abilities:
     """What one host can do. Never touches it: everything is tried on a twin."""
@@ -103,7 +106,7 @@ class Abilities:
         tried = _tried(self._model)
         name = type(self._model).__name__
         if tried is None:
-            if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in ("steps", "forward")]):
+            if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in _SIMPLEST]):
                 raise NotSupportedDecoding(
                     f"{WAYS[bad[0]].name} is not supported for {name}: it keeps a state, and no tiny copy of it could be made to see whether it can "
                     f"{WAYS[bad[0]].cannot}. {WAYS[bad[0]].remedy}, or detach"
@@ -122,13 +125,12 @@ class _Tried:
     """A twin, and what it has been tried at."""
 
     def __init__(self, kind: type, config: Any) -> None:
-        self._kind, self._config = kind, config
         self._apart: dict[str, float | None] = {}
         self._shapes: dict[tuple[str, str, str], tuple[int, ...]] | None = None
         self._lock = threading.RLock()
         with _alone():
-            model = twin(kind, config)
-            self.width = hidden_size(model)
+            self._model = twin(kind, config)
+            self.width = hidden_size(self._model)
 
     def apart(self, way: str) -> float | None:
         """How far the twin's answer is from its own without a cache, of the largest logit; None where it cannot be run in that way at all."""
@@ -136,7 +138,7 @@ class _Tried:
             if way not in self._apart:
                 with _alone():
                     try:
-                        self._apart[way] = _try(twin(self._kind, self._config), way)
+                        self._apart[way] = _try(copy.deepcopy(self._model), way)
                     except Exception:  # the host says by itself that it cannot
                         self._apart[way] = None
             return self._apart[way]
@@ -152,7 +154,7 @@ class _Tried:
         with self._lock:
             if self._shapes is None:
                 with _alone():
-                    self._shapes = _shapes(twin(self._kind, self._config))
+                    self._shapes = _shapes(copy.deepcopy(self._model))
             return self._shapes
 
 
@@ -218,7 +220,7 @@ def _try_generate(model: Any, way: str) -> float:
     model.generation_config = GenerationConfig(bos_token_id=1)  # what its own says of ends, penalties and forced tokens does not matter here
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=VOCABULARY, bos_token_id=1, return_dict_in_generate=True, output_logits=True, output_scores=True)
     options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
-    ids = torch.tensor(ROWS[:1] if way in ("speculative", "chunked", "turn", "beside") else ROWS)
+    ids = torch.tensor(ROWS if way in ("padded", "padded, no cache", "beams") else ROWS[:1])
     first = 0
     if way.startswith("padded"):
         first, ids = 3, torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)

@@ -111,8 +111,13 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
 
 
 def _is_used(cache: Any) -> bool:
-    """Whether a cache holds something; one that cannot tell does."""
-    return cache is not None and (not isinstance(cache, Cache) or bool(getattr(cache, "is_initialized", True)))
+    """Whether a cache holds something; one whose layers are unknown does."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        return cache is not None
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    return any(isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,)))
 
 
 def _n_cached(cache: Any) -> int:

@@ -37,6 +37,7 @@ from transformers import GenerationConfig
 
 import provenance
 from probemon import DynamicProbeManager, ProbePack
+from probemon.abilities import CACHES
 from probemon.errors import ProbemonError
 from probemon.host import find_layers, is_encoder_decoder, text_config
 from probemon.packfile import write_text_atomically
@@ -151,14 +152,11 @@ MODES: dict[str, dict[str, Any]] = {
     "second turn": {"turns": True, **GREEDY},
     "chunked": {"prefill_chunk_size": 3, **GREEDY},
     "prompt lookup": {"prompt_lookup_num_tokens": 3, **GREEDY},
-    "draft model": {"draft": True, **GREEDY},
     "static cache": {"cache_implementation": "static", **GREEDY},
     "plain": {"plain": [7], "use_cache": False},
     "plain, token by token": {"plain": [4, 1, 1, 1]},
     "plain, in pieces": {"plain": [3, 2, 2]},
-    "plain, interleaved": {"plain": [4, 1, 1, 1], "beside": True},
 }
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 Line = tuple[int, int, int, "list[int] | None"]  # row, first column, end of the columns that were run, what the encoder reads
 
 
@@ -168,7 +166,7 @@ class Host:
     def __init__(self, name: str, kind: str, folder: Path) -> None:
         self.model = build(name, kind)
         self.two = is_encoder_decoder(self.model)
-        self.manager = DynamicProbeManager(make_pack(folder / "pack", self.model), keep_top_k=0, report_top_k=8)
+        self.manager = DynamicProbeManager(make_pack(folder / "pack", self.model), keep_top_k=0, report_top_k=8, impl="cpu")  # numba would compile in every process
         self.oracle = Oracle(self.model, self.manager)
         self.name, self.kind = name, kind
 
@@ -257,13 +255,8 @@ class Host:
         options = dict(MODES[mode])
         if "plain" in options:
             return self.plain(options)
-        batch, turns, draft = (options.pop(name, False) for name in ("batch", "turns", "draft"))
+        batch, turns = (options.pop(name, False) for name in ("batch", "turns"))
         common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": EOS, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
-        if draft:
-            options["assistant_model"] = build(self.name, self.kind)
-            with torch.no_grad():
-                for parameter in list(options["assistant_model"].parameters())[-3:]:
-                    parameter.mul_(1.02)
         ids = BATCH if batch else PROMPT
         if self.two:  # an encoder counts its positions from the left, padding included
             ids = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in ids])
@@ -297,22 +290,18 @@ class Host:
 
     def plain(self, options: dict[str, Any]) -> tuple[Tensor, list[Line], Any]:
         """Forwards without `generate()`: the lengths of the pieces, each going on with the cache that the one before gave."""
-        rows = [PROMPT, (PROMPT + 11) % VOCABULARY] if options.get("beside") else [PROMPT]
-        held: list[dict[str, Any]] = [{} for _ in rows]
+        held: dict[str, Any] = {}
         logits: dict[int, Tensor] = {}
-        encoder = [1, 5, 9, 13] if self.two else None
-        at = 0
+        encoder, at, cached = [1, 5, 9, 13] if self.two else None, 0, options.get("use_cache", True)
         with torch.no_grad():
             for width in options["plain"]:
-                for i, row in enumerate(rows):
-                    piece = row[:, at : at + width]
-                    given = {"input_ids": torch.tensor([encoder]), "decoder_input_ids": piece} if self.two else {"input_ids": piece}
-                    made = self.model(**given, **held[i], **({"use_cache": False} if "use_cache" in options else {"use_cache": True}))
-                    held[i] = {name: getattr(made, name) for name in CACHES if getattr(made, name, None) is not None}
-                    if not held[i] and "use_cache" not in options and at + width < PROMPT.shape[1]:
-                        raise NotImplementedError("a plain forward gives no cache to go on with")
-                    if i == 0:
-                        logits |= {at + j: made.logits[0, made.logits.shape[1] - width + j] for j in range(width)}
+                piece = PROMPT[:, at : at + width]
+                given = {"input_ids": torch.tensor([encoder]), "decoder_input_ids": piece} if self.two else {"input_ids": piece}
+                made = self.model(**given, **held, use_cache=cached)
+                held = {name: getattr(made, name) for name in CACHES if getattr(made, name, None) is not None}
+                if not held and at + width < PROMPT.shape[1]:
+                    raise NotImplementedError("a plain forward gives no cache to go on with")
+                logits |= {at + j: made.logits[0, made.logits.shape[1] - width + j] for j in range(width)}
                 at += width
         return PROMPT, [(0, 0, PROMPT.shape[1], encoder)], [logits]
 

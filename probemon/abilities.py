@@ -53,7 +53,7 @@ WAYS = {
     "padded": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one"),
     "padded, no cache": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one", (("use_cache", False),)),
     "beams": Way("beam search with a cache", "reorder all of its state with its beams", "use_cache=False, or num_beams=1", (("num_beams", 3),)),
-    "turn": Way("a used cache (a second turn)", "go on from its state with several tokens", "Start with an empty cache"),
+    "turn": Way("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
     "static": Way("a static cache", "go on from it", "Leave cache_implementation out", (("cache_implementation", "static"),)),
     "chunked": Way("a prompt in chunks (prefill_chunk_size)", "go on from its state with several tokens", "Leave prefill_chunk_size out", (("prefill_chunk_size", 3),)),
     "speculative": Way("assisted generation", "take back what was drafted", "Leave the assistant out", (("prompt_lookup_num_tokens", 2),)),

@@ -191,8 +191,9 @@ class _alone:
             one.__exit__(*exception)
 
 
-def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": torch.tensor(ROWS)[: len(ids)], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
+def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """Rows `ids [B, T]` of a decoder; an encoder is given row `first` of `ROWS` and those after it."""
+    return {"input_ids": torch.tensor(ROWS)[first : first + len(ids)], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
 
 
 def _logits(made: Any) -> Tensor:
@@ -201,9 +202,9 @@ def _logits(made: Any) -> Tensor:
     return answer
 
 
-def _truth(model: Any, ids: Tensor) -> Tensor:
-    """Of one row `[1, T]`, in one forward without a cache."""
-    return _logits(model(**_inputs(model, ids), use_cache=False))[0]
+def _truth(model: Any, ids: Tensor, row: int = 0) -> Tensor:
+    """Of one row `[1, T]`, which is row `row` of its batch, in one forward without a cache."""
+    return _logits(model(**_inputs(model, ids, row), use_cache=False))[0]
 
 
 def _far(given: Tensor, truth: Tensor) -> float:
@@ -217,14 +218,16 @@ def _try(model: Any, way: str) -> float:
 
 
 def _try_generate(model: Any, way: str) -> float:
-    model.generation_config = GenerationConfig(bos_token_id=1)  # what its own says of ends, penalties and forced tokens does not matter here
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=VOCABULARY, bos_token_id=1, return_dict_in_generate=True, output_logits=True, output_scores=True)
+    model.generation_config = GenerationConfig(bos_token_id=1, decoder_start_token_id=1)  # what its own says of ends, penalties and forced tokens does not matter here
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=VOCABULARY, bos_token_id=1, decoder_start_token_id=1, return_dict_in_generate=True, output_logits=True, output_scores=True)
     options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
     ids = torch.tensor(ROWS if way in ("padded", "padded, no cache", "beams") else ROWS[:1])
     first = 0
     if way.startswith("padded"):
         first, ids = 3, torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
         options["attention_mask"] = (ids != 0).long()
+    if is_encoder_decoder(model) and way in ("turn", "beside", "padded"):
+        raise NotImplementedError("what its prompt is does not go on")
     if way == "turn":
         made = model.generate(ids, **options)
         held = [getattr(made, name) for name in CACHES if getattr(made, name, None) is not None]
@@ -234,8 +237,8 @@ def _try_generate(model: Any, way: str) -> float:
         return _beside(model, ids, options)
     made = model.generate(ids, **options)
     if "num_beams" in options:
-        return _beams_apart(model, made, ids.shape[1])
-    return max(_far(torch.stack([step[row] for step in made.logits]), _truth(model, made.sequences[row : row + 1, first:-1])[-len(made.logits) :]) for row in range(len(ids)))
+        return _beams_apart(model, made, 1 if is_encoder_decoder(model) else ids.shape[1])
+    return max(_far(torch.stack([step[row] for step in made.logits]), _truth(model, made.sequences[row : row + 1, first:-1], row)[-len(made.logits) :]) for row in range(len(ids)))
 
 
 def _own_name(model: Any) -> str:
@@ -247,7 +250,7 @@ def _beams_apart(model: Any, made: Any, width: int) -> float:
     """The score that each sequence was chosen by, against the mean log probability of its tokens; of the latter."""
     worst = 0.0
     for row, line in enumerate(made.sequences):
-        sure = _truth(model, line[None, :-1]).log_softmax(-1)[width - 1 :]
+        sure = _truth(model, line[None, :-1], row).log_softmax(-1)[width - 1 :]
         mean = float(sure.gather(1, line[width:, None]).mean())
         worst = max(worst, abs(float(made.sequences_scores[row]) - mean) / max(1.0, abs(mean)))
     return worst

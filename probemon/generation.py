@@ -68,7 +68,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given),
+        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -96,9 +96,12 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
 
 
-def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any]) -> frozenset[str]:
-    mask = given.get("attention_mask")
-    padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:
+    """`two`: an encoder-decoder, whose mask is of what it encodes."""
+    mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
+    if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
+        mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
+    padded = not two and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
     if config.use_cache is False:
         return frozenset({"padded, no cache"} if padded else ())
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH, VOCABULARY, N_LAYERS, MOST_LAYERS = 32, 97, 3, 6
+MOST_PARAMETERS = 100_000_000  # of a twin: a host with parts whose sizes are unknown here may stay large, and is then not tried
 _LENGTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers", "num_encoder_layers", "depth")
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "word_embed_proj_dim", "embedding_size", "emb_dim", "embedding_dim", "lru_width", "attention_hidden_size"), WIDTH),
@@ -147,7 +148,11 @@ class OwnRandomness(TorchDispatchMode):
 
 
 def twin(kind: type, config: Any, seed: int = 0) -> Any:
-    """A model of class `kind` with random weights large enough that every layer matters, in fp32 on the CPU."""
+    """A model of class `kind` with random weights large enough that every layer matters, in fp32 on the CPU. Raises `ValueError` where it is large."""
+    with torch.device("meta"), OwnRandomness(seed):
+        n_parameters = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if n_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{kind.__name__} has {n_parameters:,} parameters even when it is made small, more than {MOST_PARAMETERS:,}")
     config = copy.deepcopy(config)
     with torch.device("cpu"), OwnRandomness(seed), torch.no_grad():
         model = kind(config)

@@ -69,6 +69,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 # What must be changed in the small configuration.
 SMALL: dict[str, dict[str, Any]] = {
     "xlstm": {"chunk_size": 64},
+    "dots3_note": {"head_dim": 12},
+    "dots3_note_text": {"head_dim": 12},
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
 }  # fmt: skip
 

@@ -19,7 +19,8 @@ import inspect
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,17 +179,11 @@ def _tried(model: Any) -> _Tried | None:
         return _BY_MODEL[model]
 
 
-class _alone:
+@contextmanager
+def _alone() -> Iterator[None]:
     """Nothing of the caller's surroundings is in force for the twin, and it leaves nothing: random numbers, autocast, device, gradients."""
-
-    def __enter__(self) -> None:
-        self._entered = [OwnRandomness(0), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False)]
-        for one in self._entered:
-            one.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for one in reversed(self._entered):
-            one.__exit__(*exception)
+    with torch.inference_mode(False), OwnRandomness(0), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad(), torch.device("meta"):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
             tried = abilities.Abilities(model)
             tried.check_generate({"steps", "padded"})
             with pytest.raises(NotSupportedDecoding, match="use_cache=False, or num_beams=1"):

@@ -1,15 +1,16 @@
 """Abilities: whether a host's own answer is right in the way it is about to be run, tried on a tiny copy of it.
 
     abilities = Abilities(model)
-    abilities.check_streams(["resid_post.3"])           # raises NotSupportedHost where that is no [rows, tokens, hidden size]
-    abilities.check_generate({"beams"})                 # raises NotSupportedDecoding where it cannot reorder its state
-    abilities.check_forward(several=True, positions=False)      # of a forward that goes on from a cache, outside generate()
+    abilities.check_streams(["resid_post.3"])   # raises NotSupportedHost where that is no [rows, tokens, hidden size]
+    abilities.check_generate({"beams"})         # raises NotSupportedDecoding where it cannot reorder its state
+    abilities.check_forward(several=True, positions=False)  # of a forward on a used cache, outside generate()
 
-A host may forget its state, leave it with the wrong beam, start it anew or let padding into it, and its own answer is then wrong.
-What it can do does not show in the names of its classes, so a twin of it (`probemon.twin`) is run in that very way, and once
-in one forward over the same tokens: the two answers must be one. A host that answers otherwise already when it generates without a
-cache (one that is not causal, or whose attention chooses among all tokens there are) does so by design, and is never refused. Each way is tried
-once for each class and kind of configuration, in some hundredths of a second.
+A host may forget its state, leave it with the wrong beam, start it anew or let padding into it, and its own answer is
+then wrong. What it can do does not show in the names of its classes, so a twin of it (`probemon.twin`) is run in that
+very way, and once in one forward over the same tokens: the two answers must be one. A host that answers otherwise
+already when it generates without a cache (one that is not causal, or whose attention chooses among all tokens there
+are) does so by design, and is never refused. Each way is tried once for each class and kind of configuration, in some
+tenths of a second.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NEW = 5
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running a host: what it is called, what a host that fails it cannot do, what to do instead, `generate`'s options."""
+    """One way of running a host: its name, what a host that fails it cannot do, what to do instead, options."""
 
     name: str
     cannot: str
@@ -52,23 +53,70 @@ WAYS = {
     "no cache": Way("generate() without a cache", "answer as in one forward", "", (("use_cache", False),)),
     "steps": Way("generate() with a cache", "go on from its own state", "use_cache=False"),
     "padded": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one"),
-    "padded, no cache": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one", (("use_cache", False),)),
-    "beams": Way("beam search with a cache", "reorder all of its state with its beams", "use_cache=False, or num_beams=1", (("num_beams", 3),)),
-    "turn": Way("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
-    "static": Way("a static cache", "go on from it", "Leave cache_implementation out", (("cache_implementation", "static"),)),
-    "chunked": Way("a prompt in chunks (prefill_chunk_size)", "go on from its state with several tokens", "Leave prefill_chunk_size out", (("prefill_chunk_size", 3),)),
-    "speculative": Way("assisted generation", "take back what was drafted", "Leave the assistant out", (("prompt_lookup_num_tokens", 2),)),
-    "beside": Way("a generate() beside another", "keep the states of two sequences apart: they are inside its modules", "Generate one after the other"),
-    "forward": Way("a plain forward on a used cache", "go on from its own state", "Give use_cache=False and all tokens, or use generate()"),
-    "pieces": Way("a forward of several tokens on a used cache", "go on from its state with several tokens", "Pass them one by one, or all at once without a cache"),
-    "forward, no positions": Way("a plain forward on a used cache without position_ids", "count the tokens before", "Give position_ids"),
-    "pieces, no positions": Way(
-        "a forward of several tokens on a used cache without position_ids", "count the tokens before", "Give position_ids, or pass all at once without a cache"
+    "padded, no cache": Way(
+        "a left-padded batch",
+        "leave padding out",
+        "Generate for rows of one length, or one by one",
+        (("use_cache", False),),
     ),
-    "forwards beside": Way("a plain forward on a used cache", "keep the states of two sequences apart: they are inside its modules", "Give use_cache=False and all tokens, or use generate()"),
-}  # fmt: skip
+    "beams": Way(
+        "beam search with a cache",
+        "reorder all of its state with its beams",
+        "use_cache=False, or num_beams=1",
+        (("num_beams", 3),),
+    ),
+    "turn": Way("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
+    "static": Way(
+        "a static cache", "go on from it", "Leave cache_implementation out", (("cache_implementation", "static"),)
+    ),
+    "chunked": Way(
+        "a prompt in chunks (prefill_chunk_size)",
+        "go on from its state with several tokens",
+        "Leave prefill_chunk_size out",
+        (("prefill_chunk_size", 3),),
+    ),
+    "speculative": Way(
+        "assisted generation",
+        "take back what was drafted",
+        "Leave the assistant out",
+        (("prompt_lookup_num_tokens", 2),),
+    ),
+    "beside": Way(
+        "a generate() beside another",
+        "keep the states of two sequences apart: they are inside its modules",
+        "Generate one after the other",
+    ),
+    "forward": Way(
+        "a plain forward on a used cache",
+        "go on from its own state",
+        "Give use_cache=False and all tokens, or use generate()",
+    ),
+    "pieces": Way(
+        "a forward of several tokens on a used cache",
+        "go on from its state with several tokens",
+        "Pass them one by one, or all at once without a cache",
+    ),
+    "forward, no positions": Way(
+        "a plain forward on a used cache without position_ids", "count the tokens before", "Give position_ids"
+    ),
+    "pieces, no positions": Way(
+        "a forward of several tokens on a used cache without position_ids",
+        "count the tokens before",
+        "Give position_ids, or pass all at once without a cache",
+    ),
+    "forwards beside": Way(
+        "a plain forward on a used cache",
+        "keep the states of two sequences apart: they are inside its modules",
+        "Give use_cache=False and all tokens, or use generate()",
+    ),
+}
 
-_SIMPLEST = ("steps", "padded", "padded, no cache", "forward")  # what every host that keeps a state is expected to be able to do
+_SIMPLEST = (
+    "steps",
+    "padded",
+    "padded, no cache",
+    "forward",
+)  # what every host that keeps a state is expected to be able to do
 
 
 class Abilities:
@@ -78,7 +126,7 @@ class Abilities:
         self._model = unwrap(model)
 
     def check_streams(self, sites: Sequence[Any]) -> None:
-        """Raises `NotSupportedHost` where the host's layers of that kind are known not to give one state of its hidden size for each token."""
+        """Raises `NotSupportedHost` where such layers are known not to give a token one state of the hidden size."""
         tried = _tried(self._model)
         names = [site for site in sites if isinstance(site, str)]
         if tried is None or not names:
@@ -86,11 +134,16 @@ class Abilities:
         _, layers = find_layers(self._model)
         for site in names:
             kind, at = parse_site(site)
-            shape = tried.shapes().get((kind, type(layers[at]).__name__, type(site_module(layers, site)).__name__)) if at < len(layers) else None
+            shape = (
+                tried.shapes().get((kind, type(layers[at]).__name__, type(site_module(layers, site)).__name__))
+                if at < len(layers)
+                else None
+            )
             if shape is not None and shape != (2, len(ROWS[0]), tried.width):
                 told = ", ".join(str(n) if n != tried.width else "D" for n in shape)
                 raise NotSupportedHost(
-                    f"{site} of {type(self._model).__name__} is no stream of hidden states: for 2 rows of {len(ROWS[0])} tokens a tiny copy of it (D = {tried.width}) gives "
+                    f"{site} of {type(self._model).__name__} is no stream of hidden states: for 2 rows of "
+                    f"{len(ROWS[0])} tokens a tiny copy of it (D = {tried.width}) gives "
                     f"[{told}], expected [2, {len(ROWS[0])}, D]. Choose another site"
                 )
 
@@ -99,7 +152,7 @@ class Abilities:
         self._check([way for way in WAYS if way in set(ways)])
 
     def check_forward(self, *, several: bool, positions: bool) -> None:
-        """The same of a plain forward that goes on from a cache, with `several` tokens or one, with `position_ids` or without."""
+        """The same of a plain forward on a used cache, with `several` tokens or one, with `position_ids` or without."""
         without = "" if positions else ", no positions"
         self._check([f"forward{without}", *(["pieces", f"pieces{without}"] if several else []), "forwards beside"])
 
@@ -109,7 +162,8 @@ class Abilities:
         if tried is None:
             if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in _SIMPLEST]):
                 raise NotSupportedDecoding(
-                    f"{WAYS[bad[0]].name} is not supported for {name}: it keeps a state, and no tiny copy of it could be made to see whether it can "
+                    f"{WAYS[bad[0]].name} is not supported for {name}: it keeps a state, and no tiny copy of "
+                    f"it could be made to see whether it can "
                     f"{WAYS[bad[0]].cannot}. {WAYS[bad[0]].remedy}, or detach"
                 )
             return
@@ -117,8 +171,9 @@ class Abilities:
             apart = tried.apart(way)
             if apart is not None and not apart <= BAR and not tried.depends_on_the_cut:
                 raise NotSupportedDecoding(
-                    f"{WAYS[way].name} is not supported for {name}, whose own answer is wrong there: it does not {WAYS[way].cannot} "
-                    f"(logits of a tiny copy of it are {apart:.2g} of the largest away from those of one forward). {WAYS[way].remedy}, or detach"
+                    f"{WAYS[way].name} is not supported for {name}, whose own answer is wrong there: it does not "
+                    f"{WAYS[way].cannot} (logits of a tiny copy of it are {apart:.2g} of the largest away from those "
+                    f"of one forward). {WAYS[way].remedy}, or detach"
                 )
 
 
@@ -134,7 +189,7 @@ class _Tried:
             self.width = hidden_size(self._model)
 
     def apart(self, way: str) -> float | None:
-        """How far the twin's answer is from its own without a cache, of the largest logit; None where it cannot be run in that way at all."""
+        """How far the twin is from its own single forward, of the largest logit; None where it cannot be run so."""
         with self._lock:
             if way not in self._apart:
                 with _alone():
@@ -181,14 +236,24 @@ def _tried(model: Any) -> _Tried | None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Nothing of the caller's surroundings is in force for the twin, and it leaves nothing: random numbers, autocast, device, gradients."""
-    with torch.inference_mode(False), OwnRandomness(0), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    """Nothing around the caller is in force for the twin, and it leaves nothing: random numbers, autocast, device."""
+    with (
+        torch.inference_mode(False),
+        OwnRandomness(0),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 
 def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
     """Rows `ids [B, T]` of a decoder; an encoder is given row `first` of `ROWS` and those after it."""
-    return {"input_ids": torch.tensor(ROWS)[first : first + len(ids)], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
+    return (
+        {"input_ids": torch.tensor(ROWS)[first : first + len(ids)], "decoder_input_ids": ids}
+        if is_encoder_decoder(model)
+        else {"input_ids": ids}
+    )
 
 
 def _logits(made: Any) -> Tensor:
@@ -208,13 +273,30 @@ def _far(given: Tensor, truth: Tensor) -> float:
 
 def _try(model: Any, way: str) -> float:
     if way.startswith(("forward", "pieces")):
-        return _try_forwards(model, several=way.startswith("pieces"), positions="no positions" not in way, beside=way == "forwards beside")
+        return _try_forwards(
+            model,
+            several=way.startswith("pieces"),
+            positions="no positions" not in way,
+            beside=way == "forwards beside",
+        )
     return _try_generate(model, way)
 
 
 def _try_generate(model: Any, way: str) -> float:
-    model.generation_config = GenerationConfig(bos_token_id=1, decoder_start_token_id=1)  # what its own says of ends, penalties and forced tokens does not matter here
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=VOCABULARY, bos_token_id=1, decoder_start_token_id=1, return_dict_in_generate=True, output_logits=True, output_scores=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=1, decoder_start_token_id=1
+    )  # what its own says of ends, penalties and forced tokens does not matter here
+    config = GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=VOCABULARY,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
     options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
     ids = torch.tensor(ROWS if way in ("padded", "padded, no cache", "beams") else ROWS[:1])
     first = 0
@@ -233,7 +315,13 @@ def _try_generate(model: Any, way: str) -> float:
     made = model.generate(ids, **options)
     if "num_beams" in options:
         return _beams_apart(model, made, 1 if is_encoder_decoder(model) else ids.shape[1])
-    return max(_far(torch.stack([step[row] for step in made.logits]), _truth(model, made.sequences[row : row + 1, first:-1], row)[-len(made.logits) :]) for row in range(len(ids)))
+    return max(
+        _far(
+            torch.stack([step[row] for step in made.logits]),
+            _truth(model, made.sequences[row : row + 1, first:-1], row)[-len(made.logits) :],
+        )
+        for row in range(len(ids))
+    )
 
 
 def _own_name(model: Any) -> str:
@@ -253,13 +341,16 @@ def _beams_apart(model: Any, made: Any, width: int) -> float:
 
 def _beside(model: Any, ids: Tensor, options: dict[str, Any]) -> float:
     """One sequence, while after each of its steps another begins to be read."""
+
     class Other(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             model(**_inputs(model, torch.tensor(ROWS[1:])), use_cache=True)
             return scores
 
     made = model.generate(ids, logits_processor=LogitsProcessorList([Other()]), **options)
-    return _far(torch.stack([step[0] for step in made.logits]), _truth(model, made.sequences[:1, :-1])[-len(made.logits) :])
+    return _far(
+        torch.stack([step[0] for step in made.logits]), _truth(model, made.sequences[:1, :-1])[-len(made.logits) :]
+    )
 
 
 def _try_forwards(model: Any, *, several: bool, positions: bool, beside: bool) -> float:
@@ -293,7 +384,9 @@ def _shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
                 module = site_module(layers, f"{kind}.{at}")
             except NotSupportedHost:
                 continue
-            handles.append(module.register_forward_hook(_note(seen, (kind, type(layer).__name__, type(module).__name__))))
+            handles.append(
+                module.register_forward_hook(_note(seen, (kind, type(layer).__name__, type(module).__name__)))
+            )
     try:
         model(**_inputs(model, torch.tensor(ROWS)), use_cache=False)
     finally:

@@ -1,12 +1,13 @@
 """Every architecture of the installed transformers in every mode: exact, refused by name, or impossible without us too.
 
-    python scripts/architectures.py                                  # all of them, to docs/benchmarks/architectures.json
+    python scripts/architectures.py                                  # all, to docs/benchmarks/architectures.json
     python scripts/architectures.py llama mamba2 --mode beams        # some of them, printed
 
-Each host is tiny and random, of the architecture's own code, and runs in a process of its own with a time limit. What can come out:
+Each host is tiny and random, of the architecture's own code, and runs in a process of its own with a time limit.
+What can come out:
 
-- exact: every score of every token is that of one plain forward over the row's final tokens alone, without a cache or padding;
-- as run: not that, since the bare host differs from such a forward by itself, but every score is that of a state it had;
+- exact: every score of every token is that of one plain forward over the row's tokens alone, without cache or padding;
+- as run: the bare host differs from such a forward by itself, but every score is that of a state it had;
 - refused: by a typed error; where that says that the host's own answer is wrong, the bare host's must be;
 - host fails: the bare host raises, too;
 - wrong: anything else. Nothing may be.
@@ -44,7 +45,9 @@ from probemon.packfile import write_text_atomically
 from probemon.twin import VOCABULARY, shrunken, twin
 
 ROOT = Path(__file__).parent.parent
-BAR = 1e-3  # of scores between 0 and 1, in fp32: rounding grows in random hosts, what is wrong is wrong by more than 1e-2
+BAR = (
+    1e-3  # of scores between 0 and 1, in fp32: rounding grows in random hosts, what is wrong is wrong by more than 1e-2
+)
 OWN_BAR = 1e-5  # the same states, scored in batches of another size
 HOST_BAR = 1e-3  # of logits, relative to their largest: above it the bare host contradicts itself
 WINDOW = 8  # of attention: crossed by every sequence here
@@ -60,7 +63,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 128, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 128,
+        "indexer_compress_ratio": 4,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -72,7 +81,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dots3_note": {"head_dim": 12},
     "dots3_note_text": {"head_dim": 12},
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
-}  # fmt: skip
+}
 
 
 # -- hosts ---------------------------------------------------------------------------------------
@@ -88,7 +97,11 @@ def architectures() -> dict[str, str]:
 
 def build(name: str, kind: str) -> Any:
     """A tiny random host of architecture `name`."""
-    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING if kind == "causal" else transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    mapping = (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if kind == "causal"
+        else transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    )
     default = transformers.CONFIG_MAPPING[name](**CHANGES.get(name, {}))
     config = shrunken(default, WINDOW, **SMALL.get(name, {}))
     made = mapping[type(config)]
@@ -110,12 +123,20 @@ def make_pack(folder: Path, model: Any) -> ProbePack:
     sites = [f"resid_post.{i}" for i in sorted({0, n_layers - 1})]
     g = torch.Generator().manual_seed(0)
     return ProbePack.write(
-        folder, name="random", concepts=[{"id": f"c{i}", "name": f"concept {i}", "parents": []} for i in range(8)],
+        folder,
+        name="random",
+        concepts=[{"id": f"c{i}", "name": f"concept {i}", "parents": []} for i in range(8)],
         weights={"w1": torch.randn(8, 1, width, generator=g) / width**0.5, "b1": torch.randn(8, 1, generator=g) / 4},
-        score_rule="independent", inputs=[{"site": site, "norm": "rmsnorm"} for site in sites], input_index=torch.arange(8) % len(sites),
-        host={"model_id": "tiny random host", "hidden_size": width, "n_layers": n_layers, "fingerprint": ""}, licence="CC0-1.0", card="Random probes.\n",
-        alert_threshold=torch.full((8,), 0.5), golden_hidden=torch.randn(2, len(sites), width, generator=g), overwrite=True,
-    )  # fmt: skip
+        score_rule="independent",
+        inputs=[{"site": site, "norm": "rmsnorm"} for site in sites],
+        input_index=torch.arange(8) % len(sites),
+        host={"model_id": "tiny random host", "hidden_size": width, "n_layers": n_layers, "fingerprint": ""},
+        licence="CC0-1.0",
+        card="Random probes.\n",
+        alert_threshold=torch.full((8,), 0.5),
+        golden_hidden=torch.randn(2, len(sites), width, generator=g),
+        overwrite=True,
+    )
 
 
 class Oracle:
@@ -134,7 +155,11 @@ class Oracle:
             handles.append(layer.register_forward_hook(lambda m, a, out, site=site: seen.update({site: _first(out)})))
         try:
             with torch.no_grad():
-                given = {"input_ids": torch.tensor([encoder]), "decoder_input_ids": torch.tensor([ids])} if encoder is not None else {"input_ids": torch.tensor([ids])}
+                given = (
+                    {"input_ids": torch.tensor([encoder]), "decoder_input_ids": torch.tensor([ids])}
+                    if encoder is not None
+                    else {"input_ids": torch.tensor([ids])}
+                )
                 logits = self.model(**given, use_cache=False).logits[0]
         finally:
             for handle in handles:
@@ -159,7 +184,9 @@ MODES: dict[str, dict[str, Any]] = {
     "plain, token by token": {"plain": [4, 1, 1, 1]},
     "plain, in pieces": {"plain": [3, 2, 2]},
 }
-Line = tuple[int, int, int, "list[int] | None"]  # row, first column, end of the columns that were run, what the encoder reads
+Line = tuple[
+    int, int, int, "list[int] | None"
+]  # row, first column, end of the columns that were run, what the encoder reads
 
 
 class Host:
@@ -168,7 +195,9 @@ class Host:
     def __init__(self, name: str, kind: str, folder: Path) -> None:
         self.model = build(name, kind)
         self.two = is_encoder_decoder(self.model)
-        self.manager = DynamicProbeManager(make_pack(folder / "pack", self.model), keep_top_k=0, report_top_k=8, impl="cpu")  # numba would compile in every process
+        self.manager = DynamicProbeManager(
+            make_pack(folder / "pack", self.model), keep_top_k=0, report_top_k=8, impl="cpu"
+        )  # numba would compile in every process
         self.oracle = Oracle(self.model, self.manager)
         self.name, self.kind = name, kind
 
@@ -190,13 +219,25 @@ class Host:
                     out, lines, _ = self.run(mode)
             return {"outcome": "exact", **self.compare(run, out, lines, states, entry.get("host")), **entry}
         except ProbemonError as error:
-            in_vain = "whose own answer is wrong" in str(error) and (entry.get("host") or 0.0) <= HOST_BAR and "fails" not in entry
-            return {"outcome": "wrong" if in_vain else "refused", "reason": ("in vain: " if in_vain else "") + f"{type(error).__name__}: {_line(error)}", **entry}
+            in_vain = (
+                "whose own answer is wrong" in str(error)
+                and (entry.get("host") or 0.0) <= HOST_BAR
+                and "fails" not in entry
+            )
+            return {
+                "outcome": "wrong" if in_vain else "refused",
+                "reason": ("in vain: " if in_vain else "") + f"{type(error).__name__}: {_line(error)}",
+                **entry,
+            }
         except Exception as error:
             if entry.get("fails", "").startswith(type(error).__name__):
                 return {"outcome": "host fails", "reason": entry.pop("fails")}
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return {"outcome": "wrong", "reason": f"{type(error).__name__}: {_line(error)} ({Path(where.filename).name}:{where.lineno})", **entry}
+            return {
+                "outcome": "wrong",
+                "reason": f"{type(error).__name__}: {_line(error)} ({Path(where.filename).name}:{where.lineno})",
+                **entry,
+            }
 
     @contextmanager
     def own_states(self) -> Iterator[dict[str, list[Tensor]]]:
@@ -204,7 +245,9 @@ class Host:
         states: dict[str, list[Tensor]] = {site: [] for site in self.manager.pack.sites}
         _, layers = find_layers(self.model)
         handles = [
-            layers[int(site.split(".")[1])].register_forward_hook(lambda m, a, out, kept=kept: kept.append(_first(out).detach().clone()))
+            layers[int(site.split(".")[1])].register_forward_hook(
+                lambda m, a, out, kept=kept: kept.append(_first(out).detach().clone())
+            )
             for site, kept in states.items()
         ]
         try:
@@ -213,13 +256,23 @@ class Host:
             for handle in handles:
                 handle.remove()
 
-    def compare(self, run: Any, out: Tensor, lines: list[Line], states: dict[str, list[Tensor]], host: float | None) -> dict[str, Any]:
+    def compare(
+        self, run: Any, out: Tensor, lines: list[Line], states: dict[str, list[Tensor]], host: float | None
+    ) -> dict[str, Any]:
         """Every token of every row, none else, against the oracle, and against all states that the host had."""
         result, worst, own = run.result(out), 0.0, 0.0
-        had = torch.as_tensor(self.manager.score_all({site: torch.cat([one.flatten(0, 1) for one in kept]) for site, kept in states.items()}))
+        had = torch.as_tensor(
+            self.manager.score_all(
+                {site: torch.cat([one.flatten(0, 1) for one in kept]) for site, kept in states.items()}
+            )
+        )
         for row, first, end, encoder in lines:
             expected, _ = self.oracle.forward(out[row, first:end].tolist(), encoder)
-            at = {int(result.position[i]): int(i) for i in (result.row == row).nonzero()[0] if not result.coverage.unseen[i]}
+            at = {
+                int(result.position[i]): int(i)
+                for i in (result.row == row).nonzero()[0]
+                if not result.coverage.unseen[i]
+            }
             if sorted(at) != list(range(first, end)):
                 return {"outcome": "wrong", "reason": f"row {row}: positions {sorted(at)}, expected {first}..{end - 1}"}
             for position, i in at.items():
@@ -232,11 +285,15 @@ class Host:
             told |= {"outcome": "wrong", "reason": "a score is that of no state the host had"}
         elif not worst <= BAR:
             as_run = host is not None and host > HOST_BAR
-            told |= {"outcome": "as run"} if as_run else {"outcome": "wrong", "reason": "scores differ from those of one plain forward, the host does not"}
+            told |= (
+                {"outcome": "as run"}
+                if as_run
+                else {"outcome": "wrong", "reason": "scores differ from those of one plain forward, the host does not"}
+            )
         return told
 
     def host_deviation(self, out: Tensor, lines: list[Line], logits: Any) -> float | None:
-        """Of the bare host: logits of its steps, or the scores of its beams, against one plain forward; relative to the largest."""
+        """Of the bare host: logits of its steps, or scores of its beams, against one forward, of the largest."""
         worst = None
         for row, first, end, encoder in lines:
             _, expected = self.oracle.forward(out[row, first:end].tolist(), encoder)
@@ -244,11 +301,20 @@ class Host:
                 begin = logits["begin"] - first
                 tokens = out[row, first:end].tolist()
                 sure = expected.log_softmax(-1)
-                mean = sum(float(sure[i, int(out[row, first + i + 1])]) for i in range(begin - 1, len(tokens))) / (len(tokens) - begin + 1)
+                mean = sum(float(sure[i, int(out[row, first + i + 1])]) for i in range(begin - 1, len(tokens))) / (
+                    len(tokens) - begin + 1
+                )
                 apart = abs(mean - float(logits["scores"][row])) / max(1.0, abs(mean))
             else:
                 given = logits[row]  # {column: [V]}
-                apart = max((float((given[column] - expected[column - first]).abs().max() / expected.abs().max()) for column in given if first <= column < end), default=0.0)
+                apart = max(
+                    (
+                        float((given[column] - expected[column - first]).abs().max() / expected.abs().max())
+                        for column in given
+                        if first <= column < end
+                    ),
+                    default=0.0,
+                )
             worst = max(worst or 0.0, apart) if math.isfinite(apart) else math.inf
         return _short(worst) if worst is not None else None
 
@@ -258,7 +324,14 @@ class Host:
         if "plain" in options:
             return self.plain(options)
         batch, turns = (options.pop(name, False) for name in ("batch", "turns"))
-        common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": EOS, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+        common = {
+            "max_new_tokens": NEW,
+            "pad_token_id": PAD,
+            "eos_token_id": EOS,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+            "output_scores": True,
+        }
         ids = BATCH if batch else PROMPT
         if self.two:  # an encoder counts its positions from the left, padding included
             ids = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in ids])
@@ -273,7 +346,9 @@ class Host:
             if not held:
                 raise NotImplementedError("generate() returns no cache to go on with")
             own = [name for name in CACHES if name in inspect.signature(self.model.forward).parameters]
-            held = {own[0] if len(own) == 1 else name: cache for name, cache in held.items()}  # what some call otherwise in their output
+            held = {
+                own[0] if len(own) == 1 else name: cache for name, cache in held.items()
+            }  # what some call otherwise in their output
             given = {"input_ids": torch.cat([first.sequences, torch.tensor([[30, 31, 32]])], dim=1), **held}
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         made = self.model.generate(**given, **common, **options)
@@ -287,18 +362,26 @@ class Host:
         width = out.shape[1] - NEW
         if "num_beams" in options:
             return out, lines, {"scores": made.sequences_scores, "begin": width}
-        logits = [{width - 1 + i: step[row].float() for i, step in enumerate(made.logits)} for row in range(len(out))] if made.logits is not None else [{} for _ in lines]
+        logits = (
+            [{width - 1 + i: step[row].float() for i, step in enumerate(made.logits)} for row in range(len(out))]
+            if made.logits is not None
+            else [{} for _ in lines]
+        )
         return out, lines, logits
 
     def plain(self, options: dict[str, Any]) -> tuple[Tensor, list[Line], Any]:
-        """Forwards without `generate()`: the lengths of the pieces, each going on with the cache that the one before gave."""
+        """Forwards without `generate()`, in pieces, each going on with the cache that the one before gave."""
         held: dict[str, Any] = {}
         logits: dict[int, Tensor] = {}
         encoder, at, cached = [1, 5, 9, 13] if self.two else None, 0, options.get("use_cache", True)
         with torch.no_grad():
             for width in options["plain"]:
                 piece = PROMPT[:, at : at + width]
-                given = {"input_ids": torch.tensor([encoder]), "decoder_input_ids": piece} if self.two else {"input_ids": piece}
+                given = (
+                    {"input_ids": torch.tensor([encoder]), "decoder_input_ids": piece}
+                    if self.two
+                    else {"input_ids": piece}
+                )
                 made = self.model(**given, **held, use_cache=cached)
                 held = {name: getattr(made, name) for name in CACHES if getattr(made, name, None) is not None}
                 if not held and at + width < PROMPT.shape[1]:
@@ -324,7 +407,7 @@ def _line(error: BaseException) -> str:
 
 
 def apart(work: Callable[[], Any], limit_seconds: int = LIMIT_SECONDS) -> Any:
-    """What `work` returns in a process of its own, where all imports are there already; `{"error": ...}` where it does not."""
+    """What `work` returns in a process of its own that has all imports already; `{"error": ...}` where it does not."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -342,7 +425,15 @@ def apart(work: Callable[[], Any], limit_seconds: int = LIMIT_SECONDS) -> Any:
     with os.fdopen(read) as file:
         text = file.read()
     _, status = os.waitpid(child, 0)
-    return json.loads(text) if text else {"error": f"nothing after {limit_seconds} seconds" if os.WTERMSIG(status) == signal.SIGALRM else f"signal {os.WTERMSIG(status)}"}
+    return (
+        json.loads(text)
+        if text
+        else {
+            "error": f"nothing after {limit_seconds} seconds"
+            if os.WTERMSIG(status) == signal.SIGALRM
+            else f"signal {os.WTERMSIG(status)}"
+        }
+    )
 
 
 def sweep(name: str, kind: str, modes: list[str]) -> dict[str, Any]:
@@ -379,10 +470,17 @@ def main() -> int:
         print(f"{name} ({time.perf_counter() - started:.1f} s): {json.dumps(told)}", flush=True)
     if not given.names or given.out:
         answer = {
-            "commit": provenance.commit(), "machine": provenance.machine(), "transformers": transformers.__version__, "bar": BAR,
-            "seconds": round(time.perf_counter() - begin), "modes": modes, "architectures": found,
-        }  # fmt: skip
-        write_text_atomically(given.out or ROOT / "docs/benchmarks/architectures.json", json.dumps(answer, indent=1) + "\n")
+            "commit": provenance.commit(),
+            "machine": provenance.machine(),
+            "transformers": transformers.__version__,
+            "bar": BAR,
+            "seconds": round(time.perf_counter() - begin),
+            "modes": modes,
+            "architectures": found,
+        }
+        write_text_atomically(
+            given.out or ROOT / "docs/benchmarks/architectures.json", json.dumps(answer, indent=1) + "\n"
+        )
     return int(any(entry["outcome"] == "wrong" for row in found.values() for entry in row.get("modes", {}).values()))
 
 

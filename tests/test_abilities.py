@@ -1,6 +1,6 @@
 """What a host cannot do: refused where its own answer is wrong, by an oracle on the bare host, and nowhere else.
 
-A sample of `scripts/architectures.py`, which runs every architecture in every mode; and that trying a twin leaves no trace.
+A sample of `scripts/architectures.py`, which runs every architecture in every mode; and trying a twin leaves no trace.
 """
 
 import json
@@ -17,7 +17,10 @@ from probemon import DynamicProbeManager, abilities
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.twin import OwnRandomness, shrunken, twin
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other faults")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other faults"),
+]
 RESULTS = Path(__file__).parent.parent / "docs/benchmarks/architectures.json"
 # Where the hosts differ most; each pair is judged by its own bare host, and must be what the sweep found.
 SAMPLE = {
@@ -39,10 +42,17 @@ SAMPLE = {
     "bart": ("greedy", "chunked"),
 }
 REFUSED = {  # what must be: the findings that this table began with
-    "mamba": ("second turn",), "mamba2": ("second turn",), "falcon_mamba": ("second turn",), "jamba": ("second turn", "chunked", "plain, in pieces"),
-    "bamba": ("plain, token by token",), "minimax": ("beams",), "recurrent_gemma": ("beams", "second turn"), "rwkv": ("greedy", "no cache"),
-    "gpt_neo": ("static cache",), "bart": ("greedy",),
-}  # fmt: skip
+    "mamba": ("second turn",),
+    "mamba2": ("second turn",),
+    "falcon_mamba": ("second turn",),
+    "jamba": ("second turn", "chunked", "plain, in pieces"),
+    "bamba": ("plain, token by token",),
+    "minimax": ("beams",),
+    "recurrent_gemma": ("beams", "second turn"),
+    "rwkv": ("greedy", "no cache"),
+    "gpt_neo": ("static cache",),
+    "bart": ("greedy",),
+}
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -54,7 +64,11 @@ def test_exact_or_refused_where_the_bare_host_is_wrong(name, tmp_path):
         assert entry["outcome"] != "wrong", (name, mode, entry)
         assert (entry["outcome"] == "refused") == (mode in REFUSED.get(name, ())), (name, mode, entry)
         if entry["outcome"] == "refused":
-            assert entry["host"] > 1e-2 and "whose own answer is wrong" in entry["reason"] and name.replace("_", "")[:4] in entry["reason"].lower()
+            assert (
+                entry["host"] > 1e-2
+                and "whose own answer is wrong" in entry["reason"]
+                and name.replace("_", "")[:4] in entry["reason"].lower()
+            )
         assert entry["outcome"] == stored[mode]["outcome"], (name, mode, entry)
 
 
@@ -71,11 +85,18 @@ def test_a_plain_forward_of_bamba_goes_on_with_position_ids_alone(tmp_path):
     manager = manager_of(model, tmp_path)
     with manager.attach(model) as run, torch.no_grad():
         cache = model(ids[:, :4], use_cache=True).past_key_values
-        with pytest.raises(NotSupportedDecoding, match=r"without position_ids is not supported for BambaForCausalLM.*Give position_ids"):
+        with pytest.raises(
+            NotSupportedDecoding, match=r"without position_ids is not supported for BambaForCausalLM.*Give position_ids"
+        ):
             model(ids[:, 4:5], past_key_values=cache, use_cache=True)
         cache = model(ids[:, :4], use_cache=True).past_key_values
         for column in (4, 5):
-            model(ids[:, column : column + 1], past_key_values=cache, position_ids=torch.tensor([[column]]), use_cache=True)
+            model(
+                ids[:, column : column + 1],
+                past_key_values=cache,
+                position_ids=torch.tensor([[column]]),
+                use_cache=True,
+            )
     expected, _ = architectures.Oracle(model, manager).forward(ids[0].tolist(), None)
     result = run.result(ids)
     assert result.position.tolist() == list(range(6)) and result.coverage.n_unseen == 0
@@ -106,11 +127,15 @@ def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_pa
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     alone = model.generate(ids, **options)
     mixed = model.generate(ids, **options, logits_processor=LogitsProcessorList([Beside()]))
-    assert not refusals and (torch.stack(alone.logits[:2]) - torch.stack(mixed.logits[:2])).abs().max() > 0.1  # the bare host is wrong
+    assert (
+        not refusals and (torch.stack(alone.logits[:2]) - torch.stack(mixed.logits[:2])).abs().max() > 0.1
+    )  # the bare host is wrong
     inside.clear()
     with manager_of(model, tmp_path).attach(model) as run:
         watched = model.generate(ids, **options, logits_processor=LogitsProcessorList([Beside()]))
-    assert len(refusals) == 1 and "inside its modules" in refusals[0] and torch.equal(watched.sequences, alone.sequences)
+    assert (
+        len(refusals) == 1 and "inside its modules" in refusals[0] and torch.equal(watched.sequences, alone.sequences)
+    )
     assert run.result(watched.sequences).coverage.n_unseen == 1
 
 
@@ -118,14 +143,19 @@ def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_pa
 def test_streams_that_do_not_fit_are_refused_when_attached(name, tmp_path):
     model = host_of(name)
     manager, before = manager_of(model, tmp_path), n_hooks(model)
-    with pytest.raises(NotSupportedHost, match=r"resid_post\.0 of \w+ is no stream of hidden states.*Choose another site"):
+    with pytest.raises(
+        NotSupportedHost, match=r"resid_post\.0 of \w+ is no stream of hidden states.*Choose another site"
+    ):
         manager.attach(model)
     assert n_hooks(model) == before
 
 
 def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatch):
     model = host_of("recurrent_gemma")
-    states = lambda: [module.conv1d_state for module in model.modules() if hasattr(module, "conv1d_state")]  # noqa: E731
+
+    def states():
+        return [module.conv1d_state for module in model.modules() if hasattr(module, "conv1d_state")]
+
     model(torch.tensor([[1, 5, 9]]), use_cache=True)
     before, kept = torch.random.get_rng_state(), [state.clone() for state in states()]
     monkeypatch.setattr(abilities, "_TRIED", {})
@@ -147,9 +177,25 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
 def test_every_draw_of_a_twin_is_its_own():
     before = torch.random.get_rng_state()
     with OwnRandomness(3):
-        first = [torch.rand(4), torch.randn(4), torch.randint(9, (4,)), torch.randperm(9), torch.empty(4).normal_(), torch.empty(4).uniform_(), torch.bernoulli(torch.full((4,), 0.5))]
+        first = [
+            torch.rand(4),
+            torch.randn(4),
+            torch.randint(9, (4,)),
+            torch.randperm(9),
+            torch.empty(4).normal_(),
+            torch.empty(4).uniform_(),
+            torch.bernoulli(torch.full((4,), 0.5)),
+        ]
     with OwnRandomness(3):
-        second = [torch.rand(4), torch.randn(4), torch.randint(9, (4,)), torch.randperm(9), torch.empty(4).normal_(), torch.empty(4).uniform_(), torch.bernoulli(torch.full((4,), 0.5))]
+        second = [
+            torch.rand(4),
+            torch.randn(4),
+            torch.randint(9, (4,)),
+            torch.randperm(9),
+            torch.empty(4).normal_(),
+            torch.empty(4).uniform_(),
+            torch.bernoulli(torch.full((4,), 0.5)),
+        ]
     assert torch.equal(torch.random.get_rng_state(), before) and all(map(torch.equal, first, second))
     assert not torch.equal(first[0], torch.rand(4))
 
@@ -170,12 +216,22 @@ def test_a_small_configuration_has_every_kind_of_layer():
     from transformers import Gemma3TextConfig, JambaConfig, Zamba2Config
 
     small = shrunken(Gemma3TextConfig())
-    assert set(small.layer_types) == {"sliding_attention", "full_attention"} and small.hidden_size == 32 and small.vocab_size == 97
-    assert len(small.layer_types) == small.num_hidden_layers == 3 and small.sliding_window == 64 and shrunken(small, 8).sliding_window == 8
+    assert (
+        set(small.layer_types) == {"sliding_attention", "full_attention"}
+        and small.hidden_size == 32
+        and small.vocab_size == 97
+    )
+    assert (
+        len(small.layer_types) == small.num_hidden_layers == 3
+        and small.sliding_window == 64
+        and shrunken(small, 8).sliding_window == 8
+    )
     assert {"linear_attention", "hybrid"} == set(shrunken(Zamba2Config()).layers_block_type)
     assert set(JambaConfig().layers_block_type) == set(shrunken(JambaConfig()).layers_block_type)
     model = twin(type(host_of("jamba")), shrunken(JambaConfig()))
-    assert sum(p.numel() for p in model.parameters()) < 200_000 and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) < 200_000 and all(
+        p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters()
+    )
 
 
 def test_only_a_cache_that_holds_something_is_a_second_turn(tmp_path):

@@ -101,7 +101,7 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
     mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
     if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
         mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
-    padded = not two and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+    padded = not two and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, :1] == 0).any())
     if config.use_cache is False:
         return frozenset({"padded, no cache"} if padded else ())
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)

@@ -31,7 +31,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import find_layers, hidden_size, is_encoder_decoder, parse_site, site_module, unwrap
-from probemon.twin import VOCABULARY, OwnRandomness, shrunken, twin
+from probemon.twin import VOCABULARY, OwnRandomness, shrunken, twin, window_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
 BAR = 1e-3  # of the largest logit: rounding stays below 1e-5, a state that is lost or another row's is above 1e-2
@@ -147,17 +147,21 @@ class Abilities:
                     f"[{told}], expected [2, {len(ROWS[0])}, D]. Choose another site"
                 )
 
-    def check_generate(self, ways: Iterable[str]) -> None:
-        """Raises `NotSupportedDecoding` where the host's own answer is wrong in one of these `WAYS` of generating."""
-        self._check([way for way in WAYS if way in set(ways)])
+    def check_generate(self, ways: Iterable[str], length: int = 0) -> None:
+        """Raises `NotSupportedDecoding` where the host's own answer is wrong in one of these `WAYS` of generating.
 
-    def check_forward(self, *, several: bool, positions: bool) -> None:
+        `length`: how long the sequence may become. Windows of attention are crossed on the twin if they will be.
+        """
+        self._check([way for way in WAYS if way in set(ways)], length)
+
+    def check_forward(self, *, several: bool, positions: bool, length: int = 0) -> None:
         """The same of a plain forward on a used cache, with `several` tokens or one, with `position_ids` or without."""
         without = "" if positions else ", no positions"
-        self._check([f"forward{without}", *(["pieces", f"pieces{without}"] if several else []), "forwards beside"])
+        pieces = ["pieces", f"pieces{without}"] if several else []
+        self._check([f"forward{without}", *pieces, "forwards beside"], length)
 
-    def _check(self, ways: Sequence[str]) -> None:
-        tried = _tried(self._model)
+    def _check(self, ways: Sequence[str], length: int) -> None:
+        tried = _tried(self._model, length)
         name = type(self._model).__name__
         if tried is None:
             if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in _SIMPLEST]):
@@ -215,23 +219,27 @@ class _Tried:
 
 
 _TRIED: dict[tuple[type, str], _Tried | None] = {}
-_BY_MODEL: weakref.WeakKeyDictionary[Any, _Tried | None] = weakref.WeakKeyDictionary()
+_BY_MODEL: weakref.WeakKeyDictionary[Any, dict[bool, _Tried | None]] = weakref.WeakKeyDictionary()
 _TRYING = threading.RLock()
+SHORT, LONG = 8, 64  # windows of a twin: its sequences are longer than the one and shorter than the other
 
 
-def _tried(model: Any) -> _Tried | None:
-    """The twin of a host's class and configuration; None where none can be made."""
+def _tried(model: Any, length: int = 0) -> _Tried | None:
+    """The twin of a host's class and configuration for sequences of `length`; None where none can be made."""
     with _TRYING:
-        if model not in _BY_MODEL:
-            try:
-                config = shrunken(model.config)
+        known = _BY_MODEL.setdefault(model, {})
+        try:
+            crossed = length > (window_of(model.config) or length)
+            if crossed not in known:
+                known[crossed] = None
+                config = shrunken(model.config, SHORT if crossed else LONG)
                 key = type(model), json.dumps(config.to_dict(), sort_keys=True, default=str)
                 if key not in _TRIED:
                     _TRIED[key] = _Tried(type(model), config)
-                _BY_MODEL[model] = _TRIED[key]
-            except Exception:  # of every kind: what a foreign configuration does with other sizes is not known
-                _BY_MODEL[model] = None
-        return _BY_MODEL[model]
+                known[crossed] = _TRIED[key]
+            return known[crossed]
+        except Exception:  # of every kind: what a foreign configuration does with other sizes is not known
+            return None
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class Forwards:
             return
         forward, cache = read_forward(given, generation)
         if generation is None and forward.start > 0:
-            self.abilities.check_forward(several=forward.ids.shape[1] > 1, positions=given.get("position_ids") is not None)
+            self.abilities.check_forward(several=forward.ids.shape[1] > 1, positions=given.get("position_ids") is not None, length=forward.start + forward.ids.shape[1])
         if generation is None:
             recording = self._document(forward, cache)
         else:

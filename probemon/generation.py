@@ -34,7 +34,7 @@ class Prompt:
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
     `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
-    `ways`: what the host must be able to do for it, of `probemon.abilities.WAYS`.
+    `ways`: what the host must be able to do for it, of `probemon.abilities.WAYS`; `length`: columns there may be in the end.
     """
 
     columns: int
@@ -46,6 +46,7 @@ class Prompt:
     cached: int = 0
     cache: Any = None
     ways: frozenset[str] = frozenset()
+    length: int = 0
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -68,7 +69,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)),
+        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -94,6 +95,11 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    width = max((int(given[name].shape[1]) for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask") if isinstance(given.get(name), Tensor)), default=1)
+    return width + int(config.max_new_tokens) if config.max_new_tokens is not None else max(width, int(config.max_length or 0))
 
 
 def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:

@@ -71,6 +71,7 @@ _WINDOWS = (
     "local_attention",
     "attention_chunk_size",
     "keep_window_size",
+    "window_size",
 )
 
 
@@ -88,6 +89,13 @@ def shrunken(config: Any, window: int = 64, **changes: Any) -> Any:
     part = small["text_config"] if isinstance(small.get("text_config"), dict) else small
     part.update(changes)
     return type(config).from_dict(small)
+
+
+def window_of(config: Any) -> int | None:
+    """The shortest window of attention that a configuration names, its parts' included; None without any."""
+    data = config.to_dict()
+    parts = [part for part in data.values() if isinstance(part, dict)]
+    return min((part[name] for part in (data, *parts) for name in _WINDOWS if _is_number(part.get(name))), default=None)
 
 
 def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

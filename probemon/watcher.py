@@ -137,7 +137,7 @@ class Watcher:
                 outer.prepared = False
         try:
             prompt = read_call(self.model, args, kwargs)
-            self._forwards.abilities.check_generate(prompt.ways | ({"beside"} if self._running else frozenset()))
+            self._forwards.abilities.check_generate(prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length)
             self._check(prompt)
         except BaseException:
             if isinstance(kwargs.get("streamer"), HeldStreamer):

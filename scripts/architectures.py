@@ -2,6 +2,7 @@
 
     python scripts/architectures.py                                  # all, to docs/benchmarks/architectures.json
     python scripts/architectures.py llama mamba2 --mode beams        # some of them, printed
+    python scripts/architectures.py llama --out FILE                 # some of them, renewed in FILE
 
 Each host is tiny and random, of the architecture's own code, and runs in a process of its own with a time limit.
 What can come out:
@@ -466,21 +467,22 @@ def main() -> int:
         started = time.perf_counter()
         found[name] = apart(lambda name=name: sweep(name, known[name], modes))
         row = found[name]
+        row["commit"] = provenance.commit()
         told = {mode: _told(entry) for mode, entry in row["modes"].items()} if "modes" in row else row
         print(f"{name} ({time.perf_counter() - started:.1f} s): {json.dumps(told)}", flush=True)
     if not given.names or given.out:
+        path = given.out or ROOT / "docs/benchmarks/architectures.json"
+        before = json.loads(path.read_text()) if given.names and path.is_file() else {"architectures": {}}
         answer = {
             "commit": provenance.commit(),
             "machine": provenance.machine(),
             "transformers": transformers.__version__,
             "bar": BAR,
-            "seconds": round(time.perf_counter() - begin),
+            "seconds": before.get("seconds") or round(time.perf_counter() - begin),
             "modes": modes,
-            "architectures": found,
+            "architectures": dict(sorted({**before["architectures"], **found}.items())),
         }
-        write_text_atomically(
-            given.out or ROOT / "docs/benchmarks/architectures.json", json.dumps(answer, indent=1) + "\n"
-        )
+        write_text_atomically(path, json.dumps(answer, indent=1) + "\n")
     return int(any(entry["outcome"] == "wrong" for row in found.values() for entry in row.get("modes", {}).values()))
 
 

@@ -202,7 +202,7 @@ def test_every_draw_of_a_twin_is_its_own():
 
 def test_without_a_twin_a_host_that_keeps_a_state_is_refused_what_it_may_not_be_able_to_do(monkeypatch):
     model = host_of("mamba2")
-    monkeypatch.setattr(abilities, "shrunken", lambda config: 1 / 0)
+    monkeypatch.setattr(abilities, "shrunken", lambda *given: 1 / 0)
     monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
     tried = abilities.Abilities(model)
     tried.check_generate({"steps", "padded"})
@@ -232,6 +232,27 @@ def test_a_small_configuration_has_every_kind_of_layer():
     assert sum(p.numel() for p in model.parameters()) < 200_000 and all(
         p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters()
     )
+
+
+def test_what_goes_wrong_beyond_a_window_is_refused_where_the_window_will_be_crossed(tmp_path):
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 97, "initializer_range": 0.5}
+    model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global", "local"], 1]], window_size=8, **sizes)).eval()
+    manager, ids = manager_of(model, tmp_path), torch.tensor([[1, 44, 3, 17, 8]])
+    options = {"cache_implementation": "static", "do_sample": False, "eos_token_id": 97, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    for n_new in (3, 8):
+        bare = model.generate(ids, max_new_tokens=n_new, **options)
+        truth = model(bare.sequences[:, :-1], use_cache=False).logits[0, -n_new:]
+        wrong = (torch.cat(bare.logits) - truth).abs().max() > 1e-2
+        assert wrong == (n_new == 8)
+        with manager.attach(model):
+            if wrong:
+                with pytest.raises(NotSupportedDecoding, match="a static cache is not supported for GPTNeoForCausalLM"):
+                    model.generate(ids, max_new_tokens=n_new, **options)
+            else:
+                model.generate(ids, max_new_tokens=n_new, **options)
 
 
 def test_only_a_cache_that_holds_something_is_a_second_turn(tmp_path):

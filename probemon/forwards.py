@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.abilities import Abilities
 from probemon.align import Call, Forward, Placed
 from probemon.batching import Batches
 from probemon.by_hand import generate_around
@@ -67,6 +68,8 @@ class Forwards:
         self._acts = acts
         self._tap = Tap(model, sites, self._tapped)
         self._rehearses = rehearsal(model)
+        self.abilities = Abilities(model)
+        self.abilities.check_streams(sites)
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
@@ -161,6 +164,8 @@ class Forwards:
         forward, cache = read_forward(given, generation)
         if generation is None and self._of_another_head(forward, cache):
             return
+        if (generation is None or generation.by_hand) and forward.start > 0:
+            self.abilities.check_forward(several=forward.ids.shape[1] > 1, positions=given.get("position_ids") is not None, length=forward.start + forward.ids.shape[1])
         if generation is None:
             recording = self._document(forward, cache)
         else:

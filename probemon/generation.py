@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import (
+    Cache,
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
@@ -24,6 +26,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from probemon.abilities import CACHES
 from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host import is_encoder_decoder
 
@@ -38,6 +41,7 @@ class Prompt:
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
     `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
+    `ways`: what the host must be able to do for it, of `probemon.abilities.WAYS`; `length`: columns there may be in the end.
     """
 
     columns: int
@@ -48,6 +52,8 @@ class Prompt:
     n_sequences: int = 1
     cached: int = 0
     cache: Any = None
+    ways: frozenset[str] = frozenset()
+    length: int = 0
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
@@ -72,7 +78,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache), "cache": cache,
+        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -98,6 +104,38 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
     return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    width = max((int(given[name].shape[1]) for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask") if isinstance(given.get(name), Tensor)), default=1)
+    return width + int(config.max_new_tokens) if config.max_new_tokens is not None else max(width, int(config.max_length or 0))
+
+
+def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:
+    """`two`: an encoder-decoder, whose mask is of what it encodes."""
+    mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
+    if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
+        mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
+    padded = not two and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, :1] == 0).any())
+    if config.use_cache is False:
+        return frozenset({"padded, no cache"} if padded else ())
+    static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
+    asked = {
+        "steps": not static, "static": static, "padded": padded, "beams": mode in _BEAMS, "speculative": mode == GenerationMode.ASSISTED_GENERATION,
+        "chunked": config.prefill_chunk_size is not None,
+        "turn": any(_is_used(given.get(name)) for name in CACHES),
+    }  # fmt: skip
+    return frozenset(way for way, present in asked.items() if present)
+
+
+def _is_used(cache: Any) -> bool:
+    """Whether a cache holds something; one whose layers are unknown does."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        return cache is not None
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    return any(isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,)))
 
 
 def _n_cached(cache: Any) -> int:

@@ -149,6 +149,7 @@ class Watcher:
                 outer.prepared = False
         try:
             prompt = read_call(self.model, args, kwargs)
+            self._forwards.abilities.check_generate(prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length)
             self._check(prompt)
         except BaseException:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
@@ -174,6 +175,7 @@ class Watcher:
             raise ConfigError("run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a forward shows would be a guess")
         prompt = Prompt(from_column, 0)
         self._check(prompt)
+        self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
         generation = Generation(self._forwards.new_recording(Call(from_column), 0), prompt, by_hand=True)
         loop = HandLoop(generation, self._sampled, self.current)
         with self._following(generation):

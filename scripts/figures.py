@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,43 @@ def bem_grid(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def architectures(found: dict[str, Any]) -> list[str]:
+    """By architecture: in which modes it is exact, scored as it runs, refused, or fails by itself."""
+    modes, rows = found["modes"], found["architectures"]
+    built = {name: row["modes"] for name, row in rows.items() if "modes" in row}
+    refused = {name: row["refused"] for name, row in rows.items() if "refused" in row}
+    missing = {name: row.get("not built", row.get("error", "")) for name, row in rows.items() if name not in built and name not in refused}
+    count = Counter(entry["outcome"] for row in built.values() for entry in row.values())
+    lines = [
+        f"{len(rows)} architectures: {len(built)} hosts run in {len(modes)} modes each ({', '.join(modes)}), {len(refused)} refused when attached, {len(missing)} "
+        f"not built. Of {sum(count.values()):,} pairs {count['exact']:,} are exact, {count['as run']} are scored as the host ran, {count['refused']} are refused, "
+        f"in {count['host fails']} the bare host fails by itself, {count['wrong']} are wrong.",
+        "", "| architecture | exact | as run | refused | the host fails |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in built.items():
+        cells = []
+        for outcome in ("exact", "as run", "refused", "host fails"):
+            those = [mode for mode in modes if row.get(mode, {}).get("outcome") == outcome]
+            cells.append("all" if those == modes else "; ".join(those))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Refused when attached, since what these layers give is not one hidden state a token, or the layers are not found:", ""]
+    lines += [f"- {name}: {_reason(reason)}" for name, reason in refused.items()]
+    lines += ["", "Not built from a small configuration, by transformers' own error:", ""]
+    lines += [f"- {name}: {_reason(reason)}" for name, reason in missing.items()]
+    return lines
+
+
+def _reason(text: str) -> str:
+    return text[:117].replace("|", "/").replace("<", "").replace("*", "") + ("..." if len(text) > 117 else "")
+
+
 TABLES = {
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid),
     "quality.json": (rules, retained),
     "mails.json": (mails,),
     "corpus.json": (corpus,),
+    "architectures.json": (architectures,),
     "bem_learns.json": (bem_distilled,),
 }
 

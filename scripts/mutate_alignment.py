@@ -23,7 +23,7 @@ from probemon.packfile import write_text_atomically
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts")]
+TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts", "abilities")]
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
 SLOW = ["tests/test_attach.py", "tests/test_device_step.py"]
 # (file, the line as it is, the line broken, what it breaks)
@@ -78,6 +78,14 @@ MUTATIONS = [
     ("record.py", "real[:, :known] = mask[:, self.offset : self.offset + known] != 0", "pass", "padding appears in the result"),
     ("record.py", "return real & (np.arange(length) <= last[:, None])", "return real", "padding after the end appears in the result"),
     ("record.py", "np.asarray(entries, dtype=np.int64) - self.n_forgotten", "np.asarray(entries, dtype=np.int64)", "beams point at scores that were forgotten"),
+    ("generation.py", '"beams": mode in _BEAMS,', '"beams": False,', "beams that do not take their state along are scored"),
+    ("generation.py", "any(_is_used(given.get(name)) for name in CACHES)", "False", "a second turn that starts from a wrong state is scored"),
+    ("generation.py", '"padded": padded,', '"padded": False,', "padding in a state is not asked about"),
+    ("forwards.py", "if generation is None and forward.start > 0:", "if False:", "plain forwards that start from a wrong state are scored"),
+    ("forwards.py", "        self.abilities.check_streams(sites)\n", "", "streams that do not fit are attached to"),
+    ("watcher.py", '({"beside"} if self._running else frozenset())', "frozenset()", "two sequences in one module's state are scored"),
+    ("abilities.py", " and not tried.depends_on_the_cut:", ":", "hosts that look at what comes after are refused"),
+    ("twin.py", "func, kwargs[\"generator\"] = with_one, self._generator", "pass", "trying a host moves the random numbers"),
 ]  # fmt: skip
 
 
@@ -88,7 +96,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as room:
         copy = Path(room)
-        for name in ("probemon", "tests", "probes"):
+        for name in ("probemon", "tests", "probes", "scripts", "docs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.is_file() else {}

@@ -3,6 +3,7 @@
     PROBEMON_WRITE_TABLE=1 python -m pytest tests/test_compatibility.py        # writes the table anew
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from conftest import OLDEST, PAD, make_pack
 from oracle import check
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
+import figures
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.packfile import write_text_atomically
@@ -206,6 +208,12 @@ def test_table_in_the_documents_is_what_was_found():
         "With transformers 5.0.0 (`bash scripts/test_oldest.sh`) the same tests pass, and more is refused. By transformers itself: a prompt in chunks, early exit,",
         "a draft model or prompt lookup on a host with sliding windows. By probemon: continuous batching, whose requests that version keeps elsewhere, and beams",
         "on a recurrent state, which that version does not reorder.", "",
+        "## Every architecture of transformers", "",
+        "Written by `python scripts/architectures.py` (`docs/benchmarks/architectures.json`); a sample of it runs with the tests (`tests/test_abilities.py`). The hosts are tiny",
+        "and random, of each architecture's own code. *Exact*: every score of every token is that of one plain forward over the row's tokens alone. *As run*: the host does not agree",
+        "with such a forward by itself, even without a cache (it looks at tokens that come after, say), and every score is that of a state which it had. *Refused*: by a typed error; where",
+        "that says that the host's own answer is wrong, its own logits are away from those of one forward. *The host fails*: it raises without probemon, too.", "",
+        *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())), "",
     ])  # fmt: skip
     if os.environ.get("PROBEMON_WRITE_TABLE"):
         write_text_atomically(path, text)

@@ -170,6 +170,18 @@ def test_memory_in_the_readme_is_the_measured_one():
     assert f"cost {soak['kept_bytes_per_token'] / 1e3:.1f} kB a token" in README
 
 
+def test_no_architecture_is_wrong_in_any_mode():
+    found, page = result("architectures.json"), (ROOT / "docs/compatibility.md").read_text()
+    rows = {name: row["modes"] for name, row in found["architectures"].items() if "modes" in row}
+    assert len(rows) >= 170 and len(found["modes"]) >= 10 and all(set(row) == set(found["modes"]) for row in rows.values())
+    entries = [entry for row in rows.values() for entry in row.values()]
+    assert {entry["outcome"] for entry in entries} == {"exact", "as run", "refused", "host fails"}
+    for entry in entries:
+        if entry["outcome"] in ("exact", "as run"):
+            assert entry["own"] <= 1e-5 and (entry["deviation"] <= found["bar"] or entry["host"] > 1e-3)
+    assert "\n".join(figures.architectures(found)) in page
+
+
 def test_every_mutation_of_attribution_is_caught():
     found = result("mutations.json")
     assert found["n_caught"] == found["n_mutations"] >= 30

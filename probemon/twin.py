@@ -1,0 +1,223 @@
+"""Twin: a tiny host of the same class, to try on it what must not be tried on the host that is watched.
+
+    config = shrunken(model.config)         # the same kinds of layers, each once or twice; 32 values wide
+    model = twin(type(model), config)       # random weights on the CPU; the global random state is as it was
+
+What a host can do (go on from a state, reorder its beams) lies in its code and in which kinds of layers it has, not in
+its size or its weights. A twin leaves no trace on the host: none of its modules, hooks, caches and random numbers is
+used.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH, VOCABULARY, N_LAYERS, MOST_LAYERS = 32, 97, 3, 6
+MOST_PARAMETERS = 100_000_000  # of a twin: a host with parts that are not known here may stay large, and is not tried
+_LENGTHS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers encoder_layers"
+_LENGTHS += " num_encoder_layers depth"
+_NAMES: dict[float, str] = {  # what configurations call their sizes, by what is left of them
+    32: (
+        "hidden_size d_model n_embd dim_model word_embed_proj_dim embedding_size emb_dim embedding_dim lru_width "
+        "attention_hidden_size input_embedding_size output_embedding_size hidden_size_global "
+        "cross_attention_hidden_size out_hidden_size output_size"
+    ),
+    48: (
+        "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
+        "shared_intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff dim_ff dff n_inner ffn_hidden_size "
+        "feed_forward_size d_inner mlp_dim intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size "
+        "moe_shared_expert_intermediate_size router_hidden_size"
+    ),
+    4: (
+        "num_attention_heads encoder_attention_heads decoder_attention_heads n_head n_heads attention_heads "
+        "swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads "
+        "linear_num_value_heads index_n_heads qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_d_state "
+        "time_step_rank mamba_dt_rank d_rel num_experts num_local_experts n_routed_experts moe_num_experts "
+        "chunk_size mamba_chunk_size block_size index_topk_blocks index_block_size"
+    ),
+    2: (
+        "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_query_groups kv_n_heads "
+        "n_groups mamba_n_groups mamba_ngroups o_groups num_experts_per_tok num_experts_per_token moe_k moe_topk "
+        "moe_top_k zero_expert_num attn_layer_period expert_layer_period"
+    ),
+    8: (
+        "num_heads mamba_n_heads mamba_num_heads n_mamba_heads head_dim global_head_dim dim_head d_kv d_head "
+        "mamba_d_head mamba_head_dim mamba_headdim swa_head_dim attention_head_size kv_channels "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim v_head_dim qk_nope_head_dim "
+        "query_pre_attn_scalar index_head_dim indexer_head_dim attention_head_dim adapter_rank laurel_rank "
+        "attention_window patch_size"
+    ),
+    64: "mamba_d_ssm",
+    12: "qk_head_dim",
+    16: "kv_lora_rank q_lora_rank o_lora_rank image_size",
+    1: "n_group topk_group attn_layer_offset expert_layer_offset",
+    97: ("vocab_size decoder_vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size unpadded_vocab_size"),
+    128: (
+        "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
+        "max_source_positions original_max_position_embeddings max_encoder_position_embeddings "
+        "max_decoder_position_embeddings index_topk"
+    ),
+    0.3: "initializer_range init_std",
+}
+SIZES: dict[str, float] = {name: size for size, names in _NAMES.items() for name in names.split()}
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "keep_window_size",
+    "window_size",
+)
+
+
+def shrunken(config: Any, window: int = 64, **changes: Any) -> Any:
+    """A small configuration of the same class, with every kind of layer; `changes` are made to its text part.
+
+    `window`: the longest that a window of attention may be. What a host does beyond one says nothing of what is within.
+    """
+    data = config.to_dict()
+    small = _shrunken(config, data, {**SIZES, **dict.fromkeys(_WINDOWS, window)})
+    for name, part in data.items():
+        inner = vars(config).get(name)
+        if hasattr(inner, "to_dict") and isinstance(part, dict):
+            small[name] = shrunken(inner, window).to_dict()
+    part = small["text_config"] if isinstance(small.get("text_config"), dict) else small
+    part.update(changes)
+    return type(config).from_dict(small)
+
+
+def window_of(config: Any) -> int | None:
+    """The shortest window of attention that a configuration names, its parts' included; None without any."""
+    data = config.to_dict()
+    parts = [part for part in data.values() if isinstance(part, dict)]
+    return min((part[name] for part in (data, *parts) for name in _WINDOWS if _is_number(part.get(name))), default=None)
+
+
+def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    small = copy.deepcopy(data)
+    if _is_number(data.get("qk_rope_head_dim")):  # latent attention: every head has its keys, and turns a part of them
+        sizes |= {"num_key_value_heads": 4, "head_dim": sizes["qk_rope_head_dim"]}
+    if "n_mamba_heads" in data:  # zamba's attention reads two streams side by side
+        sizes |= {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // 4, "num_key_value_heads": 4}
+    names = [name for name in _LENGTHS.split() if isinstance(data.get(name), int)]
+    n_layers = max((int(data[name]) for name in names), default=0)
+    chosen = _layers(data, n_layers)
+    usual = {own: name for name, own in (getattr(config, "attribute_map", None) or {}).items()}
+    for name, value in data.items():
+        size = sizes.get(name, sizes.get(usual.get(name, "")))
+        if name in names:
+            small[name] = len(chosen)
+        elif size is not None and (
+            _is_number(value) or (value is None and name in ("head_dim", "num_key_value_heads"))
+        ):
+            small[name] = min(value, size) if isinstance(value, int) else size
+        elif name == "per_layer_config" and isinstance(value, dict):
+            changed = {int(i): {key: sizes.get(key, size) for key, size in part.items()} for i, part in value.items()}
+            small[name] = {str(chosen.index(i)): part for i, part in changed.items() if i in chosen}
+        elif _per_layer(name, value, n_layers):
+            small[name] = [sizes.get(name, value[i]) for i in chosen]
+        elif _indices(name, value, n_layers):
+            small[name] = [chosen.index(i) for i in value if i in chosen]
+        elif name.endswith(("_token_id", "_token_index")):
+            small[name] = _token(value)
+    small["dtype"] = None
+    small.pop("quantization_config", None)
+    return small
+
+
+def _layers(data: dict[str, Any], n: int) -> list[int]:
+    """The layers to keep: the first of each kind, and some more so that there are three."""
+    lists = [value for name, value in data.items() if _per_layer(name, value, n)]
+    members = [set(value) for name, value in data.items() if _indices(name, value, n)]
+    other = {int(i): part for i, part in (data.get("per_layer_config") or {}).items()}
+    kinds: dict[str, list[int]] = {}
+    for i in range(n):
+        kinds.setdefault(
+            repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)]), []
+        ).append(i)
+    chosen = {same[0] for same in list(kinds.values())[:MOST_LAYERS]}
+    for i in (
+        i for same in reversed(kinds.values()) for i in same[1:]
+    ):  # some hosts share weights between two layers of the rarer kind
+        if len(chosen) >= min(n, N_LAYERS):
+            break
+        chosen.add(i)
+    return sorted(chosen)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _per_layer(name: str, value: Any, n: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == n > 0 and "label" not in name
+
+
+def _indices(name: str, value: Any, n: int) -> bool:
+    whole = (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    )
+    return (
+        whole
+        and name.endswith(("layers", "idxs", "_ids", "_indices"))
+        and "token" not in name
+        and list(value) == sorted(set(value))
+        and value[-1] < n
+    )
+
+
+def _token(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_token(one) for one in value]
+    return VOCABULARY - 1 - value % 16 if isinstance(value, int) and value >= VOCABULARY else value
+
+
+class OwnRandomness(TorchDispatchMode):
+    """In this thread, what draws random numbers draws them from a generator of its own: the global one is not moved."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            overload = func._overloadname
+            with_one = getattr(
+                func.overloadpacket, "generator" if overload == "default" else f"{overload}_generator", func
+            )
+            if any(argument.name == "generator" for argument in with_one._schema.arguments):
+                func, kwargs["generator"] = with_one, self._generator
+        return func(*args, **kwargs)
+
+
+def twin(kind: type, config: Any, seed: int = 0) -> Any:
+    """A model of class `kind` on the CPU, in fp32, its random weights large enough that every layer matters.
+
+    Raises `ValueError` where it has too many of them.
+    """
+    with torch.device("meta"), OwnRandomness(seed):
+        n_parameters = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if n_parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"{kind.__name__} has {n_parameters:,} parameters even when it is made small, more than {MOST_PARAMETERS:,}"
+        )
+    config = copy.deepcopy(config)
+    with torch.device("cpu"), OwnRandomness(seed), torch.no_grad():
+        model = kind(config)
+        model = model.to(torch.float32).eval()
+        for parameter in model.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                spread = float(parameter.std())
+                if spread == 0:
+                    parameter.normal_(0, 0.3)
+                elif spread < 0.3:
+                    parameter.mul_(0.3 / spread)
+    return model

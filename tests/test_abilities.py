@@ -1,0 +1,262 @@
+"""What a host cannot do: refused where its own answer is wrong, by an oracle on the bare host, and nowhere else.
+
+A sample of `scripts/architectures.py`, which runs every architecture in every mode; and trying a twin leaves no trace.
+"""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import OLDEST, n_hooks
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import architectures
+from probemon import DynamicProbeManager, abilities
+from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.twin import OwnRandomness, shrunken, twin
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other faults"),
+]
+RESULTS = Path(__file__).parent.parent / "docs/benchmarks/architectures.json"
+# Where the hosts differ most; each pair is judged by its own bare host, and must be what the sweep found.
+SAMPLE = {
+    "llama": ("greedy", "beams", "second turn", "plain, in pieces"),
+    "mamba": ("greedy", "beams", "second turn"),
+    "mamba2": ("beams", "second turn"),
+    "falcon_mamba": ("second turn",),
+    "jamba": ("beams", "second turn", "chunked", "plain, token by token", "plain, in pieces"),
+    "bamba": ("beams", "chunked", "plain, token by token"),
+    "minimax": ("greedy", "beams", "second turn", "plain, in pieces"),
+    "recurrent_gemma": ("greedy", "beams", "second turn"),
+    "falcon_h1": ("beams", "second turn", "chunked", "plain, in pieces"),
+    "rwkv": ("greedy", "no cache"),
+    "gpt_neo": ("beams", "static cache"),
+    "doge": ("greedy", "no cache"),
+    "gpt2": ("greedy", "prompt lookup"),
+    "mixtral": ("beams", "chunked"),
+    "t5": ("greedy", "beams"),
+    "bart": ("greedy", "chunked"),
+}
+REFUSED = {  # what must be: the findings that this table began with
+    "mamba": ("second turn",),
+    "mamba2": ("second turn",),
+    "falcon_mamba": ("second turn",),
+    "jamba": ("second turn", "chunked", "plain, in pieces"),
+    "bamba": ("plain, token by token",),
+    "minimax": ("beams",),
+    "recurrent_gemma": ("beams", "second turn"),
+    "rwkv": ("greedy", "no cache"),
+    "gpt_neo": ("static cache",),
+    "bart": ("greedy",),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_exact_or_refused_where_the_bare_host_is_wrong(name, tmp_path):
+    host = architectures.Host(name, architectures.architectures()[name], tmp_path)
+    stored = json.loads(RESULTS.read_text())["architectures"][name]["modes"]
+    for mode in SAMPLE[name]:
+        entry = host.try_mode(mode)
+        assert entry["outcome"] != "wrong", (name, mode, entry)
+        assert (entry["outcome"] == "refused") == (mode in REFUSED.get(name, ())), (name, mode, entry)
+        if entry["outcome"] == "refused":
+            assert (
+                entry["host"] > 1e-2
+                and "whose own answer is wrong" in entry["reason"]
+                and name.replace("_", "")[:4] in entry["reason"].lower()
+            )
+        assert entry["outcome"] == stored[mode]["outcome"], (name, mode, entry)
+
+
+def host_of(name, **changes):
+    return architectures.build(name, architectures.architectures()[name])
+
+
+def manager_of(model, folder):
+    return DynamicProbeManager(architectures.make_pack(folder / "pack", model))
+
+
+def test_a_plain_forward_of_bamba_goes_on_with_position_ids_alone(tmp_path):
+    model, ids = host_of("bamba"), torch.tensor([[1, 44, 3, 17, 8, 44]])
+    manager = manager_of(model, tmp_path)
+    with manager.attach(model) as run, torch.no_grad():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        with pytest.raises(
+            NotSupportedDecoding, match=r"without position_ids is not supported for BambaForCausalLM.*Give position_ids"
+        ):
+            model(ids[:, 4:5], past_key_values=cache, use_cache=True)
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        for column in (4, 5):
+            model(
+                ids[:, column : column + 1],
+                past_key_values=cache,
+                position_ids=torch.tensor([[column]]),
+                use_cache=True,
+            )
+    expected, _ = architectures.Oracle(model, manager).forward(ids[0].tolist(), None)
+    result = run.result(ids)
+    assert result.position.tolist() == list(range(6)) and result.coverage.n_unseen == 0
+    for i in range(6):
+        at = torch.as_tensor(result.scores.active(i))
+        assert (torch.as_tensor(result.scores.active_scores(i)) - expected[i, at]).abs().max() < 1e-5
+
+
+def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_path):
+    model, ids = host_of("recurrent_gemma"), torch.tensor([[1, 44, 3, 17, 8]])
+    refusals, inside = [], threading.Event()
+
+    class Beside(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if not inside.is_set():
+                inside.set()
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+            return scores
+
+    def other():
+        try:
+            model.generate(ids + 1, max_new_tokens=2, do_sample=False)
+        except NotSupportedDecoding as refusal:
+            refusals.append(str(refusal))
+
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    alone = model.generate(ids, **options)
+    mixed = model.generate(ids, **options, logits_processor=LogitsProcessorList([Beside()]))
+    assert (
+        not refusals and (torch.stack(alone.logits[:2]) - torch.stack(mixed.logits[:2])).abs().max() > 0.1
+    )  # the bare host is wrong
+    inside.clear()
+    with manager_of(model, tmp_path).attach(model) as run:
+        watched = model.generate(ids, **options, logits_processor=LogitsProcessorList([Beside()]))
+    assert (
+        len(refusals) == 1 and "inside its modules" in refusals[0] and torch.equal(watched.sequences, alone.sequences)
+    )
+    assert run.result(watched.sequences).coverage.n_unseen == 1
+
+
+@pytest.mark.parametrize("name", ["cpmant", "hy_v4", "qwen4_exp_text", "gemma3n_text"])
+def test_streams_that_do_not_fit_are_refused_when_attached(name, tmp_path):
+    model = host_of(name)
+    manager, before = manager_of(model, tmp_path), n_hooks(model)
+    with pytest.raises(
+        NotSupportedHost, match=r"resid_post\.0 of \w+ is no stream of hidden states.*Choose another site"
+    ):
+        manager.attach(model)
+    assert n_hooks(model) == before
+
+
+def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatch):
+    model = host_of("recurrent_gemma")
+
+    def states():
+        return [module.conv1d_state for module in model.modules() if hasattr(module, "conv1d_state")]
+
+    model(torch.tensor([[1, 5, 9]]), use_cache=True)
+    before, kept = torch.random.get_rng_state(), [state.clone() for state in states()]
+    monkeypatch.setattr(abilities, "_TRIED", {})
+    monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
+            tried = abilities.Abilities(model)
+            tried.check_generate({"steps", "padded"})
+            with pytest.raises(NotSupportedDecoding, match="use_cache=False, or num_beams=1"):
+                tried.check_generate({"steps", "beams"})
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.equal(torch.random.get_rng_state(), before) and torch.is_grad_enabled()
+    assert all(torch.equal(a, b) for a, b in zip(states(), kept, strict=True))
+
+
+def test_every_draw_of_a_twin_is_its_own():
+    before = torch.random.get_rng_state()
+    with OwnRandomness(3):
+        first = [
+            torch.rand(4),
+            torch.randn(4),
+            torch.randint(9, (4,)),
+            torch.randperm(9),
+            torch.empty(4).normal_(),
+            torch.empty(4).uniform_(),
+            torch.bernoulli(torch.full((4,), 0.5)),
+        ]
+    with OwnRandomness(3):
+        second = [
+            torch.rand(4),
+            torch.randn(4),
+            torch.randint(9, (4,)),
+            torch.randperm(9),
+            torch.empty(4).normal_(),
+            torch.empty(4).uniform_(),
+            torch.bernoulli(torch.full((4,), 0.5)),
+        ]
+    assert torch.equal(torch.random.get_rng_state(), before) and all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], torch.rand(4))
+
+
+def test_without_a_twin_a_host_that_keeps_a_state_is_refused_what_it_may_not_be_able_to_do(monkeypatch):
+    model = host_of("mamba2")
+    monkeypatch.setattr(abilities, "shrunken", lambda *given: 1 / 0)
+    monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
+    tried = abilities.Abilities(model)
+    tried.check_generate({"steps", "padded"})
+    tried.check_streams(["resid_post.0"])
+    with pytest.raises(NotSupportedDecoding, match="no tiny copy of it could be made"):
+        tried.check_generate({"steps", "beams"})
+    abilities.Abilities(host_of("llama")).check_generate({"steps", "beams", "turn"})
+
+
+def test_a_small_configuration_has_every_kind_of_layer():
+    from transformers import Gemma3TextConfig, JambaConfig, Zamba2Config
+
+    small = shrunken(Gemma3TextConfig())
+    assert (
+        set(small.layer_types) == {"sliding_attention", "full_attention"}
+        and small.hidden_size == 32
+        and small.vocab_size == 97
+    )
+    assert (
+        len(small.layer_types) == small.num_hidden_layers == 3
+        and small.sliding_window == 64
+        and shrunken(small, 8).sliding_window == 8
+    )
+    assert {"linear_attention", "hybrid"} == set(shrunken(Zamba2Config()).layers_block_type)
+    assert set(JambaConfig().layers_block_type) == set(shrunken(JambaConfig()).layers_block_type)
+    model = twin(type(host_of("jamba")), shrunken(JambaConfig()))
+    assert sum(p.numel() for p in model.parameters()) < 200_000 and all(
+        p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters()
+    )
+
+
+def test_what_goes_wrong_beyond_a_window_is_refused_where_the_window_will_be_crossed(tmp_path):
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 97, "initializer_range": 0.5}
+    model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global", "local"], 1]], window_size=16, **sizes)).eval()
+    manager, ids = manager_of(model, tmp_path), torch.tensor([[1, 44, 3, 17, 8]])
+    options = {"cache_implementation": "static", "do_sample": False, "eos_token_id": 97, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    for n_new in (3, 16):
+        bare = model.generate(ids, max_new_tokens=n_new, **options)
+        truth = model(bare.sequences[:, :-1], use_cache=False).logits[0, -n_new:]
+        wrong = (torch.cat(bare.logits) - truth).abs().max() > 1e-2
+        assert wrong == (n_new == 16)
+        with manager.attach(model):
+            if wrong:
+                with pytest.raises(NotSupportedDecoding, match="a static cache is not supported for GPTNeoForCausalLM"):
+                    model.generate(ids, max_new_tokens=n_new, **options)
+            else:
+                model.generate(ids, max_new_tokens=n_new, **options)
+
+
+def test_only_a_cache_that_holds_something_is_a_second_turn(tmp_path):
+    model, ids = host_of("jamba"), torch.tensor([[1, 44, 3, 17, 8]])
+    with manager_of(model, tmp_path).attach(model) as run:
+        out = model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=3, do_sample=False)
+    assert run.result(out).coverage.n_unseen == 1

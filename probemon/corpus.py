@@ -23,8 +23,9 @@ from torch import Tensor
 
 from probemon.audit import sample
 from probemon.documents import Document
-from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
+from probemon.errors import AlignmentError, ConfigError, HostMismatch, NotSupportedHost
 from probemon.fit import check_host
+from probemon.group import PackGroup
 from probemon.hierarchy import Ints, Mask
 from probemon.host import compiled_parts, find_layers, is_encoder_decoder, text_config, unwrap
 from probemon.tap import Tap
@@ -116,6 +117,8 @@ class CorpusScorer:
         self.host = host
         self._decoder, _ = find_layers(host)
         self._may_stop = may_be_left(host)
+        pack = manager.pack
+        self._width = pack.hidden_size if isinstance(pack, PackGroup) else pack.architecture.hidden_size
         self._known = False  # that a forward shows each site once
         self._seen: dict[str, list[Tensor]] = {}
         self._stop = False
@@ -217,8 +220,17 @@ class CorpusScorer:
             for site, hidden in seen.items():
                 if len(hidden) != 1:
                     raise AlignmentError(f"{site} was run {len(hidden)} times in one forward: which of its states are the tokens' is unknown")
+                self._check(site, hidden[0], ids.numel())
             self._known = True
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
+
+    def _check(self, site: str, hidden: Any, n_tokens: int) -> None:
+        """Raise unless a site showed a state of the pack's width for each token."""
+        shape = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3) or hidden[..., 0].numel() != n_tokens or not hidden.dtype.is_floating_point:
+            raise NotSupportedHost(f"{site} gives {shape} in a forward of {n_tokens} tokens, expected [rows, tokens, hidden size] of floats: which state is whose is unknown")
+        if hidden.shape[-1] != self._width:
+            raise HostMismatch(f"{site} gives states of {hidden.shape[-1]} values, {self.manager.pack.name} reads {self._width}: its probes are for another site, or another host")
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
         if site in self._seen:  # else a forward of somebody else's, between two batches

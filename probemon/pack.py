@@ -29,7 +29,7 @@ from probemon.errors import (
 from probemon.hierarchy import ConceptTree
 from probemon.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_concepts, read_manifest
 from probemon.naming import Names, Wanted
-from probemon.types import Architecture, InputSpec, input_dtype
+from probemon.types import Architecture, InputSpec, input_dtype, input_limits
 
 if TYPE_CHECKING:
     from probemon.hub import Pushed
@@ -89,6 +89,9 @@ class ProbePack:
         self.golden_hidden = tensors.get("golden_hidden")
         self.golden_scores = tensors.get("golden_scores")
         self.golden_error: float | None = None  # found by `verify`
+        # Of each probe the largest value of an input with which no sum can overflow fp32; NaN until its weights are looked at.
+        self.input_limit = np.full(self.n_probes, np.nan)
+        self.lowest_input_limit = math.inf  # of those looked at
         self._check(where)
         self._names = Names(self.name, concepts, self.path)
 
@@ -194,25 +197,29 @@ class ProbePack:
             raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r} appears twice")
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
-        """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
+        """Look at the weights of `probes` (default: all): raise `PackCorrupt` naming the first that has one that is NaN or infinite.
+
+        What the rest can be given without a sum that overflows is in `input_limit` then (see `input_limits`).
+        """
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
-        # In bounded pieces: a sum of bf16 in fp32 makes an fp32 copy of what it sums.
+        # In bounded pieces: absolute values are a copy.
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in self.weights.values())))
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
             for first in range(int(run[0]), int(run[-1]) + 1, most):
                 stop = min(first + most, int(run[-1]) + 1)
+                largest = {}
                 for name, tensor in self.weights.items():
-                    rows = tensor[first:stop].reshape(stop - first, -1)
-                    # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
-                    if tensor.dtype == torch.int8 or bool(torch.isfinite(rows.sum(dim=1, dtype=torch.float32)).all()):
-                        continue
-                    finite = torch.isfinite(rows).all(dim=1)
-                    if not bool(finite.all()):
-                        probe = first + int((~finite).nonzero()[0])
+                    largest[name] = _largest(tensor[first:stop])
+                    finite = np.isfinite(largest[name])
+                    if not finite.all():
+                        probe = first + int(np.flatnonzero(~finite)[0])
                         raise PackCorrupt(
                             f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
                             f"is not finite: the pack is damaged or was trained to divergence"
                         )
+                limits = input_limits(self.architecture, largest)
+                self.input_limit[first:stop] = limits
+                self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min()))
 
     def verify(self, scorer: GoldenScorer | None = None) -> float | None:
         """Check every weight and replay the golden states; the largest score error, or None without golden states.
@@ -346,6 +353,13 @@ class ProbePack:
         return hub.push(
             self, repo_id, private=private, revision=revision, commit_message=commit_message, create_pr=create_pr, token=token, endpoint=endpoint
         )
+
+
+def _largest(weights: Tensor) -> np.ndarray:
+    """The largest absolute value of each probe `[n]` fp64, NaN where one is NaN."""
+    if weights.dtype == torch.int8:
+        return np.full(len(weights), 128.0)  # the most there can be, without looking
+    return weights.reshape(len(weights), -1).abs().amax(dim=1).to(torch.float64).numpy()
 
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:

@@ -70,13 +70,15 @@ class Architecture:
         if "w1" not in weights or weights["w1"].dim() != 3:
             raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
         p, h1, d = weights["w1"].shape
+        if not h1 or not d:
+            raise PackCorrupt(f"{where}: w1 has shape {(p, h1, d)}: a probe reads 1 value or more")
         names, scales = {name for name in weights if not name.endswith("_scale")}, {name for name in weights if name.endswith("_scale")}
         if names == {"w1", "b1"}:
             made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
         elif names == {"w1", "b1", "w3", "b3"}:
             made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
         elif names == {"w1", "b1", "w2", "b2", "w3", "b3"}:
-            h2 = weights["w2"].shape[1] if weights["w2"].dim() == 3 else -1
+            h2 = weights["w2"].shape[1] or -1 if weights["w2"].dim() == 3 else -1
             made = cls(d, (h1, h2))
             shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
         else:
@@ -107,6 +109,28 @@ class Architecture:
 
     def __str__(self) -> str:
         return "linear" if not self.hidden else "-".join(map(str, (*self.hidden, 1)))
+
+
+def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs overflows fp32, in whatever order.
+
+    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that add up in different orders
+    may come to different scores, infinities and NaN, so there a probe has no score. The bound is `n_values * weight * input` for a sum of products,
+    layer by layer, and half of what fp32 holds, which leaves room for rounding. Ordinary weights give some 1e20 and more.
+    """
+    most = 2.0**127
+    slope, offset = 1.0, 0.0  # what comes into a layer is at most slope * input + offset
+    limit = np.full(len(largest["w1"]), np.inf)
+    layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
+    with np.errstate(divide="ignore"):
+        for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):
+            products = width * largest[f"w{i}"]
+            slope, offset = slope * products, offset * products
+            limit = np.minimum(limit, (most - offset) / slope)
+            scale = largest.get(f"w{i}_scale", 1.0)
+            slope, offset = slope * scale, offset * scale + largest[f"b{i}"]
+            limit = np.minimum(limit, (most - offset) / slope)
+    return limit
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ class PagedArena:
             raise ConfigError(f"n_slots is {n_slots}: an arena has at least one slot")
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._store = store
+        self.locks = (self.lock, store.lock)  # in the order in which they are taken
         self._n_slots = n_slots
         with torch.inference_mode(False):  # else slots could not be filled outside of that mode
             self.weights: Mapping[str, Tensor] = {

@@ -261,7 +261,7 @@ def write_calibrated(
     expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
     changes = alerts is not None and alerts.aggregator == Each()
     if alerts is not None:
-        target = alert if changes else torch.full((pack.n_probes,), float("nan"))
+        target = alert if changes else torch.full_like(alert, float("nan"))
         if str(alerts.aggregator) in aggregated:
             target = aggregated[str(alerts.aggregator)].clone()
         target[list(watched)] = torch.from_numpy(alerts.threshold)

@@ -372,12 +372,12 @@ class Engine:
     def _trial_states(self) -> tuple[dict[str, Tensor], str]:
         golden = self.pack.golden_hidden
         if golden is not None and len(golden):
-            repeated = golden[torch.arange(_BATCH) % len(golden)]
+            repeated = golden[torch.arange(_BATCH, device="cpu") % len(golden)]
             states, kind = {site: repeated[:, i] for i, site in enumerate(self.pack.sites)}, "golden"
         else:
             generator = torch.Generator().manual_seed(0)
             size = (_BATCH, self.pack.architecture.hidden_size)
-            states, kind = {site: torch.randn(size, generator=generator) for site in self.pack.sites}, "random"
+            states, kind = {site: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for site in self.pack.sites}, "random"
         # What other packs of the scorer read has to be there, and is not asked for.
         return {spec.site: next(iter(states.values())) for spec in self.scorer.specs} | states, kind
 

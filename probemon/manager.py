@@ -23,7 +23,7 @@ from torch import Tensor
 from probemon.arena import Arena
 from probemon.audit import check_rate, compare
 from probemon.cascade import CascadePlan
-from probemon.engine import Engine, Evaluator, Outcome
+from probemon.engine import Choice, Engine, Evaluator, Outcome
 from probemon.errors import ConfigError
 from probemon.group import AnyPack, PackGroup, one_or_several
 from probemon.hierarchy import Ints, Mask
@@ -77,6 +77,7 @@ class DynamicProbeManager:
         self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
         self.report_top_k = max(config.report_top_k for config in configs)
         self.audit_rate = check_rate(audit_rate)
+        self._made_with = {"arena_bytes": arena_bytes, "cache_bytes": cache_bytes, "late": late, "prefetch": prefetch, "audit_rate": self.audit_rate, **settings}
         self.device = check_device(device)
         self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
         self._alert = self.pack.alert_threshold.numpy()
@@ -91,6 +92,12 @@ class DynamicProbeManager:
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were chosen; nothing is measured again."""
+        engines = self.engine.engines if isinstance(self.engine, Together) else [self.engine]
+        choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
+        return _made_again, (type(self), self.pack, {**self._made_with, "device": str(self.device), "impl": self.impl}, self.impl_why, choices)
 
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
@@ -265,3 +272,15 @@ class DynamicProbeManager:
         if len(set(lengths.values())) != 1:
             raise ConfigError(f"hidden states of the sites have different lengths {lengths}: give as many at each")
         return {site: hidden[site].detach() for site in self.pack.sites}
+
+
+def _made_again(
+    kind: type[DynamicProbeManager], pack: AnyPack, arguments: Mapping[str, Any], impl_why: str, choices: tuple[Choice, list[Choice]]
+) -> DynamicProbeManager:
+    manager = kind(pack, strategy="descent", **arguments)
+    manager.impl_why = impl_why
+    manager.strategy, own = choices
+    manager.engine.choice = manager.strategy
+    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, Together) else [manager.engine], own, strict=True):
+        engine.choice = choice
+    return manager

@@ -241,6 +241,13 @@ class ProbePack:
         self.golden_error = worst
         return worst
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProbePack:
+        return self  # it is read-only
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickled, a pack is opened again from its directory, which must hold the same one."""
+        return _opened_again, (type(self), str(self.directory.resolve()), self.name, self.manifest)
+
     # -- asking ----------------------------------------------------------------------------------
 
     @property
@@ -360,6 +367,16 @@ def _largest(weights: Tensor) -> np.ndarray:
     if weights.dtype == torch.int8:
         return np.full(len(weights), 128.0)  # the most there can be, without looking
     return weights.reshape(len(weights), -1).abs().amax(dim=1).to(torch.float64).numpy()
+
+
+def _opened_again(kind: type[ProbePack], directory: str, name: str, manifest: dict[str, Any]) -> ProbePack:
+    try:
+        pack = kind.open(directory)
+    except PackError as error:
+        raise PackError(f"{name} was pickled as the pack in {directory}, and is opened from there again: {error}") from error
+    if pack.manifest != manifest:
+        raise PackError(f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open this one and pickle it anew")
+    return pack
 
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ class PairScorer:
         self.specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
         self.n_probes = sum(pack.n_probes for pack in packs)
         self._dtype = packs[0].input_dtype
-        self.fetcher = Fetcher(arena.fetch) if isinstance(arena, PagedArena) and late else None
-        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True)) if isinstance(arena, PagedArena) and prefetch else None
+        self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
+        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True), arena.locks) if isinstance(arena, PagedArena) and prefetch else None
 
     def block_of(self, pack: ProbePack) -> Ints:
         """Of each probe of a pack the block of the inputs that it reads, `[P]`."""

@@ -269,7 +269,7 @@ def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
         return "reference", f"the kernels are for GPUs, and a site or the layer that is read is on {other}"
     for device in where:
         try:
-            x, v, codes = (torch.ones(2, n, device=device) for n in (16, 16, 2))
+            x, v, codes = (torch.ones(2, n, dtype=torch.float32, device=device) for n in (16, 16, 2))
             generated_update(x, v.T.contiguous(), v.T.contiguous(), codes, 1.0, impl="triton").sum().item()
         except KernelUnavailable as error:
             return "reference", str(error)

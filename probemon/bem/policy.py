@@ -55,7 +55,7 @@ class Gaussian:
             raise ConfigError(f"std is {self.std!r}: give a number over 0")
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator).to(codes)
+        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator, dtype=torch.float32, device=generator.device).to(codes)
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
         distance = ((actions - codes) / self.std).square().sum(dim=-1)

@@ -226,7 +226,7 @@ def write_stacked(
     recommended = {"max_loaded_probes": len(concepts)} if len(concepts) > CascadeConfig().max_loaded_probes else {}
     return ProbePack.write(
         target, name=name, concepts=concepts, weights=weights, score_rule="independent", inputs=[{"site": site, "norm": normalize, "eps": eps} for site in places],
-        input_index=torch.tensor([places.index(site) for site in sites]), alert_threshold=alert_threshold, host=host, licence=licence,
+        input_index=torch.tensor([places.index(site) for site in sites], device="cpu"), alert_threshold=alert_threshold, host=host, licence=licence,
         card=_card(name, source, len(concepts), imported, model, licence), recommended=recommended, provenance={"import": imported}, overwrite=overwrite,
     )  # fmt: skip
 

@@ -88,15 +88,15 @@ def import_sae(
         factor *= math.sqrt((len(encoder) - 1) / len(encoder))
     changed = factor != 1 or (centered and normalize == "none")
     dtype = torch.bfloat16 if encoder.dtype == torch.bfloat16 and not changed else torch.float32
-    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype), torch.empty(len(wanted), 1)
+    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu"), torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu")
     for begin in range(0, len(wanted), _SLICE):
-        at = torch.tensor(wanted[begin : begin + _SLICE])
+        at = torch.tensor(wanted[begin : begin + _SLICE], device="cpu")
         rows = encoder[:, at].T.double()
         shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
         if centered and normalize == "none":
             rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
         w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (factor * rows).to(dtype), (sharpness * shift).float()
-    if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
+    if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64, device="cpu")).all() and torch.isfinite(b1).all()):
         raise ImportRefused(f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged")
     concepts = [
         {"id": f"f{i}", "name": (names or {}).get(i, f"feature {i}"), "parents": [], "sae_feature": i, "sae_threshold": float(threshold[i])} for i in wanted
@@ -112,7 +112,7 @@ def import_sae(
         notes.append("The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of 1e-5 / deviation.")
     told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
     return write_stacked(
-        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5),
+        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5, dtype=torch.float32, device="cpu"),
         notes=notes, stated=stated, files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)}, **told,
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
         found = tensor_of(tensors, name, path)
         if tuple(found.shape) != (size,):
             raise ImportRefused(f"{path}: {name} has shape {tuple(found.shape)}, expected ({size},)")
-    zero = torch.zeros(encoder.shape[1], dtype=torch.float64)
+    zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
         # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
         return encoder, torch.minimum(tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())), zero

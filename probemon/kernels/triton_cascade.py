@@ -218,7 +218,7 @@ class DeviceCascade:
         self._weights, self.device = weights, weights["w1"].device
 
         def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.as_tensor(np.ascontiguousarray(values)).to(dtype).to(self.device)
+            return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(self.device)
 
         self._limit = min(plan.config.max_loaded_probes, tree.n)
         self.cap = max(16, triton.next_power_of_2(self._limit))

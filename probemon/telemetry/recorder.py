@@ -367,7 +367,7 @@ def _to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], 
     if device is None:
         return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
     together = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy, however many sites
-    copy = torch.empty(together.shape, dtype=torch.float32, pin_memory=True).copy_(together, non_blocking=True)
+    copy = torch.empty(together.shape, dtype=torch.float32, device="cpu", pin_memory=True).copy_(together, non_blocking=True)
     arrived = torch.cuda.current_stream(device).record_event()
 
     def wait() -> dict[str, Singles]:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from probemon.checks import check_count
 from probemon.errors import SinkFailed
-from probemon.sinks import Sink, at_least
+from probemon.sinks import Sink
 from probemon.types import TokenBatch
 
 
@@ -40,7 +41,7 @@ class Delivery:
 
     def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
         self._sink, self._concepts = sink, list(concepts)
-        self._max_batches = at_least(1, "max_batches", max_batches)
+        self._max_batches = check_count("max_batches", max_batches, least=1)
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[TokenBatch] = deque()
         self._n_written = self._n_dropped = self._n_queued = 0

@@ -23,6 +23,7 @@ from torch import Tensor
 from probemon.arena import Arena
 from probemon.audit import check_rate, compare
 from probemon.cascade import CascadePlan
+from probemon.checks import check_count
 from probemon.engine import Choice, Engine, Evaluator, Outcome
 from probemon.errors import ConfigError
 from probemon.group import AnyPack, PackGroup, one_or_several
@@ -128,9 +129,7 @@ class DynamicProbeManager:
         """
         sites = self._sites(hidden)
         n_tokens = len(next(iter(sites.values())))
-        n_prompt = n_tokens if prompt_len is None else prompt_len
-        if not 0 <= n_prompt <= n_tokens:
-            raise ConfigError(f"prompt_len is {prompt_len}, the document has {n_tokens} tokens")
+        n_prompt = n_tokens if prompt_len is None else check_count("prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens")
         state, parts = self.score_prompt(self.plan, {site: x[:n_prompt] for site, x in sites.items()}, [n_prompt - 1])
         kept = state if n_prompt else np.zeros((1, self.pack.n_probes), dtype=bool)
         for t in range(n_prompt, n_tokens):

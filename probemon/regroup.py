@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.checks import check_share
 from probemon.edit import always_on, card_of, copy_pack, made_by, opened
 from probemon.errors import PackError, UnknownConcept
 from probemon.hierarchy import Ints
@@ -212,8 +213,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         raise PackError(f"{pack.name} reads states that are not normalised, so that no bound holds for them: give its hierarchy as a file")
     alert = pack.alert_threshold.clone()
     if threshold is not None:
-        if not 0 < threshold < 1:
-            raise PackError(f"threshold is {threshold}: give an alert threshold, more than 0 and less than 1")
+        threshold = check_share("threshold", threshold, "give an alert threshold, more than 0 and less than 1", error=PackError)
         alert = torch.where(alert.isnan(), alert.new_tensor(float(threshold)), alert)
     if bool(alert.isnan().all()):
         raise PackError(f"{pack.name} has no alert thresholds, so every probe may matter at every score: calibrate it, or give threshold")

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.errors import ConfigError, PackCorrupt, ProbeLoadError
+from probemon.checks import check_count
+from probemon.errors import PackCorrupt, ProbeLoadError
 from probemon.pack import ProbePack
 from probemon.records import Layout, Record, Slab
 
@@ -146,8 +147,7 @@ class ProbeStore:
     """LRU over a source, bounded in bytes; safe to share between threads."""
 
     def __init__(self, source: ProbeSource, *, max_bytes: int) -> None:
-        if max_bytes < 0:
-            raise ConfigError(f"max_bytes is {max_bytes}: give 0 (keep nothing) or more")
+        max_bytes = check_count("max_bytes", max_bytes, remedy="give 0 (keep nothing) or more")
         self._source = source
         self._cache = _CountingLRU(maxsize=max_bytes, getsizeof=_bytes_of)
         self.lock = threading.Lock()

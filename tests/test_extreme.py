@@ -1,5 +1,7 @@
 """States and weights near the end of fp32: a score that is no number is none, and all ways of evaluating agree on where that is."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -102,7 +104,7 @@ def random_net(rng, dtype, hidden, n):
     """Ordinary probes, of which every second that is no root has huge weights in one tensor."""
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
     shape, net = (D, *hidden, 1), {}
-    for i, (width, out) in enumerate(zip(shape[:-1], shape[1:], strict=True)):
+    for i, (width, out) in enumerate(pairwise(shape)):
         last = i == len(hidden) > 0
         for kind, size in (("w", (n, *([] if last else [out]), width)), ("b", (n, *([] if last else [out])))):
             net[f"{kind}{3 if last else i + 1}"] = torch.randn(size, generator=generator).clamp(-3, 3)

@@ -33,6 +33,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.controller import Codes
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.bem.sites import SiteUpdate
+from probemon.checks import check_number
 from probemon.errors import BemError, ConfigError
 
 Batch = Mapping[str, Tensor]
@@ -55,8 +56,7 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"the weight of {name} is {value!r}: give 0 or more")
+            check_number(f"the weight of {name}", value, low=0, remedy="give 0 or more")
         if not any(dataclasses.asdict(self).values()):
             raise ConfigError("every weight is 0: there is nothing to learn from")
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
-from probemon.bem.config import is_int, is_number
 from probemon.bem.losses import (
     Batch,
     LossWeights,
@@ -34,6 +33,7 @@ from probemon.bem.losses import (
     mode,
     real_tokens,
 )
+from probemon.checks import is_int, is_number, shown
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -61,7 +61,7 @@ class TrainSettings:
             ("seed", is_int(self.seed) and 0 <= self.seed < 1 << 63, "give 0 or more, within 63 bits"),
         ):  # fmt: skip
             if not fine:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step 0, 1, .."""

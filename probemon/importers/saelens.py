@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import check_options, sha256, write_stacked
 from probemon.importers.sources import as_path, field, read_safetensors, site_of, tensor_of
@@ -62,8 +63,7 @@ def import_sae(
         raise ImportRefused(f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}")
     for name, value in (("sharpness", sharpness), ("activation_scale", 1.0 if activation_scale is None else activation_scale)):
         least, most = _FACTORS[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ImportRefused(f"{name} is {value!r:.80}: give a number from {least:g} to {most:g}, so that scores can differ")
+        check_number(name, value, low=least, high=most, remedy=f"give a number from {least:g} to {most:g}, so that scores can differ", error=ImportRefused)
     if not isinstance(centered, bool | None):
         raise ImportRefused(f"centered is {centered!r:.80}: give True or False")
     source = Folder(as_path(folder, "the folder of the SAE"))

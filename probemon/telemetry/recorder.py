@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from probemon.align import Placed
+from probemon.checks import check_count
 from probemon.delivery import Delivery
 from probemon.errors import ConfigError, UnknownSetting, closest
 from probemon.forwards import ScoreTokens
@@ -58,8 +59,7 @@ class RoutingSettings:
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-            raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
+        object.__setattr__(self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more"))
         if self.memory is not None and not callable(self.memory):
             raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
         if not isinstance(self.rules, (tuple, list)):

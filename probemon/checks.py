@@ -23,22 +23,25 @@ _SHOWN = 60
 
 def is_int(value: object) -> bool:
     """Whether it is a whole number of 64 bits, and no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -MOST <= int(value) <= MOST
+    number = _number(value)
+    return isinstance(number, int) and -MOST <= number <= MOST
 
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number that fp32 holds, and no bool."""
-    return _is_real(value) and -LARGEST <= value <= LARGEST  # type: ignore[operator] # NaN is not; a whole number of any size is compared exactly
+    number = _number(value)
+    return number is not None and -LARGEST <= number <= LARGEST  # NaN is not; whole numbers of any size are compared exactly
 
 
 def check_count(
     name: str, value: object, *, least: int = 0, most: int = MOST, remedy: str | None = None, error: type[ProbemonError] = ConfigError
 ) -> int:
     """`value` as a whole number from `least` to `most`."""
-    if not is_int(value) or not least <= int(value) <= most:  # type: ignore[call-overload]
+    number = _number(value)
+    if not isinstance(number, int) or not least <= number <= most:
         bound = "" if most == MOST else f", at most {most}"
         raise error(f"{name} is {shown(value)}: {remedy or f'give a whole number, {least} or more'}{bound}")
-    return int(value)  # type: ignore[call-overload,no-any-return]
+    return number
 
 
 def check_number(
@@ -46,10 +49,11 @@ def check_number(
     remedy: str = "give a number", error: type[ProbemonError] = ConfigError,
 ) -> float:  # fmt: skip
     """`value` as a number from `low` to `high`, which are left out where they are `open_`; an infinity only where it is `infinite`."""
-    fine = (_is_real(value) and -_FINITE <= value <= _FINITE) or (infinite and isinstance(value, (float, np.floating)) and math.isinf(value))  # type: ignore[operator]
-    if not fine or not low <= value <= high or (open_low and value == low) or (open_high and value == high):  # type: ignore[operator]
+    number = _number(value)
+    fine = number is not None and (-_FINITE <= number <= _FINITE or (infinite and number in (math.inf, -math.inf)))
+    if number is None or not fine or not low <= number <= high or (open_low and number == low) or (open_high and number == high):
         raise error(f"{name} is {shown(value)}: {remedy}")
-    return float(value)  # type: ignore[arg-type]
+    return float(number)
 
 
 def check_share(name: str, value: object, remedy: str = "give more than 0 and less than 1", error: type[ProbemonError] = ConfigError) -> float:
@@ -73,15 +77,21 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+def _number(value: object) -> int | float | None:
+    """Python's own number, or None for what is none."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def plain(value: object) -> object:
     """NumPy's numbers as Python's own, also in a tuple: settings are written to JSON."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
-    return value.item() if isinstance(value, (np.integer, np.floating)) else value
+    number = _number(value)
+    return value if number is None else number
 
 
 def is_missing(value: object) -> bool:

@@ -206,6 +206,8 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     `threshold`: the alert threshold of probes that have none; without it these stay where they are, at every token. For flat packs of linear probes in a float
     dtype that read normalised states, of which alone a bound is known. Raises `PackError` for others.
     """
+    if threshold is not None:
+        threshold = check_share("threshold", threshold, "give an alert threshold, more than 0 and less than 1", error=PackError)
     pack = opened(pack)
     if pack.architecture.hidden or pack.dtype == torch.int8 or pack.score_rule != "independent" or bool(pack.tree.has_parents.any()):
         raise PackError(f"{pack} is not a flat pack of linear probes with float weights and scores of their own: no bound is known, so give its hierarchy as a file")
@@ -213,7 +215,6 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         raise PackError(f"{pack.name} reads states that are not normalised, so that no bound holds for them: give its hierarchy as a file")
     alert = pack.alert_threshold.clone()
     if threshold is not None:
-        threshold = check_share("threshold", threshold, "give an alert threshold, more than 0 and less than 1", error=PackError)
         alert = torch.where(alert.isnan(), alert.new_tensor(float(threshold)), alert)
     if bool(alert.isnan().all()):
         raise PackError(f"{pack.name} has no alert thresholds, so every probe may matter at every score: calibrate it, or give threshold")

@@ -118,15 +118,15 @@ def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[n
     layer by layer, and half of what fp32 holds, which leaves room for rounding. Ordinary weights give some 1e20 and more.
     """
     most = 2.0**127
-    slope, offset = 1.0, 0.0  # what comes into a layer is at most slope * input + offset
-    limit = np.full(len(largest["w1"]), np.inf)
+    n = len(largest["w1"])
+    slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)  # what comes into a layer is at most slope * input + offset
     layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
     with np.errstate(divide="ignore"):
         for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):
             products = width * largest[f"w{i}"]
             slope, offset = slope * products, offset * products
             limit = np.minimum(limit, (most - offset) / slope)
-            scale = largest.get(f"w{i}_scale", 1.0)
+            scale = largest.get(f"w{i}_scale", np.ones(n))
             slope, offset = slope * scale, offset * scale + largest[f"b{i}"]
             limit = np.minimum(limit, (most - offset) / slope)
     return limit

@@ -96,7 +96,7 @@ def import_sae(
         if centered and normalize == "none":
             rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
         w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (factor * rows).to(dtype), (sharpness * shift).float()
-    if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64, device="cpu")).all() and torch.isfinite(b1).all()):
+    if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
         raise ImportRefused(f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged")
     concepts = [
         {"id": f"f{i}", "name": (names or {}).get(i, f"feature {i}"), "parents": [], "sae_feature": i, "sae_threshold": float(threshold[i])} for i in wanted

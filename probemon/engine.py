@@ -118,6 +118,7 @@ class Engine:
         self.pack, self.scorer, self.first = pack, scorer, first
         self.arena, self.impl, self._resident = scorer.arena, scorer.impl, scorer.resident
         self._input = scorer.block_of(pack)
+        self._n_inputs = 1 + int(self._input.max())
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
@@ -267,12 +268,13 @@ class Engine:
 
         A descent goes wrong only after such a probe has become active, and what is active stays so: all strategies agree on the states.
         """
+        if largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:  # which NaN is not
+            return np.zeros(n, dtype=np.int64)
         unseen = unseen_inputs(largest, n)
-        if largest.max(initial=0) > self.pack.lowest_input_limit or not math.isfinite(largest.max(initial=0)):
-            rows, probes = np.nonzero(step.active)
-            without = np.zeros(n, dtype=bool)
-            without[rows[self._beyond(largest, n, rows, probes)]] = True
-            unseen = np.where((unseen == SEEN) & without, NO_SCORE, unseen)
+        rows, probes = np.nonzero(step.active)
+        without = np.zeros(n, dtype=bool)
+        without[rows[self._beyond(largest, n, rows, probes)]] = True
+        unseen = np.where((unseen == SEEN) & without, NO_SCORE, unseen)
         return unseen
 
     def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
@@ -310,7 +312,7 @@ class Engine:
         before = unseen_inputs(found.largest, n)  # looked at on the device: `inputs.largest` would wait for the host model
         again = np.flatnonzero(found.overflowed & (before == SEEN))
         none = np.zeros(n, dtype=np.int64)
-        if not before.any() and not len(again) and found.largest.max(initial=0) <= self.pack.lowest_input_limit:
+        if not before.any() and not len(again) and found.largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:
             ptr, probes, values = found.ptr, found.probes, found.values
             n_active = ptr[1:] - ptr[:-1]
             return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, before, found.kept[keep])
@@ -338,7 +340,7 @@ class Engine:
         assert self._net is not None and isinstance(self.arena, ResidentArena)
         tree = plan.tree
         active, dropped, scores = self._net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, inputs.values, len(inputs), plan.start,
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self._n_inputs, inputs.values, len(inputs), plan.start,
             retained, plan.expand_threshold, path_rule=plan.path_rule, max_rounds=plan.config.max_rounds, max_active=plan.config.max_loaded_probes,
             everything=everything,
         )  # fmt: skip

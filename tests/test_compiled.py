@@ -53,7 +53,7 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
         for everything in (False, True):
             active, dropped, scores = net.descend(
-                links, np.zeros(tree.n, np.int64), states, n, plan.start, retained, plan.expand_threshold,
+                links, np.zeros(tree.n, np.int64), 1, states, n, plan.start, retained, plan.expand_threshold,
                 path_rule=path, max_rounds=config.max_rounds, max_active=config.max_loaded_probes, everything=everything,
             )  # fmt: skip
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
@@ -117,7 +117,7 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     net = numba_cpu.CompiledNet.of({"w1": w1, "b1": torch.full((3, 1), 3.0)})
     for everything in (False, True):
         *_, scores = net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), torch.full((1, 16), 10.0), 1,
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), 1, torch.full((1, 16), 10.0), 1,
             np.array([0, 1]), None, np.full(3, 0.1, np.float32), path_rule=True, max_rounds=None, max_active=3, everything=everything,
         )  # fmt: skip
         assert np.isnan(scores[0, order[0]]) and np.isnan(scores[0, 2]) and scores[0, order[1]] > 0.9

@@ -119,7 +119,7 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
     cascade = DeviceCascade(plan, two_sites.weights, engine._input)
     for n, x, retained in ((4, STATES, none), (5, both, none[:0]), (4, both, none[:3]), (4, both, none[:, :-1]), (4, both[:, :-1], none), (4, both.to("meta"), none)):
         with pytest.raises(ConfigError):
-            engine._net.descend(links, engine._input, x, n, plan.start, retained, plan.expand_threshold, **rest)
+            engine._net.descend(links, engine._input, 2, x, n, plan.start, retained, plan.expand_threshold, **rest)
     kept = torch.full((4, 2), -1, dtype=torch.int32)
     for n, x, retained in ((4, STATES, kept), (5, both, None), (4, both, kept[:3]), (4, both, kept.long()), (4, both[:, :-1], kept), (4, both.to("meta"), kept)):
         with pytest.raises(ConfigError):

@@ -479,17 +479,17 @@ class CompiledNet:
         return cls((*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
 
     def descend(
-        self, links: tuple[Array, Array, Array, Array], input_of: Array, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
+        self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
         threshold: Array, *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         """Active and dropped `[N, P]` bool, scores `[N, P]`.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `hidden [I * N, D]`; `start`: always active;
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `input_of [P]`, each under `n_inputs`; `hidden [I * N, D]`; `start`: always active;
         `everything`: score all probes at once, and search in the scores.
         """
         shape, width = (n_states, len(input_of)), self.bits[9]
         check_states(hidden, width)
-        n_inputs, n_slots = 1 + int(input_of.max()), len(self.bits[0]) // (width * self.bits[10])
+        n_slots = len(self.bits[0]) // (width * self.bits[10])
         if len(hidden) < n_inputs * n_states or shape[1] > n_slots or (retained is not None and retained.shape != shape):
             raise ConfigError(
                 f"{len(hidden)} prepared states for {n_states} states and {n_inputs} inputs, weights of {n_slots} probes for {shape[1]}, "

@@ -13,7 +13,6 @@ Every operation is element by element, so a concept's values do not depend on th
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from probemon.checks import check_count, check_number
 from probemon.errors import ConfigError, closest
 
 State = tuple[Any, ...]
@@ -99,9 +99,7 @@ class Ema(_Stepped):
     weight: float
 
     def __post_init__(self) -> None:
-        weight = _number(self.weight)
-        if not 0 < weight <= 1:
-            raise ConfigError(f"weight is {self.weight!r}: it is the newest token's share, so give more than 0 and at most 1")
+        weight = check_number("weight", self.weight, low=0, high=1, open_low=True, remedy="it is the newest token's share, so give more than 0 and at most 1")
         object.__setattr__(self, "weight", weight)  # a float, so that Ema(1) and Ema(1.0) have one name
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
@@ -158,9 +156,7 @@ class Attention(_Stepped):
     temperature: float = 0.1
 
     def __post_init__(self) -> None:
-        temperature = _number(self.temperature)
-        if not 0 < temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature!r}: scores are divided by it, so give a finite number over 0")
+        temperature = check_number("temperature", self.temperature, low=0, open_low=True, remedy="scores are divided by it, so give a finite number over 0")
         object.__setattr__(self, "temperature", temperature)
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
@@ -248,17 +244,5 @@ def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
     return x
 
 
-def _number(value: object) -> float:
-    """The number that `value` is; NaN for what is none, such as a flag or a text."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
 def _count(n: object) -> int:
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise ConfigError(f"n is {n!r}: it counts tokens, so give 1 or more")
-    return int(n)
+    return check_count("n", n, least=1, remedy="it counts tokens, so give 1 or more")

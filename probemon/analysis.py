@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from probemon.checks import check_count
 from probemon.errors import ConfigError, MissingExtra, SinkFailed
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ class Analysis:
         """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no such document."""
         pa = arrow()
         shards = self.manifest["shards"]
-        if document is not None and (isinstance(document, bool) or not isinstance(document, (int, np.integer))):
-            raise ConfigError(f"document is {document!r}: give its number, the column `document` of documents(), since ids may repeat")
+        if document is not None:
+            document = check_count("document", document, remedy="give its number, the column `document` of documents(), since ids may repeat")
         unknown = [name for name in columns or () if name not in schemas()["scores"].names]
         if unknown:
             raise ConfigError(f"scores have no column {unknown[0]!r}, they have {', '.join(schemas()['scores'].names)}")

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.errors import ArenaFull, ConfigError, PackCorrupt, ProbeLoadError
+from probemon.checks import check_count
+from probemon.errors import ArenaFull, PackCorrupt, ProbeLoadError
 from probemon.hierarchy import Ints
 from probemon.store import ProbeStore, StateDict
 from probemon.uploads import Upload, upload_to
@@ -163,10 +164,10 @@ class PagedArena:
     def __init__(
         self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device, upload: Callable[[Mapping[str, Tensor]], Upload] | None = None
     ) -> None:
-        if n_slots < 1:
-            raise ConfigError(f"n_slots is {n_slots}: an arena has at least one slot")
+        n_slots = check_count("n_slots", n_slots, least=1, remedy="an arena has at least one slot")
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._store = store
+        self.locks = (self.lock, store.lock)  # in the order in which they are taken
         self._n_slots = n_slots
         with torch.inference_mode(False):  # else slots could not be filled outside of that mode
             self.weights: Mapping[str, Tensor] = {

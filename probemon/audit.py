@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.errors import ConfigError
+from probemon.checks import check_number
 from probemon.hierarchy import Ints, Mask
 from probemon.intervals import mean_interval
 
@@ -111,9 +111,7 @@ class Audit:
 
 def check_rate(rate: object) -> float:
     """`rate` as a share of tokens. Raises `ConfigError`."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not 0 <= rate <= 1:
-        raise ConfigError(f"audit_rate is {rate!r}: give the share of tokens to audit, 0 to 1")
-    return float(rate)
+    return check_number("audit_rate", rate, low=0, high=1, remedy="give the share of tokens to audit, 0 to 1")
 
 
 def sample(rate: float, *place: Ints | int) -> Mask | None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from probemon.aggregate import Aggregator, Each, named, over
+from probemon.checks import check_share
 from probemon.errors import CalibrationError, ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.intervals import at_most, lower_bound, upper_bound
@@ -173,8 +174,7 @@ def calibrate_alerts(
 def check_targets(fpr: float, confidence: float, unit: str) -> None:
     """Raise `ConfigError` for a rate, a confidence or a unit that is none."""
     for name, value in (("fpr", fpr), ("confidence", confidence)):
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < value < 1:
-            raise ConfigError(f"{name} is {value!r}: give more than 0 and less than 1, such as {0.01 if name == 'fpr' else 0.95}")
+        check_share(name, value, f"give more than 0 and less than 1, such as {0.01 if name == 'fpr' else 0.95}")
     if unit not in UNITS:
         raise ConfigError(f"unit is {unit!r}: give {' or '.join(UNITS)}")
 
@@ -262,7 +262,7 @@ def write_calibrated(
     expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
     changes = alerts is not None and alerts.aggregator == Each()
     if alerts is not None:
-        target = alert if changes else torch.full((pack.n_probes,), float("nan"))
+        target = alert if changes else torch.full_like(alert, float("nan"))
         if str(alerts.aggregator) in aggregated:
             target = aggregated[str(alerts.aggregator)].clone()
         target[list(watched)] = torch.from_numpy(alerts.threshold)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from probemon.errors import ConfigError
 from probemon.hierarchy import ConceptTree, Ints, Mask
-from probemon.types import CascadeConfig, Floats
+from probemon.types import CascadeConfig, Floats, check_load_threshold
 
 # Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.
 ScorePairs = Callable[[Ints, Ints], Floats]
@@ -93,7 +93,9 @@ def expand_thresholds(
 ) -> Floats:
     """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it needs."""
     if rule == "auto":
-        rule = auto_threshold(score_rule, alert, recommended)
+        rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))  # a pack may recommend anything
+    if rule == "auto":
+        raise ConfigError("load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or 'calibrated'")
     if rule == "exact":
         if score_rule != "path":
             raise ConfigError("load_threshold='exact' needs the path rule, this pack's scores are independent: give a number")
@@ -109,11 +111,8 @@ def expand_thresholds(
                 f"load_threshold='calibrated': {int(lacking.sum())} probes with children have no expand threshold: calibrate the pack"
             )
         return calibrated
-    if isinstance(rule, str):
-        raise ConfigError(f"load_threshold {rule!r}: give a number, 'auto', 'exact' or 'calibrated'")
-    if isinstance(rule, bool) or not isinstance(rule, (int, float, np.number)):
-        raise ConfigError(f"load_threshold {rule!r}: give a number, 'auto', 'exact' or 'calibrated'")
-    return np.full(tree.n, rule, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what fp32 does not hold is over, or under, every score all the same
+        return np.full(tree.n, rule, dtype=np.float32)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.analysis import Analysis, arrow
+from probemon.checks import check_count, check_share
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints
 from probemon.significance import Doubles, benjamini_hochberg, mann_whitney
@@ -166,8 +167,8 @@ def compare(
         raise ConfigError(f"by is {by!r}: give one of {', '.join(BY)}")
     _share("fdr", fdr)
     for name, value, lowest in (("resamples", resamples, least), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            raise ConfigError(f"{name} is {value!r}: give a whole number, {lowest} or more" + (f" (what a confidence of {confidence} needs)" if name == "resamples" else ""))
+        needed = f" (what a confidence of {confidence} needs)" if name == "resamples" else ""
+        check_count(name, value, least=lowest, remedy=f"give a whole number, {lowest} or more{needed}")
     _check_same(a, b)
     samples = (_Sample.of(a, by), _Sample.of(b, by))
     # In an order of their own, so that A and B exchanged give the same draws and the same roundings.
@@ -343,6 +344,4 @@ def _differences(a: Any, b: Any, name: str) -> list[str]:
 
 
 def _share(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ConfigError(f"{name} is {value!r}: give a share over 0 and under 1, such as {'0.05' if name == 'fdr' else '0.95'}")
-    return float(value)
+    return check_share(name, value, f"give a share over 0 and under 1, such as {'0.05' if name == 'fdr' else '0.95'}")

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from probemon.checks import check_count
 from probemon.errors import SinkFailed
-from probemon.sinks import Sink, at_least
+from probemon.sinks import Sink
 from probemon.types import TokenBatch
 
 
@@ -39,17 +41,19 @@ class Delivery:
 
     def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
         self._sink, self._concepts = sink, list(concepts)
-        self._max_batches = at_least(1, "max_batches", max_batches)
+        self._max_batches = check_count("max_batches", max_batches, least=1)
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[TokenBatch] = deque()
         self._n_written = self._n_dropped = self._n_queued = 0
         self._error: BaseException | None = None
         self._closing = self._over = False  # over: the sink is closed, or was given up
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(sink).__name__}", daemon=True)
         self._thread.start()
 
     def put(self, batch: TokenBatch) -> None:
         """Queue a batch, or count it as dropped; returns at once."""
+        self._check_process()
         with self._changed:
             if self._closing or self._error is not None or len(self._queue) >= self._max_batches:
                 self._n_dropped += len(batch)
@@ -64,7 +68,10 @@ class Delivery:
         When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still be
         taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this follows.
         """
+        self._check_process()
         with self._changed:
+            if os.getpid() != self._process:
+                return
             self._closing = True
             self._changed.notify_all()
             if threading.current_thread() is self._thread or self._changed.wait_for(lambda: self._over, timeout_seconds):
@@ -72,6 +79,11 @@ class Delivery:
             self._over = True
             late = f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens given up"
             self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
+
+    def _check_process(self) -> None:
+        """A forked child has no thread of ours: say so at once, and leave the file to the parent."""
+        if os.getpid() != self._process and self._error is None:
+            self._fail(SinkFailed(f"{type(self._sink).__name__} was begun in another process, which forked: attach it in the process that generates"))
 
     def stats(self) -> SinkStats:
         """What became of the tokens: the three numbers always add up to what was put."""

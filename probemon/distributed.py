@@ -21,6 +21,7 @@ from typing import Any
 
 from probemon import errors
 from probemon.analysis import MANIFEST, Analysis
+from probemon.checks import check_count
 from probemon.corpus import CorpusScorer
 from probemon.documents import MAX_CHARS, Document, Source, read_documents
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
@@ -68,8 +69,7 @@ def analyze_dataset(
     ray = _ray()
     from probemon.manager import DynamicProbeManager
 
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise ConfigError(f"concurrency is {concurrency!r}: give 1 or more workers")
+    concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
     source: Source = documents
     if isinstance(documents, ray.data.Dataset):
         ray.data.DataContext.get_current().execution_options.preserve_order = True

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from probemon.checks import check_count
 from probemon.errors import ConfigError, MissingExtra
 from probemon.strict_json import loads
 
@@ -59,8 +60,7 @@ class _Row:
 
 def read_documents(source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS) -> Iterator[Document]:
     """Documents of a source, in order. Raises `ConfigError` where there is no such file, or no such column; a bad row has a reason instead."""
-    if not isinstance(max_chars, int) or isinstance(max_chars, bool) or max_chars < 1:
-        raise ConfigError(f"max_chars is {max_chars!r}: give 1 or more characters")
+    max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
     fields = (text_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)

@@ -75,9 +75,9 @@ def merge(
             'name the packs, merge({"a": first, "b": second}) or --prefix, and ids become a:id'
         )
     specs = list(dict.fromkeys(spec for pack in all_packs for spec in pack.inputs))
-    index = torch.cat([torch.tensor([specs.index(spec) for spec in pack.inputs])[pack.input_index] for pack in all_packs])
+    index = torch.cat([torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu")[pack.input_index] for pack in all_packs])
     aggregators = dict.fromkeys(key for pack in all_packs for key in pack.aggregated)
-    unknown = [torch.full((pack.n_probes,), float("nan")) for pack in all_packs]
+    unknown = [torch.full_like(pack.alert_threshold, float("nan")) for pack in all_packs]
     recommended, expand = _together(named)
     licences = list(dict.fromkeys(pack.manifest["licence"] for pack in all_packs))
     with PackWriter(
@@ -253,7 +253,7 @@ def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
             states[site].append(pack.golden_hidden[:, i])
     joined = [torch.cat(parts) for parts in states.values()]
     n = max(len(part) for part in joined)
-    return torch.stack([part[torch.arange(n) % len(part)] for part in joined], dim=1)
+    return torch.stack([part[torch.arange(n, device=part.device) % len(part)] for part in joined], dim=1)
 
 
 def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:

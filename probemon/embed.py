@@ -50,11 +50,11 @@ def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
         matrix, bias, scale = layers[0]
         assert matrix is not None and bias is not None
         layers[0] = [torch.cat([matrix, -matrix], dim=1), torch.cat([bias, -bias], dim=1), None if scale is None else torch.cat([scale, scale], dim=1)]
-        layers.append(_unscaled(torch.tensor([[1.0, -1.0]]), n, dtype))
+        layers.append(_unscaled(torch.tensor([[1.0, -1.0]], dtype=torch.float32, device="cpu"), n, dtype))
     if len(layers) == 2 and len(to.hidden) == 2:
         first = layers[0][0]
         assert first is not None
-        layers.insert(1, _unscaled(torch.eye(first.shape[1]), n, dtype))
+        layers.insert(1, _unscaled(torch.eye(first.shape[1], dtype=torch.float32, device="cpu"), n, dtype))
     sizes = (to.hidden_size, *to.hidden, 1)
     made: dict[str, Tensor] = {}
     for i, (matrix, bias, scale) in enumerate(layers):
@@ -69,8 +69,8 @@ def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
 
 def _unscaled(matrix: Tensor, n: int, dtype: torch.dtype) -> list[Tensor | None]:
     """The same layer without bias for n probes."""
-    scale = torch.ones(n, len(matrix)) if dtype == torch.int8 else None
-    return [matrix.to(dtype).expand(n, -1, -1), torch.zeros(n, len(matrix)), scale]
+    scale = torch.ones(n, len(matrix), dtype=torch.float32, device="cpu") if dtype == torch.int8 else None
+    return [matrix.to(dtype).expand(n, -1, -1), torch.zeros(n, len(matrix), dtype=torch.float32, device="cpu"), scale]
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...], value: float = 0.0) -> Tensor:

@@ -12,6 +12,7 @@ in memory and numba reads them, a whole descent is one compiled call; elsewhere 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from probemon.arena import ResidentArena
 from probemon.cascade import Asking, CascadePlan, Descent, apply_rule, collect, descending, driven, retain
-from probemon.errors import ConfigError, ProbeLoadError
+from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.pack import ProbePack
-from probemon.scoring import Inputs, PairScorer
+from probemon.scoring import NO_SCORE, SEEN, Inputs, PairScorer, unseen_inputs
 from probemon.types import Floats
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memo
 
 @dataclass(frozen=True)
 class Outcome:
-    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and next retained sets."""
+    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and next retained sets.
+
+    `unseen [N]`: SEEN, or why a state has no scores (`probemon.scoring`); it has no active probes then.
+    """
 
     ptr: Ints
     probes: Any
@@ -56,7 +60,7 @@ class Outcome:
     n_evaluated: Ints
     n_released: Ints
     n_late: Ints
-    finite: Mask
+    unseen: Ints
     kept: Mask
 
 
@@ -114,6 +118,7 @@ class Engine:
         self.pack, self.scorer, self.first = pack, scorer, first
         self.arena, self.impl, self._resident = scorer.arena, scorer.impl, scorer.resident
         self._input = scorer.block_of(pack)
+        self._n_inputs = 1 + int(self._input.max())
         self._every = np.arange(pack.n_probes)
         self._alert = pack.alert_threshold.numpy()
         self._net: Any = None
@@ -170,15 +175,16 @@ class Engine:
         return None if self.fetcher is None or retained is None else np.zeros((n, self.pack.n_probes), dtype=bool)
 
     def everything(self, inputs: Inputs) -> Floats:
-        """Scores `[N, P]` fp32 of every probe, by the pack's score rule."""
-        return driven(self.asking_everything(len(inputs)), lambda rows, probes: self.own_scores(inputs, rows, probes))
+        """Scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
+        return driven(self.asking_everything(inputs), lambda rows, probes: self.own_scores(inputs, rows, probes))
 
-    def asking_everything(self, n: int) -> Asking[Floats]:
+    def asking_everything(self, inputs: Inputs) -> Asking[Floats]:
         """`everything`, for whom it asks: all pairs at once."""
-        p = self.pack.n_probes
+        n, p = len(inputs), self.pack.n_probes
         rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
         probes = self._every if n == 1 else np.tile(self._every, n)
         own = (yield rows, probes).reshape(n, p)
+        own.reshape(-1)[self._beyond(inputs.largest, n, rows, probes)] = np.nan
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
     def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
@@ -212,22 +218,23 @@ class Engine:
             with on_device.beside():
                 under_way = on_device.enqueue(inputs.values, before)
             return self.arrived(plan, inputs, under_way.wait(), before, keep)
-        finite = inputs.finite
         everything = strategy == "exhaustive"
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
         elif everything:
-            step = apply_rule(plan, (yield from self.asking_everything(n)), retained)
+            step = apply_rule(plan, (yield from self.asking_everything(inputs)), retained)
         else:
             step = yield from descending(plan, n, retained)
         if late is not None:
             by_parent = np.isnan(step.scores) & late.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
             late = np.asarray(late | (step.active & by_parent))
             step.active[late], step.scores[late] = False, 0
-        all_seen = finite.all()
+        unseen = self._unseen(inputs.largest, n, step)
+        seen = unseen == SEEN
+        all_seen = seen.all()
         if not all_seen:
-            step.active[~finite] = False
-            step.dropped[~finite] = False
+            step.active[~seen] = False
+            step.dropped[~seen] = False
         found = collect(step, self._alert) if self._net is None else self._numba.collect(step.active, step.dropped, step.scores, self._alert)
         ptr, probes, values, fired, n_dropped = found
         n_active, released = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
@@ -237,15 +244,38 @@ class Engine:
             most = plan.config.keep_top_k if plan.config.aggressive_pruning else self.pack.n_probes
             kept = self._numba.best(ptr, probes, values, plan.exempt, keep, most)
         if retained is not None and not all_seen:
-            kept[~finite[keep]] = retained[keep][~finite[keep]]  # what could not be seen changes nothing
-        evaluated = np.where(finite, self.pack.n_probes, 0) if everything else n_active
+            kept[~seen[keep]] = retained[keep][~seen[keep]]  # what could not be seen changes nothing
+        evaluated = np.where(seen, self.pack.n_probes, 0) if everything else n_active
         if self._net is not None and isinstance(self.arena, ResidentArena):
             self.arena.used(int(evaluated.sum()))
-        n_late = np.zeros(n, dtype=np.int64) if late is None else (late & finite[:, None]).sum(axis=1)
+        n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
         n_dropped = n_dropped + n_late
         if self.foreseer is not None:
             self._foresee(plan, ptr, probes, values)
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, finite, kept)
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, unseen, kept)
+
+    def _beyond(self, largest: Floats, n: int, rows: Ints, probes: Ints) -> Mask:
+        """Of pairs `[M]` of N states and probes whose weights were looked at: where sums may overflow, so that there is no score.
+
+        `largest [I * N]` of the prepared inputs. It is told from the input and the weights alone, not from what came out: implementations add
+        up in different orders, and what overflows in one order need not in another.
+        """
+        at = self._input[probes] * n + rows if len(self.scorer.specs) > 1 else rows
+        return np.asarray(largest[at] > self.pack.input_limit[probes])
+
+    def _unseen(self, largest: Floats, n: int, step: Descent) -> Ints:
+        """Why each of N states has no scores, if it has none: by its input, or because an active probe has none (`_beyond`).
+
+        A descent goes wrong only after such a probe has become active, and what is active stays so: all strategies agree on the states.
+        """
+        if largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:  # which NaN is not
+            return np.zeros(n, dtype=np.int64)
+        unseen = unseen_inputs(largest, n)
+        rows, probes = np.nonzero(step.active)
+        without = np.zeros(n, dtype=bool)
+        without[rows[self._beyond(largest, n, rows, probes)]] = True
+        unseen = np.where((unseen == SEEN) & without, NO_SCORE, unseen)
+        return unseen
 
     def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
         """Have the children fetched of the last state's probes that nearly opened."""
@@ -278,13 +308,14 @@ class Engine:
 
     def arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
         """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
-        finite = found.finite  # looked at on the device: `inputs.finite` would wait for the host model
-        n, again = len(inputs), np.flatnonzero(found.overflowed & finite)
+        n = len(inputs)
+        before = unseen_inputs(found.largest, n)  # looked at on the device: `inputs.largest` would wait for the host model
+        again = np.flatnonzero(found.overflowed & (before == SEEN))
         none = np.zeros(n, dtype=np.int64)
-        if finite.all() and not len(again):
+        if not before.any() and not len(again) and found.largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:
             ptr, probes, values = found.ptr, found.probes, found.values
             n_active = ptr[1:] - ptr[:-1]
-            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, finite, found.kept[keep])
+            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, before, found.kept[keep])
         shape = (n, self.pack.n_probes)
         step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
         rows = np.repeat(np.arange(n), np.diff(found.ptr))
@@ -293,26 +324,30 @@ class Engine:
             self.n_overflowed += len(again)
             exact = driven(descending(plan, len(again), retained[again]), lambda rows, probes: self.own_scores(inputs, again[rows], probes))
             step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
-        step.active[~finite] = False
+        unseen = self._unseen(found.largest, n, step)
+        seen = unseen == SEEN
+        step.active[~seen] = False
+        step.dropped[~seen] = False
         kept, released = retain(plan, step, keep)
-        kept[~finite[keep]] = retained[keep][~finite[keep]]
+        kept[~seen[keep]] = retained[keep][~seen[keep]]
         ptr, probes, values, fired, n_dropped = collect(step, self._alert)
         n_active = ptr[1:] - ptr[:-1]
         n_released = none.copy()
-        n_released[keep] = released
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, n_active, n_released, none, finite, kept)
+        n_released[keep] = np.where(seen[keep], released, 0)
+        return Outcome(ptr, probes, values, fired, n_active, n_dropped, n_active, n_released, none, unseen, kept)
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)
         tree = plan.tree
-        active, dropped, scores, damaged = self._net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self.arena.checked, inputs.values, len(inputs), plan.start,
+        active, dropped, scores = self._net.descend(
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self._n_inputs, inputs.values, len(inputs), plan.start,
             retained, plan.expand_threshold, path_rule=plan.path_rule, max_rounds=plan.config.max_rounds, max_active=plan.config.max_loaded_probes,
             everything=everything,
         )  # fmt: skip
-        if damaged >= 0:
-            self.arena.check(np.asarray([damaged]))
-            raise ProbeLoadError(f"{self.pack.concepts[damaged]['id']} has a weight that is not finite: restore the pack")
+        if not self.arena.checked.all():  # weights are looked at when they are first used, before anybody is shown what came of them
+            used = ~self.arena.checked if everything else active.any(axis=0) & ~self.arena.checked
+            if used.any():
+                self.arena.check(np.flatnonzero(used))
         return Descent(active, dropped, scores)
 
     def batch_size(self) -> int:
@@ -339,12 +374,12 @@ class Engine:
     def _trial_states(self) -> tuple[dict[str, Tensor], str]:
         golden = self.pack.golden_hidden
         if golden is not None and len(golden):
-            repeated = golden[torch.arange(_BATCH) % len(golden)]
+            repeated = golden[torch.arange(_BATCH, device="cpu") % len(golden)]
             states, kind = {site: repeated[:, i] for i, site in enumerate(self.pack.sites)}, "golden"
         else:
             generator = torch.Generator().manual_seed(0)
             size = (_BATCH, self.pack.architecture.hidden_size)
-            states, kind = {site: torch.randn(size, generator=generator) for site in self.pack.sites}, "random"
+            states, kind = {site: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for site in self.pack.sites}, "random"
         # What other packs of the scorer read has to be there, and is not asked for.
         return {spec.site: next(iter(states.values())) for spec in self.scorer.specs} | states, kind
 

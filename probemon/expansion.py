@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.cascade import CascadePlan, apply_rule
-from probemon.errors import CalibrationError, ConfigError
+from probemon.checks import check_count, check_share
+from probemon.errors import CalibrationError
 from probemon.hierarchy import ConceptTree, Ints, Mask
 from probemon.intervals import mean_interval
 from probemon.types import CascadeConfig, Floats
@@ -172,8 +173,8 @@ class Expansion:
 
 def split(n: int, *, share: float = 0.5, seed: int = 0) -> tuple[Ints, Ints]:
     """Numbers of the n documents that shape and of those that calibrate, at random: files are often in an order of their own."""
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise ConfigError(f"share is {share!r}: the part of the documents that shapes, more than 0 and less than 1")
+    share = check_share("share", share, "the part of the documents that shapes, more than 0 and less than 1")
+    seed = check_count("seed", seed)
     order = np.random.default_rng(seed).permutation(n)
     at = int(n * share)
     return np.sort(order[:at]), np.sort(order[at:])
@@ -190,8 +191,7 @@ def documents_needed(recall: float) -> int:
 
 def check_recall(recall: float) -> None:
     """Raise `ConfigError` for what is no recall."""
-    if isinstance(recall, bool) or not isinstance(recall, (int, float, np.number)) or not 0 < recall < 1:
-        raise ConfigError(f"recall is {recall!r}: give more than 0 and less than 1, such as 0.99 (1 cannot be shown from examples)")
+    check_share("recall", recall, "give more than 0 and less than 1, such as 0.99 (1 cannot be shown from examples)")
 
 
 def calibrate_expansion(reach: Reach, documents: Sequence[Floats], *, recall: float, share: float = 0.5, seed: int = 0) -> Expansion:

@@ -83,7 +83,7 @@ class PackGroup:
                 found.append(pack.thresholds_for(aggregator))
             except ConfigError as error:
                 errors.append(error)
-                found.append(torch.full((pack.n_probes,), float("nan")))
+                found.append(torch.full_like(pack.alert_threshold, float("nan")))
         if len(errors) == len(found):
             raise errors[0]
         return self._laid_out(found)
@@ -101,7 +101,7 @@ class PackGroup:
         return f"PackGroup({', '.join(f'{name}: {pack!r}' for name, pack in self.packs.items())})"
 
     def _laid_out(self, parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.empty(self.n_probes)
+        whole = torch.empty(self.n_probes, dtype=torch.float32, device="cpu")
         for number, part in zip(self.numbers, parts, strict=True):
             whole[torch.from_numpy(number)] = part
         return whole

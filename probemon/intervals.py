@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from probemon.checks import check_share
 from probemon.errors import ConfigError
 
 Doubles = npt.NDArray[np.float64]
@@ -82,9 +83,7 @@ def mean_interval(mean: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.9
 
 
 def _confident(confidence: float) -> float:
-    if isinstance(confidence, bool) or not isinstance(confidence, (int, float, np.number)) or not 0 < confidence < 1:
-        raise ConfigError(f"confidence is {confidence!r}: a probability over 0 and under 1, such as 0.95")
-    return float(confidence)
+    return check_share("confidence", confidence, "a probability over 0 and under 1, such as 0.95")
 
 
 def _counts(k: npt.ArrayLike, n: npt.ArrayLike) -> tuple[Doubles, Doubles]:

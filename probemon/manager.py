@@ -23,15 +23,17 @@ from torch import Tensor
 from probemon.arena import Arena
 from probemon.audit import check_rate, compare
 from probemon.cascade import CascadePlan
-from probemon.engine import Engine, Evaluator, Outcome
+from probemon.checks import check_count
+from probemon.engine import Choice, Engine, Evaluator, Outcome
 from probemon.errors import ConfigError
 from probemon.group import AnyPack, PackGroup, one_or_several
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import check_device
+from probemon.kernels.inputs import check_states
 from probemon.pack import ProbePack
 from probemon.parts import Part, choose_for, engines_of, parts_of
 from probemon.run import MonitorRun
-from probemon.scoring import Inputs
+from probemon.scoring import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
 from probemon.stream import TokenEvent, stream, stream_async
 from probemon.together import JointArena, JointInputs, JointPlan, Together
 from probemon.types import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scores
@@ -76,15 +78,27 @@ class DynamicProbeManager:
         self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
         self.report_top_k = max(config.report_top_k for config in configs)
         self.audit_rate = check_rate(audit_rate)
+        self._made_with = {"arena_bytes": arena_bytes, "cache_bytes": cache_bytes, "late": late, "prefetch": prefetch, "audit_rate": self.audit_rate, **settings}
         self.device = check_device(device)
         self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
         self._alert = self.pack.alert_threshold.numpy()
+        dtypes = sorted({str(part.pack.input_dtype).removeprefix("torch.") for part in self._parts})
+        self._reasons = {
+            SEEN: "", NOT_FINITE: "hidden state is not finite", NOT_PREPARED: f"hidden state is finite, but not once normalised and rounded to {' and '.join(dtypes)}",
+            NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
+        }  # fmt: skip
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
         self.plan = self.plan_with(())
         engines = engines_of(self._parts, self.device, self.impl, arena_bytes=arena_bytes, cache_bytes=cache_bytes, late=late, prefetch=prefetch)
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were chosen; nothing is measured again."""
+        engines = self.engine.engines if isinstance(self.engine, Together) else [self.engine]
+        choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
+        return _made_again, (type(self), self.pack, {**self._made_with, "device": str(self.device), "impl": self.impl}, self.impl_why, choices)
 
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
@@ -96,12 +110,14 @@ class DynamicProbeManager:
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
 
-        A row whose state is not finite is unseen and keeps its retained set.
+        A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
         """
         inputs = self.engine.inputs(self._sites(hidden))
         n = len(inputs)
-        if state is not None and state.retained.shape != (n, self.pack.n_probes):
-            raise ConfigError(f"state holds {len(state)} rows, hidden {n}: give one state a row")
+        if state is not None and not isinstance(state, RowState):
+            raise ConfigError(f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned")
+        if state is not None and (state.retained.shape != (n, self.pack.n_probes) or state.retained.dtype != np.bool_):
+            raise ConfigError(f"state holds {state.retained.dtype} {list(state.retained.shape)}, hidden {n} rows: give a state of bool [{n}, {self.pack.n_probes}]")
         retained = np.zeros((n, self.pack.n_probes), dtype=bool) if state is None else state.retained
         scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n))
         return RowState(kept), scores
@@ -113,9 +129,7 @@ class DynamicProbeManager:
         """
         sites = self._sites(hidden)
         n_tokens = len(next(iter(sites.values())))
-        n_prompt = n_tokens if prompt_len is None else prompt_len
-        if not 0 <= n_prompt <= n_tokens:
-            raise ConfigError(f"prompt_len is {prompt_len}, the document has {n_tokens} tokens")
+        n_prompt = n_tokens if prompt_len is None else check_count("prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens")
         state, parts = self.score_prompt(self.plan, {site: x[:n_prompt] for site, x in sites.items()}, [n_prompt - 1])
         kept = state if n_prompt else np.zeros((1, self.pack.n_probes), dtype=bool)
         for t in range(n_prompt, n_tokens):
@@ -126,14 +140,14 @@ class DynamicProbeManager:
         return Scores.join(parts, self.pack.n_probes, self.report_top_k)
 
     def score_all(self, hidden: Hidden) -> Tensor:
-        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where the hidden state is not finite."""
+        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where an input is no number, and NaN where a score is none."""
         sites = self._sites(hidden)
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
-        parts = [torch.empty(0, self.pack.n_probes)]
+        parts = [torch.empty(0, self.pack.n_probes, dtype=torch.float32, device="cpu")]
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
             scores = self.engine.everything(inputs)
-            scores[~inputs.finite] = np.nan
+            scores[inputs.unseen != SEEN] = np.nan
             parts.append(torch.from_numpy(scores))
         return torch.cat(parts)
 
@@ -209,7 +223,7 @@ class DynamicProbeManager:
 
     def _audited(self, inputs: Inputs | JointInputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
         """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
-        at = np.flatnonzero(audit & found.finite)
+        at = np.flatnonzero(audit & (found.unseen == SEEN))
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
         for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
             active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
@@ -221,11 +235,11 @@ class DynamicProbeManager:
         return counts
 
     def _told(self, found: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
-        p, none = self.pack.n_probes, np.zeros(len(found.finite), dtype=np.int64)
-        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.finite)
-        if not found.finite.all():
-            not_reached = np.where(found.finite, not_reached, 0)
-            unseen = tuple("" if ok else "hidden state is not finite" for ok in found.finite.tolist())
+        p, none = self.pack.n_probes, np.zeros(len(found.unseen), dtype=np.int64)
+        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.unseen)
+        if found.unseen.any():
+            not_reached = np.where(found.unseen == SEEN, not_reached, 0)
+            unseen = tuple(self._reasons[why] for why in found.unseen.tolist())
         coverage = Coverage(
             n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
             released=found.n_released, late=found.n_late, unseen=unseen, **(audited or dict.fromkeys(AUDITED, none)),
@@ -244,14 +258,28 @@ class DynamicProbeManager:
             if len(self.pack.sites) != 1:
                 raise ConfigError(f"the pack reads {self.pack.sites}: give hidden as a dict of these")
             hidden = {self.pack.sites[0]: hidden}
-        lengths = set()
+        elif not isinstance(hidden, Mapping):
+            raise ConfigError(f"hidden is {type(hidden).__name__}: give a tensor [N, {self._hidden_size}] (torch.from_numpy makes one of an array), or a dict of one for each site")
+        lengths = {}
         for site in self.pack.sites:
             if site not in hidden:
                 raise ConfigError(f"hidden has no site {site!r}, which the pack reads; it has {list(hidden)}")
-            shape = tuple(hidden[site].shape)
-            if len(shape) != 2 or shape[1] != self._hidden_size:
-                raise ConfigError(f"hidden at {site} has shape {shape}, expected [N, {self._hidden_size}]")
-            lengths.add(shape[0])
-        if len(lengths) != 1:
-            raise ConfigError(f"hidden states of the sites have different lengths {sorted(lengths)}")
+            if not isinstance(hidden[site], Tensor):
+                raise ConfigError(f"hidden at {site} is {type(hidden[site]).__name__}: give a tensor [N, {self._hidden_size}]")
+            check_states(hidden[site], self._hidden_size, f"hidden at {site}")
+            lengths[site] = len(hidden[site])
+        if len(set(lengths.values())) != 1:
+            raise ConfigError(f"hidden states of the sites have different lengths {lengths}: give as many at each")
         return {site: hidden[site].detach() for site in self.pack.sites}
+
+
+def _made_again(
+    kind: type[DynamicProbeManager], pack: AnyPack, arguments: Mapping[str, Any], impl_why: str, choices: tuple[Choice, list[Choice]]
+) -> DynamicProbeManager:
+    manager = kind(pack, strategy="descent", **arguments)
+    manager.impl_why = impl_why
+    manager.strategy, own = choices
+    manager.engine.choice = manager.strategy
+    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, Together) else [manager.engine], own, strict=True):
+        engine.choice = choice
+    return manager

@@ -23,6 +23,7 @@ import numpy as np
 
 from probemon.analysis import COUNTED, MANIFEST, Analysis, arrow, schemas
 from probemon.audit import Audit
+from probemon.checks import check_number, is_int, shown
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
@@ -50,8 +51,8 @@ def analyze(
     ends last completes the analysis. `progress(n_documents, n_tokens)` is told of more of both. Raises `ConfigError`; a bad document does not raise.
     """
     arrow()
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in (rank, world_size)) or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank!r} of {world_size!r} processes: give 1 or more processes, and a rank from 0 to one less")
+    if not is_int(rank) or not is_int(world_size) or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {shown(rank)} of world_size {shown(world_size)} processes: give 1 or more processes, and a rank from 0 to one less")
     check_apart(documents, out)
     read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     table = Tables(manager.pack, floor, keep_text)
@@ -154,8 +155,9 @@ class Tables:
     """The tables of a scored shard, for a pack and a floor. Raises `ConfigError` for a floor that is none."""
 
     def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
-        if floor != "fired" and (isinstance(floor, (str, bool)) or not isinstance(floor, (int, float)) or not 0 <= floor < 1):
-            raise ConfigError(f"floor is {floor!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack")
+        if not isinstance(floor, str) or floor != "fired":
+            remedy = "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack"
+            floor = check_number("floor", floor, low=0, high=1, open_high=True, remedy=remedy)
         for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
             if np.isnan(one.alert_threshold.numpy()).all():
                 raise ConfigError(f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")

@@ -44,7 +44,7 @@ from probemon.manifest import (
     parse_manifest,
 )
 from probemon.naming import Names, Wanted
-from probemon.types import Architecture, CascadeConfig, InputSpec, input_dtype
+from probemon.types import Architecture, CascadeConfig, InputSpec, input_dtype, input_limits
 
 if TYPE_CHECKING:
     from probemon.hub import Pushed
@@ -116,6 +116,9 @@ class ProbePack:
             self._aggregated[name] = tensors.read(key)
         self.aggregated = tuple(sorted(self._aggregated))
         self.golden_error: float | None = None  # found by `verify`
+        # Of each probe the largest value of an input with which no sum can overflow fp32; NaN until its weights are looked at.
+        self.input_limit = np.full(self.n_probes, np.nan)
+        self.lowest_input_limit = math.inf  # of those looked at
         self._check(where)
         self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))  # not the pack's own method: a pack in a circle would hold its file for long
 
@@ -294,10 +297,13 @@ class ProbePack:
             raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r:.80} appears twice")
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
-        """Raise `PackCorrupt` naming the first of `probes` (default: all) that has a weight that is NaN or infinite."""
+        """Look at the weights of `probes` (default: all): raise `PackCorrupt` naming the first that has one that is NaN or infinite.
+
+        What the rest can be given without a sum that overflows is in `input_limit` then (see `input_limits`).
+        """
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
         weights = self.weights
-        # In bounded pieces: a sum of bf16 in fp32 makes an fp32 copy of what it sums.
+        # In bounded pieces: absolute values are a copy.
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
             for first in range(int(run[0]), int(run[-1]) + 1, most):
@@ -307,19 +313,20 @@ class ProbePack:
         self.check_unchanged()
 
     def check_rows(self, rows: Mapping[str, Tensor], first: int) -> None:
-        """Raise `PackCorrupt` where stacked weights of neighbours, the first of them the probe `first`, are not all finite."""
+        """The same of stacked weights of neighbours, the first of them the probe `first`."""
+        largest = {}
         for name, tensor in rows.items():
-            flat = tensor.reshape(len(tensor), -1)
-            # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
-            if tensor.dtype == torch.int8 or bool(torch.isfinite(flat.sum(dim=1, dtype=torch.float32)).all()):
-                continue
-            finite = torch.isfinite(flat).all(dim=1)
-            if not bool(finite.all()):
-                probe = first + int((~finite).nonzero()[0])
+            largest[name] = _largest(tensor)
+            finite = np.isfinite(largest[name])
+            if not finite.all():
+                probe = first + int(np.flatnonzero(~finite)[0])
                 raise PackCorrupt(
                     f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
                     f"is not finite: the pack is damaged or was trained to divergence"
                 )
+        limits = input_limits(self.architecture, largest)
+        self.input_limit[first : first + len(limits)] = limits
+        self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min(initial=math.inf)))
 
     def verify(self, scorer: GoldenScorer | None = None) -> float | None:
         """Check every weight and replay the golden states; the largest score error, or None without golden states.
@@ -341,6 +348,13 @@ class ProbePack:
             )
         self.golden_error = worst
         return worst
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProbePack:
+        return self  # it is read-only
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickled, a pack is opened again from its directory, which must hold the same one."""
+        return _opened_again, (type(self), str(self.directory.resolve()), self.name, self.manifest)
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -475,6 +489,23 @@ def no_thresholds(name: str, tensor: Tensor) -> int | None:
     if name == "expand_threshold":
         outside &= tensor != ALWAYS
     return int(outside.nonzero()[0, 0]) if bool(outside.any()) else None
+
+
+def _largest(weights: Tensor) -> np.ndarray:
+    """The largest absolute value of each probe `[n]` fp64, NaN where one is NaN."""
+    if weights.dtype == torch.int8:
+        return np.full(len(weights), 128.0)  # the most there can be, without looking
+    return weights.reshape(len(weights), -1).abs().amax(dim=1).to(torch.float64).numpy()
+
+
+def _opened_again(kind: type[ProbePack], directory: str, name: str, manifest: dict[str, Any]) -> ProbePack:
+    try:
+        pack = kind.open(directory)
+    except PackError as error:
+        raise PackError(f"{name} was pickled as the pack in {directory}, and is opened from there again: {error}") from error
+    if pack.manifest != manifest:
+        raise PackError(f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open this one and pickle it anew")
+    return pack
 
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:

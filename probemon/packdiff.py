@@ -110,7 +110,7 @@ def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any
 
 
 def _thresholds(pack: ProbePack, name: str) -> Tensor:
-    return pack.thresholds_for(name) if name in pack.aggregated else torch.full((pack.n_probes,), math.nan)
+    return pack.thresholds_for(name) if name in pack.aggregated else torch.full_like(pack.alert_threshold, math.nan)
 
 
 def _number(value: Tensor) -> float | None:

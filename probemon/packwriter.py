@@ -93,12 +93,12 @@ class PackWriter:
         self._architecture, self._dtype, self._score_rule = architecture, dtype, score_rule
         self.card, self.provenance, self.quality = card, dict(provenance or {}), dict(quality or {})
         at = torch.from_numpy(order)
-        nan = torch.full((n,), math.nan)
+        nan = torch.full((n,), math.nan, dtype=torch.float32, device="cpu")
         self._small = {
             "child_ptr": torch.from_numpy(tree.child_ptr),
             "child_idx": torch.from_numpy(tree.child_idx),
             "level": torch.from_numpy(tree.level),
-            "input": torch.zeros(n, dtype=torch.int64) if input_index is None else input_index.to(torch.int64)[at],
+            "input": torch.zeros(n, dtype=torch.int64, device="cpu") if input_index is None else input_index.to(torch.int64)[at],
             "alert_threshold": nan.clone() if alert_threshold is None else alert_threshold.to(torch.float32)[at],
             "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
         }
@@ -117,7 +117,7 @@ class PackWriter:
             if golden.dim() != 3 or tuple(golden.shape[1:]) != (len(sites), architecture.hidden_size):
                 raise PackError(f"golden_hidden has shape {tuple(golden.shape)}, expected (G, {len(sites)}, {architecture.hidden_size}): G states at each site")
             self._golden = [prepare_input(golden[:, sites.index(spec.site)], spec, input_dtype(dtype)) for spec in self._specs]
-            self._small |= {"golden_hidden": golden, "golden_scores": torch.zeros(len(golden), n)}
+            self._small |= {"golden_hidden": golden, "golden_scores": torch.zeros(len(golden), n, dtype=torch.float32, device="cpu")}
         self._lines = _concept_lines(concepts, order, tree)
         self._manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -195,7 +195,7 @@ class PackWriter:
             raise PackError(f"the probe of {self._ids[start + int(twice[0])]!r} is put twice")
         numbers = self._number[start : start + n]
         by_number = np.argsort(numbers)
-        scores = torch.empty(len(self._golden[0]), n) if self._golden else None
+        scores = torch.empty(len(self._golden[0]), n, dtype=torch.float32, device="cpu") if self._golden else None
         per_probe = sum(tensor[0].numel() * tensor.element_size() for tensor in weights.values()) if n else 1
         step = max(1, _BLOCK_BYTES // max(per_probe, 1))
         with self._writing():
@@ -236,7 +236,7 @@ class PackWriter:
     def _score(self, block: Mapping[str, Tensor], numbers: np.ndarray) -> Tensor:
         """Own scores `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at a time."""
         inputs = self._small["input"][torch.from_numpy(numbers)]
-        scores = torch.empty(len(self._golden[0]), len(numbers))
+        scores = torch.empty(len(self._golden[0]), len(numbers), dtype=torch.float32, device="cpu")
         for i, states in enumerate(self._golden):
             slots = (inputs == i).nonzero()[:, 0]
             for row in range(len(states) if len(slots) else 0):
@@ -340,6 +340,6 @@ def _json(what: str, value: object, indent: int | None = None) -> bytes:
 def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # of one value alone, torch calls any stride contiguous, and will not view it
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")  # of one value alone, torch calls any stride contiguous, and will not view it
     raw: Any = flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(raw)

@@ -20,6 +20,7 @@ import torch
 
 from probemon.arena import Arena, PagedArena, ResidentArena
 from probemon.cascade import CascadePlan, expand_thresholds
+from probemon.checks import check_bool, check_count, check_number
 from probemon.engine import Engine
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.group import PackGroup
@@ -90,11 +91,12 @@ def engines_of(
 ) -> list[Engine]:
     """An engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
     packs = [part.pack for part in parts]
+    if arena_bytes is not None:
+        arena_bytes = check_count("arena_bytes", arena_bytes, remedy="give a whole number of bytes, or None to hold the whole pack")
+    cache_bytes = check_count("cache_bytes", cache_bytes, remedy="give a whole number of bytes, 0 to keep nothing")
     resident = arena_bytes is None or arena_bytes >= sum(pack.weight_bytes() for pack in packs)
-    if not (isinstance(prefetch, (int, float)) and not isinstance(prefetch, bool) and 0 <= prefetch <= 1):
-        raise ConfigError(f"prefetch is {prefetch!r}: give a margin of score from 0 (nothing is prefetched) to 1")
-    if not isinstance(late, bool):
-        raise ConfigError(f"late is {late!r}: True or False")
+    prefetch = check_number("prefetch", prefetch, low=0, high=1, remedy="give a margin of score from 0 (nothing is prefetched) to 1")
+    late = check_bool("late", late)
     if (late or prefetch) and resident:
         raise ConfigError("late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower arena_bytes")
     copied = not resident or device.type != "cpu" or impl == "triton"

@@ -55,7 +55,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     golden, hidden = pack.golden_hidden, pack.golden_hidden
     if hidden is None or not len(hidden):
         size = (_STATES, len(pack.sites), pack.architecture.hidden_size)
-        hidden = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     stated = _error(pack, weights, hidden, "random" if hidden is not golden else "golden")
     source = pack.manifest
     card = pack.card_text()

@@ -58,7 +58,7 @@ class Record(dict[str, Tensor]):
     @classmethod
     def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> Record:
         """A copy of a state dict, in `memory` or in memory of its own."""
-        record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8) if memory is None else memory)
+        record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         for name, tensor in record.items():
             tensor.copy_(state[name])
         return record
@@ -69,7 +69,7 @@ class Slab:
 
     def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
         with torch.inference_mode(False):
-            self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8, device="cpu")
         self._free = list(range(n_records))  # ascending
         self._lock = threading.RLock()
         if register and n_records:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.checks import check_share
 from probemon.edit import always_on, card_of, copy_pack, made_by, opened
 from probemon.errors import PackError, UnknownConcept
 from probemon.hierarchy import Ints
@@ -179,15 +180,15 @@ class Proposal:
             for i, group in enumerate(self.groups)
         ]
         lines = [{key: value for key, value in concept.items() if key != "level"} | {"parents": [ids[above[i]]] if i in above else []} for i, concept in enumerate(pack.concepts)]
-        weights = {"w1": torch.stack([group.weight for group in self.groups])[:, None].to(pack.dtype), "b1": torch.tensor([[group.bias] for group in self.groups])}
+        weights = {"w1": torch.stack([group.weight for group in self.groups])[:, None].to(pack.dtype), "b1": torch.tensor([[group.bias] for group in self.groups], dtype=torch.float32, device="cpu")}
         n = len(bounds)
         with PackWriter(
             path, name=name or f"{pack.name}-grouped", concepts=[*bounds, *lines], architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule,
             inputs=[spec.as_dict() for spec in pack.inputs], host=pack.manifest["host"], licence=pack.manifest["licence"],
-            card=card_of(name or f"{pack.name}-grouped", f"{self}. Made of", [pack]), input_index=torch.cat([torch.tensor([group.input for group in self.groups]), pack.input_index]),
-            alert_threshold=torch.cat([torch.ones(n), pack.alert_threshold]),
-            expand_threshold=torch.cat([torch.tensor([group.threshold for group in self.groups]), torch.full((pack.n_probes,), math.nan)]),
-            aggregated={key: torch.cat([torch.ones(n), pack.thresholds_for(key)]) for key in pack.aggregated}, golden_hidden=pack.golden_hidden,
+            card=card_of(name or f"{pack.name}-grouped", f"{self}. Made of", [pack]), input_index=torch.cat([torch.tensor([group.input for group in self.groups], device="cpu"), pack.input_index]),
+            alert_threshold=torch.cat([torch.ones(n, dtype=torch.float32, device="cpu"), pack.alert_threshold]),
+            expand_threshold=torch.cat([torch.tensor([group.threshold for group in self.groups], dtype=torch.float32, device="cpu"), torch.full_like(pack.expand_threshold, math.nan)]),
+            aggregated={key: torch.cat([torch.ones(n, dtype=torch.float32, device="cpu"), pack.thresholds_for(key)]) for key in pack.aggregated}, golden_hidden=pack.golden_hidden,
             recommended={  # room for all: a state may open every group
                 **{key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY}, **always_on(pack), "load_threshold": "calibrated", "keep_top_k": 0,
                 "max_loaded_probes": max(n + pack.n_probes, pack.recommended.get("max_loaded_probes", CascadeConfig.max_loaded_probes)),
@@ -206,6 +207,8 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     `threshold`: the alert threshold of probes that have none; without it these stay where they are, at every token. For flat packs of linear probes in a float
     dtype that read normalised states, of which alone a bound is known. Raises `PackError` for others.
     """
+    if threshold is not None:
+        threshold = check_share("threshold", threshold, "give an alert threshold, more than 0 and less than 1", error=PackError)
     pack = opened(pack)
     if pack.architecture.hidden or pack.dtype == torch.int8 or pack.score_rule != "independent" or bool(pack.tree.has_parents.any()):
         raise PackError(f"{pack} is not a flat pack of linear probes with float weights and scores of their own: no bound is known, so give its hierarchy as a file")
@@ -213,9 +216,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         raise PackError(f"{pack.name} reads states that are not normalised, so that no bound holds for them: give its hierarchy as a file")
     alert = pack.alert_threshold.clone()
     if threshold is not None:
-        if not 0 < threshold < 1:
-            raise PackError(f"threshold is {threshold}: give an alert threshold, more than 0 and less than 1")
-        alert = torch.where(alert.isnan(), torch.tensor(float(threshold)), alert)
+        alert = torch.where(alert.isnan(), alert.new_tensor(float(threshold)), alert)
     if bool(alert.isnan().all()):
         raise PackError(f"{pack.name} has no alert thresholds, so every probe may matter at every score: calibrate it, or give threshold")
     hidden, kind = _states(pack)
@@ -236,7 +237,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
 def _states(pack: ProbePack) -> tuple[Tensor, str]:
     if pack.golden_hidden is not None and len(pack.golden_hidden) >= 2:
         return pack.golden_hidden, "golden"
-    return torch.randn(_STATES, len(pack.sites), pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0)), "random"
+    return torch.randn(_STATES, len(pack.sites), pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"), "random"
 
 
 def _groups(pack: ProbePack, alert: Tensor, factor: float) -> list[Group]:
@@ -270,7 +271,7 @@ def _clusters(rows: Tensor, k: int) -> list[Tensor]:
     for _ in range(min(k, len(units)) - 1):
         centres = torch.cat([centres, units[nearest.argmin()][None]])
         nearest = torch.maximum(nearest, units @ centres[-1])
-    of = torch.full((len(units),), -1)
+    of = torch.full((len(units),), -1, device=units.device)
     for _ in range(_ROUNDS):
         cosines = units @ centres.T
         now = cosines.argmax(dim=1)

@@ -30,6 +30,7 @@ import numpy as np
 
 from probemon.analysis import Analysis
 from probemon.audit import Audit
+from probemon.checks import check_count, check_number
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints
 
@@ -50,10 +51,8 @@ def write_report(
     that is there (unless `overwrite`), and where it cannot be written.
     """
     target = analysis.directory / "report.html" if out is None else Path(out)
-    if isinstance(text_megabytes, bool) or not isinstance(text_megabytes, (int, float)) or not 0 <= text_megabytes < float("inf"):
-        raise ConfigError(f"text_megabytes is {text_megabytes!r}: give a number of megabytes, 0 for no texts")
-    if isinstance(max_pairs, bool) or not isinstance(max_pairs, int) or max_pairs < 0:
-        raise ConfigError(f"max_pairs is {max_pairs!r}: give a whole number, 0 for no lists")
+    text_megabytes = check_number("text_megabytes", text_megabytes, low=0, remedy="give a number of megabytes, 0 for no texts")
+    max_pairs = check_count("max_pairs", max_pairs, remedy="give a whole number, 0 for no lists")
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: give the name of a file")
     if target.exists() and not overwrite:

@@ -17,6 +17,7 @@ import numpy as np
 
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.audit import Audit
+from probemon.checks import check_count
 from probemon.errors import ConfigError, MissingExtra
 from probemon.group import AnyPack, PackGroup
 from probemon.hierarchy import Ints, Mask
@@ -136,6 +137,7 @@ class Result:
         score at every token; what it exceeds its threshold by is news), by score where it is not; ties to the
         lower probe number, then the earlier token. `phase`: only "prompt" or "generated" tokens.
         """
+        k, row = check_count("k", k), check_count("row", row)
         chosen = self.row == row
         if not chosen.any():
             raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")

@@ -29,6 +29,7 @@ from probemon.aggregate import Aggregator, named
 from probemon.align import Placed
 from probemon.audit import sample
 from probemon.by_hand import HandLoop
+from probemon.checks import check_count, check_number
 from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
@@ -82,8 +83,8 @@ class MonitorRun:
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
         if callback_errors not in ("raise", "report"):
             raise ConfigError(f'callback_errors is {callback_errors!r}: give "raise" or "report"')
-        if keep_tokens is not None and (not isinstance(keep_tokens, int) or isinstance(keep_tokens, bool) or keep_tokens < 1):
-            raise ConfigError(f"keep_tokens is {keep_tokens!r}: it counts tokens, so give 1 or more, or None for all")
+        if keep_tokens is not None:
+            keep_tokens = check_count("keep_tokens", keep_tokens, least=1, remedy="it counts tokens, so give 1 or more, or None for all")
         model = unwrap(model)
         check_host(manager.pack, model, strict=strict)
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
@@ -137,10 +138,9 @@ class MonitorRun:
         for probe, level in zip(probes, levels, strict=True):
             if above is None and not level < 1:  # NaN: not calibrated; 1: the rate asked for is met by no lower one
                 raise ConfigError(f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name} for {aggregator} that a score can exceed ({level}): give above=")
-            if not isinstance(level, (int, float, np.number)) or isinstance(level, bool) or not 0 <= level < 1:
-                raise ConfigError(f"above is {above!r}: scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1")
-        if not isinstance(for_tokens, (int, np.integer)) or isinstance(for_tokens, bool) or for_tokens < 1:
-            raise ConfigError(f"for_tokens is {for_tokens!r}: it counts tokens in a row, so give 1 or more")
+            remedy = "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1"
+            check_number("above", level, low=0, high=1, open_high=True, remedy=remedy)
+        for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
         if action not in ACTIONS and not callable(action):
             raise ConfigError(f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)")
         plan = self.manager.plan_with([*(rule.probe for rule in self._rules), *probes])

@@ -84,7 +84,7 @@ class Generation:
             known = self.ids[:, max(0, start - self.begin) :]
             if known.shape[1] == embeds.shape[1]:
                 return torch.from_numpy(known)
-        return torch.full(embeds.shape[:2], NO_ID)
+        return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
 
     def told(self, placed: Placed, seen: Mask) -> None:
         """`placed` have their scores, where `seen`."""

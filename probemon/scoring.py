@@ -22,6 +22,7 @@ from probemon.arena import Arena, PagedArena
 from probemon.errors import ArenaFull
 from probemon.hierarchy import Ints, Mask
 from probemon.kernels import prepare_input, score_probes
+from probemon.kernels.inputs import largest_values
 from probemon.pack import ProbePack
 from probemon.paging import Fetcher
 from probemon.types import Floats, InputSpec
@@ -30,31 +31,56 @@ from probemon.types import Floats, InputSpec
 Prepared = dict[tuple[InputSpec, torch.dtype], Tensor]
 
 
+# Why a state has no scores: what is no number, in the order in which it is noticed. SEEN: it has.
+SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Prepared inputs `[I * N, D]`, one block of N for each of the scorer's inputs, and which of the N states are finite."""
+    """Prepared inputs `[I * N, D]`, one block of N for each of the scorer's inputs.
+
+    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what they were made of
+    (`normalise_triton`): NaN of what was not finite, infinite of what became so.
+    """
 
     values: Tensor
     n: int
+    raw: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return self.n
 
     def take(self, which: Ints) -> Inputs:
         """Some of the states."""
-        at = torch.from_numpy(which).to(self.values.device)
-        blocks = [x.index_select(0, at) for x in self.values.split(self.n)]
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which))
+        blocks = [_rows(x, which) for x in self.values.split(self.n)]
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which), tuple(_rows(x, which) for x in self.raw))
 
     @cached_property
-    def finite(self) -> np.ndarray:
-        """Mask `[N]`; looked at when it is asked for, since on a GPU that waits."""
-        finite = np.ones(self.n, dtype=bool)
-        for x in self.values.split(self.n) if self.n else ():  # a hidden state that is not finite is not finite after normalisation either
-            total = x.sum(dim=-1, dtype=torch.float32).cpu().numpy()
-            if not np.isfinite(total).all():  # finite terms may overflow a sum: look at each
-                finite &= torch.isfinite(x).all(dim=-1).cpu().numpy()
-        return finite
+    def largest(self) -> Floats:
+        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was normalised or rounded, NaN where
+        the hidden state was not finite. Looked at when it is asked for, since on a GPU that waits."""
+        largest: Floats = largest_values(self.values).cpu().numpy()
+        if self.raw and not np.isfinite(largest).all():
+            raw = np.concatenate([torch.isfinite(x).all(dim=-1).cpu().numpy() for x in self.raw])
+            largest = np.where(np.isfinite(largest), largest, np.where(raw, np.inf, np.nan)).astype(np.float32)
+        return largest
+
+    @cached_property
+    def unseen(self) -> Ints:
+        """Of each state `[N]`, SEEN, NOT_FINITE or NOT_PREPARED."""
+        return unseen_inputs(self.largest, self.n)
+
+
+def unseen_inputs(largest: Floats, n: int) -> Ints:
+    """Of each of N states SEEN, NOT_FINITE or NOT_PREPARED, by the largest values `[I * N]` of its prepared inputs."""
+    if np.isfinite(largest).all():
+        return np.zeros(n, dtype=np.int64)
+    blocks = largest.reshape(-1, n)
+    return np.where(np.isnan(blocks).any(axis=0), NOT_FINITE, np.where(np.isinf(blocks).any(axis=0), NOT_PREPARED, SEEN))
+
+
+def _rows(x: Tensor, which: Ints) -> Tensor:
+    return x.index_select(0, torch.from_numpy(which).to(x.device))
 
 
 class PairScorer:
@@ -68,8 +94,8 @@ class PairScorer:
         self.specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
         self.n_probes = sum(pack.n_probes for pack in packs)
         self._dtype = packs[0].input_dtype
-        self.fetcher = Fetcher(arena.fetch) if isinstance(arena, PagedArena) and late else None
-        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True)) if isinstance(arena, PagedArena) and prefetch else None
+        self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
+        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True), arena.locks) if isinstance(arena, PagedArena) and prefetch else None
 
     def block_of(self, pack: ProbePack) -> Ints:
         """Of each probe of a pack the block of the inputs that it reads, `[P]`."""
@@ -84,7 +110,8 @@ class PairScorer:
             if key not in made:
                 made[key] = self._prepare(hidden[spec.site].to(self.device), spec)
             blocks.append(made[key])
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]))
+        raw = () if self.impl == "triton" else tuple(hidden[spec.site] for spec in self.specs)
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw)
 
     def _prepare(self, hidden: Tensor, spec: InputSpec) -> Tensor:
         if self.impl != "triton":

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from probemon.checks import check_count
 from probemon.errors import ConfigError, MissingExtra, SinkFailed
 from probemon.types import COUNTS, PHASES, TokenBatch
 
@@ -49,7 +50,7 @@ class MemorySink:
     """
 
     def __init__(self, max_tokens: int = 10_000) -> None:
-        self.max_tokens = at_least(1, "max_tokens", max_tokens)
+        self.max_tokens = check_count("max_tokens", max_tokens, least=1)
         self._lock = threading.Lock()
         self._held: deque[TokenBatch] = deque()
         self._n_held = self._n_seen = 0
@@ -190,7 +191,7 @@ class JsonLinesSink(_FileSink):
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
         super().__init__(path, overwrite)
-        self._top_k = None if top_k is None else at_least(0, "top_k", top_k)
+        self._top_k = None if top_k is None else check_count("top_k", top_k)
 
     def _begin(self, partial: Path, concepts: list[str]) -> Any:
         self._concepts = concepts
@@ -235,7 +236,7 @@ class ParquetSink(_FileSink):
         except ImportError as error:
             raise MissingExtra("ParquetSink needs pyarrow: pip install 'probemon[corpus]'") from error
         super().__init__(path, overwrite)
-        self._rows_per_group = at_least(1, "rows_per_group", rows_per_group)
+        self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
         self._columns: list[list[Any]] = []  # of each batch not yet written, its columns
         self._n_held = 0
         self._totals: Counter[str] = Counter()
@@ -300,7 +301,3 @@ def _without(batch: TokenBatch, n: int) -> TokenBatch:
     return dataclasses.replace(batch, scores=batch.scores.take(kept), **arrays)
 
 
-def at_least(least: int, name: str, value: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more")
-    return int(value)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.errors import ConfigError, PackCorrupt, ProbeLoadError
+from probemon.checks import check_count
+from probemon.errors import PackCorrupt, ProbeLoadError
 from probemon.pack import ProbePack
 from probemon.records import Layout, Record, Slab
 
@@ -147,17 +148,16 @@ class ProbeStore:
     """LRU over a source, bounded in bytes; safe to share between threads."""
 
     def __init__(self, source: ProbeSource, *, max_bytes: int) -> None:
-        if max_bytes < 0:
-            raise ConfigError(f"max_bytes is {max_bytes}: give 0 (keep nothing) or more")
+        max_bytes = check_count("max_bytes", max_bytes, remedy="give 0 (keep nothing) or more")
         self._source = source
         self._cache = _CountingLRU(maxsize=max_bytes, getsizeof=_bytes_of)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._hits = self._misses = 0
 
     def get_many(self, probes: Sequence[int]) -> dict[int, StateDict]:
         """State dicts by probe; what is missing is loaded in one call of the source, and nothing is kept if that fails."""
         wanted = list(dict.fromkeys(int(p) for p in probes))
-        with self._lock:
+        with self.lock:
             found = {p: self._cache[p] for p in wanted if p in self._cache}
             missing = [p for p in wanted if p not in found]
             loaded = self._source.load(missing) if missing else []
@@ -171,13 +171,13 @@ class ProbeStore:
 
     def stats(self) -> StoreStats:
         """A consistent snapshot."""
-        with self._lock:
+        with self.lock:
             return StoreStats(
                 self._hits, self._misses, self._cache.evictions, len(self._cache), int(self._cache.currsize)
             )
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the bytes counted are the bytes held and within the bound."""
-        with self._lock:
+        with self.lock:
             held = sum(_bytes_of(state) for state in self._cache.values())
             assert held == self._cache.currsize <= self._cache.maxsize, (held, self._cache.currsize, self._cache.maxsize)

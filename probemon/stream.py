@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.align import Placed
+from probemon.checks import check_count
 from probemon.errors import ConfigError
 from probemon.generation import read_call
 from probemon.group import AnyPack
@@ -121,8 +122,7 @@ class _Generating:
     ) -> None:  # fmt: skip
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
-            raise ConfigError(f"max_waiting is {max_waiting!r}: it counts batches of tokens that wait for the reader, so give 1 or more")
+        max_waiting = check_count("max_waiting", max_waiting, least=1, remedy="it counts batches of tokens that wait for the reader, so give 1 or more")
         self._run = manager.attach(model, tokenizer, strict=strict)
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting

@@ -8,7 +8,7 @@
 Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone; they are laid
 together in the numbers of the group. Descents go in step: what packs that share an arena ask for in a round is scored by one call. A compiled
 descent on a CPU is one call a pack, steps on a GPU one graph a pack, one after another on one stream.
-A token is seen where its state is finite at all sites, as it is for one pack that reads several.
+A token is seen where every pack has scores of it, as it is for one pack that reads several sites.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from probemon.engine import BATCH_CELLS, Choice, Engine, Outcome
 from probemon.errors import ConfigError
 from probemon.group import PackGroup
 from probemon.hierarchy import Ints, Mask
-from probemon.scoring import Inputs, Prepared
+from probemon.scoring import NO_SCORE, SEEN, Inputs, Prepared
 from probemon.types import Floats
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class JointInputs:
         return len(self.parts[0])
 
     @cached_property
-    def finite(self) -> np.ndarray:
-        """Mask `[N]`: finite at every site."""
-        return np.logical_and.reduce([part.finite for part in _distinct(self.parts)])
+    def unseen(self) -> Ints:
+        """Why each of the states has no scores, if it has none, by its inputs (`probemon.scoring`)."""
+        return _first([part.unseen for part in _distinct(self.parts)])
 
     def take(self, which: Ints) -> JointInputs:
         """Some of the states."""
@@ -98,7 +98,8 @@ class Together:
 
     def everything(self, inputs: JointInputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
-        found = self._in_step([engine.asking_everything(len(inputs)) for engine in self.engines], inputs, [None] * len(self.engines))
+        asking = [engine.asking_everything(part) for engine, part in zip(self.engines, inputs.parts, strict=True)]
+        found = self._in_step(asking, inputs, [None] * len(self.engines))
         return self._laid_out(found, np.float32)
 
     def begin(self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
@@ -212,16 +213,16 @@ class Together:
 
     def _together(self, found: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
         """The packs' outcomes as one, in the numbers of the group."""
-        finite = np.logical_and.reduce([outcome.finite for outcome in found])
-        found = [_seen(outcome, finite, start, keep) for outcome, start in zip(found, before, strict=True)]
+        unseen = _first([outcome.unseen for outcome in found])
+        found = [_seen(outcome, unseen, start, keep) for outcome, start in zip(found, before, strict=True)]
         numbers = self._group.numbers
-        state = np.concatenate([np.repeat(np.arange(len(finite)), np.diff(outcome.ptr)) for outcome in found])
+        state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in found])
         probes = np.concatenate([number[outcome.probes] for number, outcome in zip(numbers, found, strict=True)]).astype(np.int32)
         order = np.lexsort((probes, state))
         counts = {name: np.sum([getattr(outcome, name) for outcome in found], axis=0) for name in _COUNTS}
         return Outcome(
             probes=probes[order], values=np.concatenate([outcome.values for outcome in found])[order],
-            fired=np.concatenate([outcome.fired for outcome in found])[order], finite=finite, kept=self._laid_out([outcome.kept for outcome in found], np.bool_), **counts,
+            fired=np.concatenate([outcome.fired for outcome in found])[order], unseen=unseen, kept=self._laid_out([outcome.kept for outcome in found], np.bool_), **counts,
         )  # fmt: skip
 
     def _laid_out(self, parts: Sequence[Any], dtype: Any) -> Any:
@@ -277,19 +278,26 @@ class JointArena:
 _COUNTS = ("ptr", "n_active", "n_dropped", "n_evaluated", "n_released", "n_late")  # which add up
 
 
-def _seen(outcome: Outcome, finite: Mask, before: Mask | None, keep: Ints) -> Outcome:
-    """An outcome without the states that are not finite where another pack reads: they show nothing, and retain what they had."""
-    if (outcome.finite == finite).all():
+def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Outcome:
+    """An outcome without the states that another pack has no scores of: they show nothing, and retain what they had."""
+    if (outcome.unseen == unseen).all():
         return outcome
-    sizes = np.diff(outcome.ptr)
-    there = np.repeat(finite, sizes)
-    counts = {name: np.where(finite, getattr(outcome, name), 0) for name in _COUNTS if name != "ptr"}
-    kept, lost = outcome.kept.copy(), ~finite[keep]
+    sizes, seen = np.diff(outcome.ptr), unseen == SEEN
+    there = np.repeat(seen, sizes)
+    counts = {name: np.where(seen, getattr(outcome, name), 0) for name in _COUNTS if name != "ptr"}
+    kept, lost = outcome.kept.copy(), ~seen[keep]
     kept[lost] = False if before is None else before[keep][lost]
     return replace(
-        outcome, ptr=np.concatenate([[0], np.cumsum(np.where(finite, sizes, 0))]), probes=outcome.probes[there], values=outcome.values[there],
-        fired=outcome.fired[there], finite=finite, kept=kept, **counts,
+        outcome, ptr=np.concatenate([[0], np.cumsum(np.where(seen, sizes, 0))]), probes=outcome.probes[there], values=outcome.values[there],
+        fired=outcome.fired[there], unseen=unseen, kept=kept, **counts,
     )  # fmt: skip
+
+
+def _first(reasons: Sequence[Ints]) -> Ints:
+    """Of each state the first of the reasons that packs have not to see it, or SEEN where none has one."""
+    every = np.stack(reasons)
+    first = np.where(every == SEEN, NO_SCORE + 1, every).min(axis=0)
+    return np.where(first > NO_SCORE, SEEN, first)
 
 
 def _joined(ways: Sequence[str]) -> str:

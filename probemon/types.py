@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from probemon.checks import check_bool, check_count, check_number, is_int, shown
 from probemon.errors import ConfigError, PackCorrupt, PackError, UnknownSetting, closest
 
 NORMS = ("none", "layernorm", "rmsnorm")
@@ -39,9 +39,8 @@ class InputSpec:
             raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
         if not isinstance(self.site, str):
             raise PackError(f"site {self.site!r}: expected a name such as 'resid_post.15'")
-        if not _is_number(self.eps) or not 0 <= self.eps < 1e38:  # of fp32; a whole number can be larger than any float
-            raise PackError(f"eps {self.eps!r} of {self.site}: expected a small number, 0 or more")
-        object.__setattr__(self, "eps", float(self.eps))  # torch takes no whole number past 64 bits
+        eps = check_number(f"eps of {self.site}", self.eps, low=0, high=1e38, remedy="expected a small number, 0 or more", error=PackError)
+        object.__setattr__(self, "eps", eps)  # torch takes no whole number past 64 bits
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -70,13 +69,15 @@ class Architecture:
         if "w1" not in weights or weights["w1"].dim() != 3:
             raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
         p, h1, d = weights["w1"].shape
+        if not h1 or not d:
+            raise PackCorrupt(f"{where}: w1 has shape {(p, h1, d)}: a probe reads 1 value or more")
         names, scales = {name for name in weights if not name.endswith("_scale")}, {name for name in weights if name.endswith("_scale")}
         if names == {"w1", "b1"}:
             made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
         elif names == {"w1", "b1", "w3", "b3"}:
             made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
         elif names == {"w1", "b1", "w2", "b2", "w3", "b3"}:
-            h2 = weights["w2"].shape[1] if weights["w2"].dim() == 3 else -1
+            h2 = weights["w2"].shape[1] or -1 if weights["w2"].dim() == 3 else -1
             made = cls(d, (h1, h2))
             shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
         else:
@@ -109,6 +110,28 @@ class Architecture:
         return "linear" if not self.hidden else "-".join(map(str, (*self.hidden, 1)))
 
 
+def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs overflows fp32, in whatever order.
+
+    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that add up in different orders
+    may come to different scores, infinities and NaN, so there a probe has no score. The bound is `n_values * weight * input` for a sum of products,
+    layer by layer, and half of what fp32 holds, which leaves room for rounding. Ordinary weights give some 1e20 and more.
+    """
+    most = 2.0**127
+    n = len(largest["w1"])
+    slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)  # what comes into a layer is at most slope * input + offset
+    layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
+    with np.errstate(divide="ignore"):
+        for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):
+            products = width * largest[f"w{i}"]
+            slope, offset = slope * products, offset * products
+            limit = np.minimum(limit, (most - offset) / slope)
+            scale = largest.get(f"w{i}_scale", np.ones(n))
+            slope, offset = slope * scale, offset * scale + largest[f"b{i}"]
+            limit = np.minimum(limit, (most - offset) / slope)
+    return limit
+
+
 @dataclass(frozen=True)
 class CascadeConfig:
     """How the hierarchy is descended: the settings of docs/architecture.md, all with their defaults."""
@@ -137,35 +160,26 @@ class CascadeConfig:
         return cls(**{**settings, **tuples})
 
     def __post_init__(self) -> None:
-        for name in ("keep_top_k", "report_top_k"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 0:
-                raise ConfigError(f"{name} is {value!r}: it counts probes, so give 0 or more")
-        if not _is_int(self.max_loaded_probes) or self.max_loaded_probes < 1:
-            raise ConfigError(f"max_loaded_probes is {self.max_loaded_probes!r}: it counts probes, so give 1 or more")
-        if self.max_rounds is not None and (not _is_int(self.max_rounds) or self.max_rounds < 0):
-            raise ConfigError(f"max_rounds is {self.max_rounds!r}: give 0 or more, or None for no limit")
-        if not all(_is_int(level) and level >= 0 for level in self.base_layers):
-            raise ConfigError(f"base_layers is {self.base_layers!r}: give levels of the concept hierarchy, 0 or more")
-        if not isinstance(self.aggressive_pruning, bool):
-            raise ConfigError(f"aggressive_pruning is {self.aggressive_pruning!r}: give True or False")
-        if not _is_number(self.unload_threshold) or math.isnan(self.unload_threshold):
-            raise ConfigError(f"unload_threshold is {self.unload_threshold!r}: give a number")
-        if isinstance(self.load_threshold, str):
-            if self.load_threshold not in ("auto", "exact", "calibrated"):
-                raise ConfigError(
-                    f"load_threshold is {self.load_threshold!r}: give a number, 'auto', 'exact' or 'calibrated'"
-                )
-        elif not _is_number(self.load_threshold) or math.isnan(self.load_threshold):
-            raise ConfigError(f"load_threshold is {self.load_threshold!r}: give a number, 'auto', 'exact' or 'calibrated'")
+        checked: dict[str, Any] = {
+            **{name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more") for name in ("keep_top_k", "report_top_k")},
+            "max_loaded_probes": check_count("max_loaded_probes", self.max_loaded_probes, least=1, remedy="it counts probes, so give 1 or more"),
+            "aggressive_pruning": check_bool("aggressive_pruning", self.aggressive_pruning),
+            "unload_threshold": check_number("unload_threshold", self.unload_threshold, infinite=True),
+            "load_threshold": check_load_threshold(self.load_threshold),
+        }
+        if self.max_rounds is not None:
+            checked["max_rounds"] = check_count("max_rounds", self.max_rounds, remedy="give 0 or more, or None for no limit")
+        if not all(is_int(level) and level >= 0 for level in self.base_layers):
+            raise ConfigError(f"base_layers is {shown(self.base_layers)}: give levels of the concept hierarchy, 0 or more")
+        for name, value in {**checked, "base_layers": tuple(map(int, self.base_layers))}.items():
+            object.__setattr__(self, name, value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+def check_load_threshold(value: object) -> float | str:
+    """`load_threshold` as a number or one of its words; as a setting, and as what a pack recommends."""
+    if isinstance(value, str) and value in ("auto", "exact", "calibrated"):
+        return value
+    return check_number("load_threshold", value, infinite=True, remedy="give a number, 'auto', 'exact' or 'calibrated'")
 
 
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
@@ -263,7 +277,8 @@ class Scores:
         return np.repeat(np.arange(len(self)), np.diff(self.ptr))
 
     def column(self, probe: int) -> Floats:
-        """Scores of one probe `[N]`, 0 where it was not active."""
+        """Scores of one probe `[N]`, 0 where it was not active. Raises `ConfigError` for the number of none."""
+        check_count("probe", probe, most=self.coverage.n_probes - 1, remedy=f"give a probe's number, of {self.coverage.n_probes} from 0")
         found = np.zeros(len(self), dtype=np.float32)
         mine = self.probes == probe
         found[self.state_of[mine]] = self.values[mine]
@@ -284,6 +299,8 @@ class Scores:
 
     def top(self, t: int, k: int | None = None) -> list[tuple[int, float]]:
         """The best `k` (default `report_top_k`) active probes with their scores."""
+        if k is not None:
+            k = check_count("k", k)
         at = self._at(t)
         probes, values = self.probes[at], self.values[at]
         order = np.lexsort((probes, -values))[: self.report_top_k if k is None else k]
@@ -302,6 +319,8 @@ class Scores:
         )  # fmt: skip
 
     def _at(self, t: int) -> slice:
+        if not is_int(t):
+            raise ConfigError(f"t is {shown(t)}: give the number of a state")
         if not -len(self) <= t < len(self):
             raise IndexError(f"state {t} of {len(self)}")
         t %= len(self)

@@ -88,7 +88,7 @@ class Staged:
         records = [state if isinstance(state, Record) else Record.of(self._layout, state) for state in states]
         order = sorted(range(len(records)), key=lambda i: records[i].memory.data_ptr())
         memory = [records[i].memory for i in order]
-        where = torch.tensor([slots[i] for i in order])
+        where = torch.tensor([slots[i] for i in order], device="cpu")
         if self._side is None:
             self._enqueue(memory, where)
             return

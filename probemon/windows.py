@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from probemon.checks import check_count
 from probemon.documents import Document
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints
@@ -49,9 +50,7 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("n_tokens", "overlap"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"window {name} is {value!r}: give a whole number of tokens")
+            object.__setattr__(self, name, check_count(f"window {name}", getattr(self, name), remedy="give a whole number of tokens"))
         if self.n_tokens < 2 * self.overlap or self.n_tokens < 2:
             raise ConfigError(f"windows of {self.n_tokens} tokens that overlap by {self.overlap}: give an overlap of at most half a window")
 
@@ -72,9 +71,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "batch_rows"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}: give 1 or more")
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least=1, remedy="give 1 or more"))
         if self.special_tokens not in SPECIAL:
             raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
 

@@ -360,6 +360,6 @@ def test_on_a_gpu_auto_tries_the_kernel(monkeypatch, error, expected):
         return x
 
     monkeypatch.setattr(fallback_module, "generated_update", trial)
-    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size) + 1)
+    monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: torch.zeros(*size, dtype=dtype) + 1)
     impl, why = fallback_module.choose_impl("auto", [torch.device("cuda", 0), torch.device("cuda", 0)], BemConfig())
     assert impl == expected[0] and expected[1] in why and tried == ["triton"]

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from nets import SHAPES, logit_net, oracle, weights
 from test_cascade import cases, plan_of
 
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, ProbePack
 from probemon.cascade import collect, descend, retain
+from probemon.errors import ProbeLoadError
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import score_probes
 from probemon.types import input_dtype
@@ -45,16 +46,16 @@ def test_compiled_descent_is_that_of_the_cascade(case):
     links, retained = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), None
     states = torch.eye(len(first))
     for ticks in (first, second):
-        net = numba_cpu.CompiledNet.of(logit_net(ticks))
-        n = len(ticks)
-        own = net.score(states, np.tile(np.arange(n), tree.n), np.repeat(np.arange(tree.n), n)).reshape(tree.n, n).T
+        weights, n = logit_net(ticks), len(ticks)
+        net = numba_cpu.CompiledNet.of(weights)
+        rows, slots = torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n)
+        own = score_probes(states, weights, rows, slots, impl="numba").numpy().reshape(tree.n, n).T
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
         for everything in (False, True):
-            active, dropped, scores, damaged = net.descend(
-                links, np.zeros(tree.n, np.int64), np.zeros(tree.n, bool), states, n, plan.start, retained, plan.expand_threshold,
+            active, dropped, scores = net.descend(
+                links, np.zeros(tree.n, np.int64), 1, states, n, plan.start, retained, plan.expand_threshold,
                 path_rule=path, max_rounds=config.max_rounds, max_active=config.max_loaded_probes, everything=everything,
             )  # fmt: skip
-            assert damaged == -1
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(scores, expected.scores)
         found = numba_cpu.collect(active, dropped, scores, alert)
@@ -67,24 +68,29 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         retained = kept
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["descent", "exhaustive"])
+@pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_damaged_weights_are_noticed_when_first_used(shape, dtype, everything, bad):
-    tree = ConceptTree([0, 2, 2, 2], [1, 2], [0, 1, 1])
+def test_damaged_weights_are_noticed_when_first_used(shape, dtype, strategy, bad, tmp_path):
+    concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": ["c0"] if i else []} for i in range(3)]
     for name, tensor in weights(shape, 20, dtype, n=3).items():
         if not tensor.dtype.is_floating_point:  # whole numbers are always finite
             continue
-        net = weights(shape, 20, dtype, n=3)
-        net[name].reshape(3, -1)[2, -1] = bad
-        sound = np.zeros(3, bool)
-        for threshold, noticed in ((-1.0, 2), (2.0, 2 if everything else -1)):  # reached or not
-            *_, damaged = numba_cpu.CompiledNet.of(net).descend(
-                (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), sound, torch.zeros(1, 20), 1, np.array([0]), None,
-                np.full(3, threshold, np.float32), path_rule=False, max_rounds=None, max_active=3, everything=everything,
-            )  # fmt: skip
-            assert damaged == noticed and not sound[2], name
+        pack = ProbePack.write(
+            tmp_path / name, name="random", concepts=concepts, weights=weights(shape, 20, dtype, n=3), score_rule="independent",
+            inputs=[{"site": "resid_post.0"}], host={"model_id": "none"}, licence="CC0-1.0", card="Random.",
+        )  # fmt: skip
+        pack.weights = {key: held.clone() for key, held in pack.weights.items()}
+        pack.weights[name].reshape(3, -1)[2, -1] = bad
+        for threshold in (2.0, -1.0):  # not reached, and reached
+            manager = DynamicProbeManager(pack, impl="numba", strategy=strategy, load_threshold=threshold)
+            if threshold > 1 and strategy == "descent":
+                manager.step(None, torch.zeros(1, 20))
+                continue
+            with pytest.raises(ProbeLoadError, match=f"{name} of concept 'c2'"):
+                manager.step(None, torch.zeros(1, 20))
+            assert not manager.arena.checked[2]
 
 
 def test_kernel_is_chosen_by_measuring_and_said(pack):
@@ -110,8 +116,8 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     w1[order[0], 0, :2] = torch.tensor([3e38, -3e38])
     net = numba_cpu.CompiledNet.of({"w1": w1, "b1": torch.full((3, 1), 3.0)})
     for everything in (False, True):
-        *_, scores, _ = net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), np.zeros(3, bool), torch.full((1, 16), 10.0), 1,
+        *_, scores = net.descend(
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), 1, torch.full((1, 16), 10.0), 1,
             np.array([0, 1]), None, np.full(3, 0.1, np.float32), path_rule=True, max_rounds=None, max_active=3, everything=everything,
         )  # fmt: skip
         assert np.isnan(scores[0, order[0]]) and np.isnan(scores[0, 2]) and scores[0, order[1]] > 0.9

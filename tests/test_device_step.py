@@ -73,7 +73,7 @@ def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
 def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
     for manager in managers(pack):
         _, scores = manager.step(None, torch.full((1, HIDDEN), 1e25))
-        assert scores.coverage.unseen == ("hidden state is not finite",)
+        assert scores.coverage.unseen == ("hidden state is finite, but not once normalised and rounded to float32",)
 
 
 def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forward(model, pack, monkeypatch):

@@ -351,32 +351,32 @@ def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_open
 CLAIMS = [
     ("quality", {"per_level": []}),
     ("quality", {"per_level": {"0": []}}),
-    ("quality", {"per_level": {"0": {"auroc_median": HOSTILE}}}),
+    ("quality", {"per_level": {"0": {"auroc_median": HOSTILE[:-1]}}}),
     ("quality", {"per_level": {"0": {"auroc_p10": 10**400}}}),
-    ("quality", {"auroc_median": HOSTILE}),
+    ("quality", {"auroc_median": HOSTILE[:-1]}),
     ("quality", {"n_test": 10**4000}),
     ("quality", {"alerts": []}),
     ("quality", {"alerts": {"each": []}}),
     ("quality", {"alerts": {"each": {"concepts": [1]}}}),
     ("provenance", {"calibrations": [1]}),
-    ("provenance", {"calibrations": HOSTILE}),
+    ("provenance", {"calibrations": HOSTILE[:-1]}),
     ("provenance", {"calibrations": [{}]}),
     ("provenance", {"calibrations": {"a": 1}}),
-    ("provenance", {"calibrations": [{"source": HOSTILE}]}),
-    ("provenance", {"calibrations": [{"source": {"name": [HOSTILE]}}]}),
+    ("provenance", {"calibrations": [{"source": HOSTILE[:-1]}]}),
+    ("provenance", {"calibrations": [{"source": {"name": [HOSTILE[:-1]]}}]}),
     (
         "provenance",
         {
             "calibrations": [
-                {"source": {"name": "x"}, "aggregator": "each", "n_watched": 1, "fpr": HOSTILE, "unit": "token"}
+                {"source": {"name": "x"}, "aggregator": "each", "n_watched": 1, "fpr": HOSTILE[:-1], "unit": "token"}
             ]
         },
     ),
     ("provenance", {"calibrations": [{"source": {"name": "x"}, "aggregator": "each"}]}),
     ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": [1]}]}),
-    ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": {"recall": HOSTILE}}]}),
-    ("host", {"model_id": [HOSTILE]}),
-    ("host", {"n_layers": HOSTILE}),
+    ("provenance", {"calibrations": [{"source": {"name": "x"}, "expansion": {"recall": HOSTILE[:-1]}}]}),
+    ("host", {"model_id": [HOSTILE[:-1]]}),
+    ("host", {"n_layers": HOSTILE[:-1]}),
     ("host", {"adapters": 5}),
     ("host", {"adapters": [1]}),
     ("host", {"fingerprint": 3}),

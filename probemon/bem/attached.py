@@ -322,7 +322,7 @@ class Bem(nn.Module):
         if self._thread.generations:
             mask, embeds = given.get("attention_mask"), given.get("inputs_embeds")
             tokens = ids if embeds is None else embeds
-            self._thread.generations[-1] = torch.full((len(tokens),), tokens.shape[1]) if mask is None else (mask != 0).sum(dim=1)
+            self._thread.generations[-1] = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int64, device=tokens.device) if mask is None else (mask != 0).sum(dim=1)
         return ids, given
 
     def _uncompiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from probemon.checks import is_int, is_number, plain, shown
 from probemon.errors import ConfigError, UnknownSetting, closest
 
 LEVELS = ("prefix", "chunk", "token")
@@ -90,6 +91,8 @@ class BemConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):  # what is sized by these stays within memory
             self._check(name, is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
@@ -119,14 +122,4 @@ class BemConfig:
 
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
-
-
-def is_int(value: object) -> bool:
-    """Whether it is a whole number, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number of fp32, and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38
+            raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")

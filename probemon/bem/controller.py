@@ -33,6 +33,7 @@ from probemon.errors import ConfigError
 
 PREFIX, CHUNK, TOKEN = range(3)
 _CONFIDENT = 2.0  # logit at the start: a fresh adapter is nearly the static one of c = 1
+_FP32: dict[str, Any] = {"dtype": torch.float32}  # whatever torch.set_default_dtype says
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ class Router(nn.Sequential):
     """`MLP(LayerNorm(.))` from n_in features to r; its code is ones at first, around which it varies."""
 
     def __init__(self, n_in: int, width: int, rank: int) -> None:
-        super().__init__(nn.LayerNorm(n_in), nn.Linear(n_in, width), nn.SiLU(), nn.Linear(width, rank))
+        super().__init__(nn.LayerNorm(n_in, **_FP32), nn.Linear(n_in, width, **_FP32), nn.SiLU(), nn.Linear(width, rank, **_FP32))
         last = self[-1]
         assert isinstance(last, nn.Linear)
         nn.init.ones_(last.bias)
@@ -119,18 +120,18 @@ class Controller(nn.Module):
         super().__init__()
         self.config = config
         width, rank, levels = config.width, config.rank, config.levels
-        self.norm = nn.LayerNorm(hidden_size)
-        self.project = nn.Linear(hidden_size, width)
-        self.query = nn.Parameter(torch.zeros(width))  # at first, the mean
-        self.default_summary = nn.Parameter(torch.zeros(width))
+        self.norm = nn.LayerNorm(hidden_size, **_FP32)
+        self.project = nn.Linear(hidden_size, width, **_FP32)
+        self.query = nn.Parameter(torch.zeros(width, **_FP32))  # at first, the mean
+        self.default_summary = nn.Parameter(torch.zeros(width, **_FP32))
         # Only where something uses it: DistributedDataParallel stops at a parameter that no loss reaches.
-        self.default_code = nn.Parameter(torch.ones(rank)) if "chunk" in levels else None
-        self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT))
-        self.confidence = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, 1))
+        self.default_code = nn.Parameter(torch.ones(rank, **_FP32)) if "chunk" in levels else None
+        self.default_confidence = nn.Parameter(torch.tensor(_CONFIDENT, **_FP32))
+        self.confidence = nn.Sequential(nn.LayerNorm(2 * width, **_FP32), nn.Linear(2 * width, 1, **_FP32))
         last = self.confidence[-1]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias, _CONFIDENT)
-        self.log_temperature = nn.Parameter(torch.zeros(()))
+        self.log_temperature = nn.Parameter(torch.zeros((), **_FP32))
         self.prefix = Router(width, width, rank) if "prefix" in levels else None
         self.chunk = Router(2 * width, width, rank) if "chunk" in levels else None
         self.token = Router(2 * width, width, rank) if "token" in levels else None

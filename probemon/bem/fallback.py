@@ -33,11 +33,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from probemon.bem.config import BemConfig, is_int, is_number
+from probemon.bem.config import BemConfig
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.memory import is_out_of_memory
 from probemon.bem.state import Carry, ControllerState
 from probemon.bem.update import check_update_impl, generated_update
+from probemon.checks import is_int, is_number, shown
 from probemon.errors import ConfigError, KernelUnavailable, ProbemonError
 
 LOG = logging.getLogger("probemon")
@@ -73,7 +74,7 @@ class FallbackPolicy:
 
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
+            raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
 
 
 class CircuitBreaker:
@@ -269,7 +270,7 @@ def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
         return "reference", f"the kernels are for GPUs, and a site or the layer that is read is on {other}"
     for device in where:
         try:
-            x, v, codes = (torch.ones(2, n, device=device) for n in (16, 16, 2))
+            x, v, codes = (torch.ones(2, n, dtype=torch.float32, device=device) for n in (16, 16, 2))
             generated_update(x, v.T.contiguous(), v.T.contiguous(), codes, 1.0, impl="triton").sum().item()
         except KernelUnavailable as error:
             return "reference", str(error)

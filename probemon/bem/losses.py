@@ -33,6 +33,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.controller import Codes
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.bem.sites import SiteUpdate
+from probemon.checks import check_number
 from probemon.errors import BemError, ConfigError
 
 Batch = Mapping[str, Tensor]
@@ -55,8 +56,7 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"the weight of {name} is {value!r}: give 0 or more")
+            check_number(f"the weight of {name}", value, low=0, remedy="give 0 or more")
         if not any(dataclasses.asdict(self).values()):
             raise ConfigError("every weight is 0: there is nothing to learn from")
 
@@ -101,7 +101,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         terms["decorrelation"] = _mean(decorrelation(codes, real) for codes in taken.values())
     if weights.flips:
         terms["flips"] = _mean(flip_penalty(codes, real, weight=1.0) for codes in taken.values())
-    total = torch.zeros((), device=logits.device)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)
     return Losses(total, {name: term.detach() for name, term in terms.items()}, logits)
@@ -132,7 +132,7 @@ def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
 
 def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
     """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, with gradients to codes, U and V; `taken` as `codes_taken` gives it."""
-    total = torch.zeros(int(real.sum()), device=real.device)
+    total = torch.zeros(int(real.sum()), dtype=torch.float32, device=real.device)
     for chunked, codes in taken.items():
         updates = [cast(SiteUpdate, bem.updates[site.key]) for site in bem.sites if site.chunked == chunked]
         grams = torch.stack([gram(update.U, update.V, bem.config.scale).to(codes.device) for update in updates])

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from probemon.bem.config import is_int, is_number
+from probemon.checks import is_int, is_number, shown
 from probemon.errors import ConfigError
 
 LOG = logging.getLogger("probemon")
@@ -101,7 +101,7 @@ def with_batch_backoff(call: Callable[[slice], T], n: int, *, size: int | None =
     raised; pressure never stops a single row. Raises `ConfigError`.
     """
     if not is_int(n) or n < 0 or (size is not None and (not is_int(size) or size < 1)) or not is_number(limit) or not 0 < limit <= 1:
-        raise ConfigError(f"n is {n!r}, size {size!r}, limit {limit!r}: give n from 0, a size of at least 1, a limit over 0, at most 1")
+        raise ConfigError(f"n is {shown(n)}, size {shown(size)}, limit {shown(limit)}: give n from 0, a size of at least 1, a limit over 0, at most 1")
     now, at, n_out, n_pressed = min(size or n, n), 0, 0, 0
     results: list[T] = []
     sizes: list[int] = []

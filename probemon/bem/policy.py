@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.config import LEVELS, is_number
+from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
 from probemon.bem.losses import Batch, chosen, frozen, host_inputs, host_of, learner, on_codes
 from probemon.bem.training import History, TrainSettings, check_lessons, fit
+from probemon.checks import is_number, shown
 from probemon.errors import BemError, ConfigError
 
 Reward = Callable[[Batch, Any], Tensor]
@@ -52,10 +53,10 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         if not is_number(self.std) or not self.std > 0:
-            raise ConfigError(f"std is {self.std!r}: give a number over 0")
+            raise ConfigError(f"std is {shown(self.std)}: give a number over 0")
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator).to(codes)
+        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator, dtype=torch.float32, device=generator.device).to(codes)
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
         distance = ((actions - codes) / self.std).square().sum(dim=-1)
@@ -74,7 +75,7 @@ class Categorical:
             told = f"have shape {tuple(self.experts.shape)}" if isinstance(self.experts, Tensor) else f"are a {type(self.experts).__name__}"
             raise ConfigError(f"experts {told}: give the codes of two or more, [K, r]")
         if not is_number(self.temperature) or not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature!r}: give a number over 0")
+            raise ConfigError(f"temperature is {shown(self.temperature)}: give a number over 0")
 
     def log_probs(self, codes: Tensor) -> Tensor:
         """Of every expert, given codes `[M, r]`: `[M, K]`."""

@@ -168,7 +168,7 @@ class States:
             return
         [given] = (*args, *kwargs.values())
         if name == "batch_repeat_interleave":
-            given = torch.arange(state.n_rows).repeat_interleave(int(given))
+            given = torch.arange(state.n_rows, device="cpu").repeat_interleave(int(given))
         elif isinstance(given, Tensor) and given.dtype == torch.bool:
             given = given.nonzero()[:, 0]
         state.select(torch.as_tensor(given))

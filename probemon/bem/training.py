@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from probemon.bem.attached import Bem
-from probemon.bem.config import is_int, is_number
 from probemon.bem.losses import (
     Batch,
     LossWeights,
@@ -36,6 +35,7 @@ from probemon.bem.losses import (
     real_tokens,
 )
 from probemon.bem.saved import STATED, settings_tensor
+from probemon.checks import is_int, is_number, shown
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -63,7 +63,7 @@ class TrainSettings:
             ("seed", is_int(self.seed) and 0 <= self.seed < 1 << 63, "give 0 or more, within 63 bits"),
         ):  # fmt: skip
             if not fine:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: {remedy}")
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step 0, 1, .."""

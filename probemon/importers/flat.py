@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.checks import is_missing, is_number
 from probemon.embed import common, embed
 from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.host import parse_site
@@ -64,7 +65,7 @@ class Classifier:
             raise ImportRefused(f"{self.id}: it has no layers: give weight and bias of each linear map from the state to the logit, one to three of them")
         if len(self.layers) > 3:
             raise ImportRefused(f"{self.id}: {len(self.layers) - 1} hidden layers; a pack's probes have none, one or two")
-        if not isinstance(self.alert_threshold, (int, float)) or not (math.isnan(self.alert_threshold) or 0 <= self.alert_threshold < _NO_SCORE_ABOVE):
+        if not is_missing(self.alert_threshold) and not (is_number(self.alert_threshold) and 0 <= self.alert_threshold < _NO_SCORE_ABOVE):
             raise ImportRefused(f"{self.id}: alert_threshold is {self.alert_threshold!r}, and scores lie between 0 and 1, so that it would fire never, or always: give a number from 0 to less than 1")
         width: int | None = None
         for weight, bias in self.layers:
@@ -226,7 +227,7 @@ def write_stacked(
     recommended = {"max_loaded_probes": len(concepts)} if len(concepts) > CascadeConfig().max_loaded_probes else {}
     return ProbePack.write(
         target, name=name, concepts=concepts, weights=weights, score_rule="independent", inputs=[{"site": site, "norm": normalize, "eps": eps} for site in places],
-        input_index=torch.tensor([places.index(site) for site in sites]), alert_threshold=alert_threshold, host=host, licence=licence,
+        input_index=torch.tensor([places.index(site) for site in sites], device="cpu"), alert_threshold=alert_threshold, host=host, licence=licence,
         card=_card(name, source, len(concepts), imported, model, licence), recommended=recommended, provenance={"import": imported}, overwrite=overwrite,
     )  # fmt: skip
 

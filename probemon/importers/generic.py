@@ -125,7 +125,7 @@ def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, here: str) -> 
     weight = weight.reshape(1, -1) if weight.dim() == 1 else weight
     if weight.dim() != 2:
         raise ImportRefused(f"{here}: {entry['weight']!r} has shape {tuple(weight.shape)}, expected [D] or [out, in]")
-    bias = tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1) if "bias" in entry else torch.zeros(len(weight))
+    bias = tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1) if "bias" in entry else torch.zeros(len(weight), dtype=torch.float32, device="cpu")
     return weight, bias
 
 

@@ -152,14 +152,14 @@ def import_pack(
     name = name or target.name
     writer = PackWriter(
         target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=kept,
-        score_rule="independent", inputs=[spec.as_dict() for spec in specs.values()], input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes]),
+        score_rule="independent", inputs=[spec.as_dict() for spec in specs.values()], input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
         host=host, licence=licence, card="", recommended=_recommended(placed, base), overwrite=overwrite,
-        golden_hidden=torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0)),
+        golden_hidden=torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"),
         provenance={"import": report.as_dict(), "versions": {"probemon": version("probemon"), "torch": torch.__version__}, "source": _about(found.info)},
     )  # fmt: skip
     at = {node: i for i, node in enumerate(nodes)}
     worst = 0.0
-    states = torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0))[:, 0]
+    states = torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")[:, 0]
     with writer:
         for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
             kind = kinds[node]

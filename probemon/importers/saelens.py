@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import check_options, sha256, write_stacked
 from probemon.importers.sources import as_path, field, read_safetensors, site_of, tensor_of
@@ -62,8 +63,7 @@ def import_sae(
         raise ImportRefused(f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}")
     for name, value in (("sharpness", sharpness), ("activation_scale", 1.0 if activation_scale is None else activation_scale)):
         least, most = _FACTORS[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ImportRefused(f"{name} is {value!r:.80}: give a number from {least:g} to {most:g}, so that scores can differ")
+        check_number(name, value, low=least, high=most, remedy=f"give a number from {least:g} to {most:g}, so that scores can differ", error=ImportRefused)
     if not isinstance(centered, bool | None):
         raise ImportRefused(f"centered is {centered!r:.80}: give True or False")
     source = Folder(as_path(folder, "the folder of the SAE"))
@@ -88,9 +88,9 @@ def import_sae(
         factor *= math.sqrt((len(encoder) - 1) / len(encoder))
     changed = factor != 1 or (centered and normalize == "none")
     dtype = torch.bfloat16 if encoder.dtype == torch.bfloat16 and not changed else torch.float32
-    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype), torch.empty(len(wanted), 1)
+    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu"), torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu")
     for begin in range(0, len(wanted), _SLICE):
-        at = torch.tensor(wanted[begin : begin + _SLICE])
+        at = torch.tensor(wanted[begin : begin + _SLICE], device="cpu")
         rows = encoder[:, at].T.double()
         shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
         if centered and normalize == "none":
@@ -112,7 +112,7 @@ def import_sae(
         notes.append("The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of 1e-5 / deviation.")
     told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
     return write_stacked(
-        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5),
+        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5, dtype=torch.float32, device="cpu"),
         notes=notes, stated=stated, files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)}, **told,
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
         found = tensor_of(tensors, name, path)
         if tuple(found.shape) != (size,):
             raise ImportRefused(f"{path}: {name} has shape {tuple(found.shape)}, expected ({size},)")
-    zero = torch.zeros(encoder.shape[1], dtype=torch.float64)
+    zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
         # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
         return encoder, torch.minimum(tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())), zero

@@ -171,7 +171,7 @@ def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Cl
 
 def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor, Tensor]:
     """What a scaler subtracts, then divides by; `[D]` fp64. A scaler without one of them has None."""
-    zero, one = torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
+    zero, one = torch.zeros(size, dtype=torch.float64, device="cpu"), torch.ones(size, dtype=torch.float64, device="cpu")
     if kind == "MinMaxScaler":
         if step.clip:
             raise ImportRefused(f"{name}: MinMaxScaler with clip=True is not affine: fit it with clip=False")

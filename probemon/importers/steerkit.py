@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from probemon.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
@@ -61,8 +60,8 @@ def import_files(
 
 def _read(name: str, path: Path, scale: float, method: str | None, with_bias: bool, given: str | None) -> tuple[Classifier, dict[str, Any]]:
     """One probe, and what its file says of itself."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)) or not 0 < scale < 1e30:
-        raise ImportRefused(f"{name}: scale is {scale!r}: give the length of the fitted coefficients, a positive number")
+    remedy = "give the length of the fitted coefficients, a positive number"
+    scale = check_number(f"{name}: scale", scale, low=0, high=1e30, open_low=True, open_high=True, remedy=remedy, error=ImportRefused)
     tensors, metadata = read_safetensors(path)
     if metadata.get("kind") == "multinomial":
         raise ImportRefused(f"{path} is a softmax over several concepts, not a sigmoid of one logit for each: import the probe of each concept instead")

@@ -246,7 +246,7 @@ class _Reader:
         if last >= max(storage.numel, 1) or self.stated_bytes > self.size:
             raise ImportRefused(f"{self.path}: tensors of size {size} state more than the {self.size:,} bytes of the file: {_AGAIN}")
         if not numel:
-            return torch.empty(size, dtype=storage.dtype)
+            return torch.empty(size, dtype=storage.dtype, device="cpu")
         found = torch.frombuffer(storage.data, dtype=storage.dtype).as_strided(size, stride, offset)
         return found if numel == storage.numel and found.is_contiguous() else found.clone(memory_format=torch.contiguous_format)
 

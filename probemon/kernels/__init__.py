@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ConfigError, KernelUnavailable
-from probemon.kernels.inputs import prepare_input
+from probemon.kernels.inputs import check_states, prepare_input
 from probemon.kernels.reference import score_reference
 from probemon.types import input_dtype
 
@@ -59,8 +59,8 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
         return "cpu", f"numba does not read {weights['w1'].dtype}"
     if not _installed("numba"):
         return "cpu", "numba is not installed (probemon[cpu])"
-    slots = torch.arange(min(_TRIAL, len(weights["w1"])))
-    hidden, rows = torch.zeros(1, weights["w1"].shape[2]), torch.zeros_like(slots)
+    slots = torch.arange(min(_TRIAL, len(weights["w1"])), device="cpu")
+    hidden, rows = torch.zeros(1, weights["w1"].shape[2], dtype=torch.float32, device="cpu"), torch.zeros_like(slots)
     taken: dict[str, float] = {}
     for impl in ("numba", "cpu"):
         score_probes(hidden, weights, rows, slots, impl=impl)  # numba may have to compile
@@ -100,9 +100,11 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 
     `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
-    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run.
+    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless every pair is one of a
+    row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a pair out of range has the score NaN instead.
     """
     check_impl(impl, weights["w1"].device, weights["w1"].dtype)
+    check_states(hidden, weights["w1"].shape[2])
     hidden = hidden.to(input_dtype(weights["w1"].dtype))
     if impl == "reference":
         return score_reference(hidden, weights, rows, slots)
@@ -126,7 +128,7 @@ def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack, weights:
     """
     weights = pack.weights if weights is None else weights
     n = len(next(iter(hidden.values())))
-    own = torch.empty(n, pack.n_probes)
+    own = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
     # The reference copies every weight it reads: so many probes at a time that this stays bounded.
     block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
     for i, spec in enumerate(pack.inputs):

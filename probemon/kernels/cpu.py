@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from probemon.kernels.inputs import check_pairs
 from probemon.kernels.reference import sigmoid
 
 _BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, inside a core's second-level cache
@@ -20,6 +21,7 @@ _BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, inside a core's
 
 def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+    check_pairs(hidden, weights, rows, slots)
     n_slots, h1, d = weights["w1"].shape
     order = torch.argsort(rows.to(torch.int64) * n_slots + slots)
     row, slot = rows[order], slots[order]
@@ -27,7 +29,7 @@ def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
     breaks = ((row[1:] != row[:-1]) | (slot[1:] != slot[:-1] + 1)).nonzero()[:, 0] + 1
     bounds = [0, *breaks.tolist(), len(slot)]
     x = hidden.to(torch.float32)
-    logits = torch.empty(len(slot))
+    logits = torch.empty(len(slot), dtype=torch.float32, device="cpu")
     per_block = max(1, _BLOCK_VALUES // (h1 * d))
     row_list, slot_list = row.tolist(), slot.tolist()
     for begin, end in itertools.pairwise(bounds):

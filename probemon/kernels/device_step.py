@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from probemon.hierarchy import Ints, Mask
+from probemon.kernels.inputs import largest_values
 from probemon.kernels.triton_cascade import DeviceCascade, Found
 from probemon.types import Floats
 
@@ -36,14 +37,14 @@ _ENQUEUEING = threading.RLock()
 
 @dataclass(frozen=True)
 class Arrived:
-    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed`, `finite` `[N]`."""
+    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`."""
 
     ptr: Ints
     probes: Any
     values: Floats
     kept: Mask
     overflowed: Mask
-    finite: Mask
+    largest: Floats
 
 
 class DeviceSteps:
@@ -130,11 +131,11 @@ class _Buffers:
             self._found = self._descend()
         self._n_runs += 1
         assert self._found is not None
-        found, finite = self._found
-        results = [found.count, found.ids, found.scores, found.kept, found.overflowed, finite]
+        found, largest = self._found
+        results = [found.count, found.ids, found.scores, found.kept, found.overflowed, largest]
         if not self._host:
             with torch.inference_mode(False):
-                self._host = [torch.empty(r.shape, dtype=r.dtype, pin_memory=cuda) for r in results]
+                self._host = [torch.empty(r.shape, dtype=r.dtype, device="cpu", pin_memory=cuda) for r in results]
         for there, here in zip(results, self._host, strict=True):
             here.copy_(there, non_blocking=cuda)
         if cuda:
@@ -143,7 +144,7 @@ class _Buffers:
     def _descend(self) -> tuple[Found, Tensor]:
         n = len(self._before)
         found = self._cascade.descend(self._x, n, self._before)
-        return found, torch.isfinite(self._x).view(-1, n, self._x.shape[1]).all(dim=2).all(dim=0)
+        return found, largest_values(self._x)
 
     def _capture(self, steps: DeviceSteps) -> None:
         # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle of a forward.
@@ -177,7 +178,7 @@ class _Buffers:
     def arrived(self) -> Arrived:
         if self._done is not None:
             self._done.synchronize()
-        count, ids, scores, kept, overflowed, finite = (tensor.numpy() for tensor in self._host)
+        count, ids, scores, kept, overflowed, largest = (tensor.numpy() for tensor in self._host)
         there = np.arange(ids.shape[1]) < count[:, None]
         rows = np.nonzero(there)[0]
         order = np.lexsort((ids[there], rows))
@@ -185,4 +186,4 @@ class _Buffers:
         keeps = kept >= 0
         self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
         ptr = np.concatenate([[0], np.cumsum(count)])
-        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0, finite.copy())
+        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0, largest.copy())

@@ -1,8 +1,7 @@
 """numba on a CPU: probes scored where their weights lie, and a whole descent in one compiled call.
 
-    net = CompiledNet(weights)
-    scores = net.score(hidden, rows, slots)                       # [M] of M pairs
-    net.descend(tree, x, ..., active, dropped, scores)            # what probemon.cascade does, without leaving compiled code
+    scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
+    CompiledNet.of(weights).descend(links, input_of, x, ...)      # what probemon.cascade does, without leaving compiled code
 
 Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes along
 D, one fused multiply-add each, then one fixed tree of additions. A pair's summation order thus depends on the length
@@ -28,6 +27,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
+
+from probemon.errors import ConfigError
+from probemon.kernels.inputs import check_pairs, check_states
 
 Array = npt.NDArray[Any]
 _LANES = 16
@@ -196,33 +198,6 @@ def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: in
 
 
 @njit(cache=True, nogil=True)
-def _all_finite(bits: Array, begin: int, end: int, exponent: int) -> bool:
-    bad = 0
-    if bits.itemsize == 1:  # int8 is always a number; its scale may not be
-        return True
-    for i in range(begin, end):
-        bad |= (bits[i] & exponent) == exponent
-    return bad == 0
-
-
-@njit(cache=True, nogil=True)
-def _is_sound(net: Any, slot: int) -> bool:
-    w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
-    exponent = 0x7F80 if w1.itemsize == 2 else 0x7F800000
-    sound = _all_finite(w1, slot * h1 * d, (slot + 1) * h1 * d, exponent)
-    for j in range(slot * h1, (slot + 1) * h1):
-        sound &= math.isfinite(b1[j]) and (len(s1) == 0 or math.isfinite(s1[j]))
-    if n_layers == 3:
-        sound &= _all_finite(w2, slot * h2 * h1, (slot + 1) * h2 * h1, exponent)
-        for j in range(slot * h2, (slot + 1) * h2):
-            sound &= math.isfinite(b2[j]) and (len(s2) == 0 or math.isfinite(s2[j]))
-    if n_layers > 1:
-        last = h2 if n_layers == 3 else h1
-        sound &= _all_finite(w3, slot * last, (slot + 1) * last, exponent) and math.isfinite(b3[slot]) and (len(s3) == 0 or math.isfinite(s3[slot]))
-    return sound
-
-
-@njit(cache=True, nogil=True)
 def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
     """Scores of M pairs whose slots do not fall, `out [M]`."""
     d = net[9]
@@ -238,8 +213,8 @@ def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> N
 
 
 @njit(cache=True, nogil=True)
-def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array) -> int:
-    """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes. The first damaged probe, or -1."""
+def _score_round(net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array) -> None:
+    """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes."""
     n_probes, d = scores.shape[1], net[9]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
@@ -259,10 +234,6 @@ def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Arra
     x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), 0
     while at < n_pairs:
         probe_here, n = pair_probe[at], 0
-        if not sound[probe_here]:
-            if not _is_sound(net, probe_here):
-                return probe_here
-            sound[probe_here] = True
         while at + n < n_pairs and pair_probe[at + n] == probe_here:
             x_at[n] = (input_of[probe_here] * n_states + pair_row[at + n]) * d
             n += 1
@@ -270,12 +241,11 @@ def _score_round(net: Any, x: Array, n_states: int, input_of: Array, sound: Arra
         for i in range(n):
             scores[pair_row[at + i], probe_here] = own[i]
         at += n
-    return -1
 
 
 @njit(cache=True, nogil=True)
-def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, sound: Array, scores: Array) -> int:
-    """Own scores of every probe for every state. The first damaged probe, or -1."""
+def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores: Array) -> None:
+    """Own scores of every probe for every state."""
     n_probes, d, linear = scores.shape[1], net[9], net[12] == 1
     x_at = np.empty(n_states, np.int64)
     at = 0
@@ -283,11 +253,6 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, sound:
         n = 1
         while linear and at + n < n_probes and n < 256 and input_of[at + n] == input_of[at]:
             n += 1
-        for p in range(at, at + n):
-            if not sound[p]:
-                if not _is_sound(net, p):
-                    return p
-                sound[p] = True
         for i in range(n_states):
             x_at[i] = (input_of[at] * n_states + i) * d
         own = np.empty(n_states * n, np.float32)
@@ -296,7 +261,6 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, sound:
             for k in range(n):
                 scores[i, at + k] = own[i * n + k]
         at += n
-    return -1
 
 
 @njit(cache=True, nogil=True)
@@ -372,11 +336,11 @@ def _admit(
 
 @njit(cache=True, nogil=True)
 def _descend(
-    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, sound: Array, x: Array,
+    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, x: Array,
     start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
     active: Array, dropped: Array, scores: Array,
-) -> int:  # fmt: skip
-    """The descent of probemon.cascade; `active`, `dropped`, `scores` `[N, P]` come zeroed. The first damaged probe, or -1."""
+) -> None:  # fmt: skip
+    """The descent of probemon.cascade; `active`, `dropped`, `scores` `[N, P]` come zeroed."""
     n_states, n_probes = active.shape
     frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
     new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
@@ -403,9 +367,7 @@ def _descend(
         frontier_row[begin:n] = row
         n_active[row] = n - begin
     if everything:
-        bad = _score_everything(net, x, n_states, input_of, sound, scores)
-        if bad >= 0:
-            return bad
+        _score_everything(net, x, n_states, input_of, scores)
         if path_rule:
             for row in range(n_states):
                 for p in range(n_probes):
@@ -413,9 +375,7 @@ def _descend(
     n_rounds = 0
     while True:
         if not everything:
-            bad = _score_round(net, x, n_states, input_of, sound, frontier_row, frontier, n, scores)
-            if bad >= 0:
-                return bad
+            _score_round(net, x, n_states, input_of, frontier_row, frontier, n, scores)
             if path_rule:
                 for i in range(n):  # in the order of probes, so parents come first
                     _times_best_parent(parent_ptr, parent_idx, scores, frontier_row[i] if n_states > 1 else 0, frontier[i])
@@ -460,7 +420,6 @@ def _descend(
             for p in range(n_probes):
                 if not active[row, p]:
                     scores[row, p] = 0
-    return -1
 
 
 @njit(cache=True, nogil=True)
@@ -519,35 +478,29 @@ class CompiledNet:
             layers += [none["w"] if w is None else _bits(w), *(none["b"] if t is None else _flat(t) for t in (scale, bias))]
         return cls((*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
 
-    def score(self, hidden: Tensor, rows: Array, slots: Array) -> Array:
-        """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
-        x = _states(hidden)
-        out = np.empty(len(slots), dtype=np.float32)
-        if len(slots) < 2 or (slots[1:] >= slots[:-1]).all():  # nothing to sort
-            _score_pairs(self.bits, x, rows, slots, out)
-            return out
-        order = np.argsort(slots, kind="stable")
-        _score_pairs(self.bits, x, rows[order], slots[order], out)
-        scores = np.empty_like(out)
-        scores[order] = out
-        return scores
-
     def descend(
-        self, links: tuple[Array, Array, Array, Array], input_of: Array, sound: Array, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
+        self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
         threshold: Array, *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
-    ) -> tuple[Array, Array, Array, int]:  # fmt: skip
-        """Active and dropped `[N, P]` bool, scores `[N, P]`, and the first damaged probe (or -1, if all are sound).
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """Active and dropped `[N, P]` bool, scores `[N, P]`.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx; `sound [P]`: probes whose weights were looked at;
-        `hidden [I * N, D]`; `start`: always active; `everything`: score all probes at once, and search in the scores.
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `input_of [P]`, each under `n_inputs`; `hidden [I * N, D]`; `start`: always active;
+        `everything`: score all probes at once, and search in the scores.
         """
-        shape = (n_states, len(input_of))
+        shape, width = (n_states, len(input_of)), self.bits[9]
+        check_states(hidden, width)
+        n_slots = len(self.bits[0]) // (width * self.bits[10])
+        if len(hidden) < n_inputs * n_states or shape[1] > n_slots or (retained is not None and retained.shape != shape):
+            raise ConfigError(
+                f"{len(hidden)} prepared states for {n_states} states and {n_inputs} inputs, weights of {n_slots} probes for {shape[1]}, "
+                f"retained sets {None if retained is None else retained.shape}: give N states for each input, and retained sets {list(shape)}"
+            )
         active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-        bad = _descend(
-            self.bits, *links, input_of, sound, _states(hidden), start, np.empty((0, shape[1]), np.bool_) if retained is None else retained,
+        _descend(
+            self.bits, *links, input_of, _states(hidden), start, np.empty((0, shape[1]), np.bool_) if retained is None else retained,
             threshold, path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
         )  # fmt: skip
-        return active, dropped, scores, int(bad)
+        return active, dropped, scores
 
 
 def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array, Array]:
@@ -564,7 +517,17 @@ def best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, m
 
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
-    return torch.from_numpy(CompiledNet.of(weights).score(hidden, rows.numpy(), slots.numpy()))
+    check_pairs(hidden, weights, rows, slots)
+    net, x, row, slot = CompiledNet.of(weights), _states(hidden), rows.numpy(), slots.numpy()
+    out = np.empty(len(slot), dtype=np.float32)
+    if len(slot) < 2 or (slot[1:] >= slot[:-1]).all():  # nothing to sort
+        _score_pairs(net.bits, x, row, slot, out)
+        return torch.from_numpy(out)
+    order = np.argsort(slot, kind="stable")
+    _score_pairs(net.bits, x, row[order], slot[order], out)
+    scores = np.empty_like(out)
+    scores[order] = out
+    return torch.from_numpy(scores)
 
 
 def _states(hidden: Tensor) -> Array:

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.kernels.inputs import check_pairs
+
 
 def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
     """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]. Copies every weight it reads."""
+    check_pairs(hidden, weights, rows, slots)
     x = hidden[rows].to(torch.float32)
     gathered = {name: tensor[slots].to(torch.float32) for name, tensor in weights.items()}
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from probemon.errors import ConfigError
+from probemon.kernels.inputs import check_states, described
 from probemon.kernels.triton_fused import (
     PAIRS,
     ROWS,
@@ -81,6 +83,7 @@ def _begin(  # type: ignore[no-untyped-def]
         n = _append(ids_ptr, mark_ptr, tl.load(start_ptr + s + i, mask=inside, other=0), inside, n, CAP)
     for s in range(0, K, BLOCK):
         kept = tl.load(kept_ptr + s + i, mask=s + i < K, other=-1)
+        kept = tl.where(kept < P, kept, -1)
         tl.debug_barrier()
         n = _append(ids_ptr, mark_ptr, kept, kept >= 0, n, CAP)
         if CLOSE:
@@ -215,7 +218,7 @@ class DeviceCascade:
         self._weights, self.device = weights, weights["w1"].device
 
         def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.as_tensor(np.ascontiguousarray(values)).to(dtype).to(self.device)
+            return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(self.device)
 
         self._limit = min(plan.config.max_loaded_probes, tree.n)
         self.cap = max(16, triton.next_power_of_2(self._limit))
@@ -232,7 +235,9 @@ class DeviceCascade:
         self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
         self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
         self._n_ranks = len(tree.rank_slices)
-        self._input_of = put(input_of)
+        self._input_of, self._n_inputs = put(input_of), 1 + int(np.max(input_of))
+        if len(input_of) != tree.n or len(weights["w1"]) != tree.n or np.min(input_of) < 0:
+            raise ConfigError(f"weights of {len(weights['w1'])} probes and inputs of {len(input_of)} for a hierarchy of {tree.n}")
         n_rounds, most = self._n_ranks, plan.config.max_rounds
         self._n_rounds = n_rounds if most is None else min(n_rounds, most)
         self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
@@ -243,7 +248,12 @@ class DeviceCascade:
         return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
-        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none. Enqueues, and waits for nothing."""
+        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none (as is one out of range). Enqueues, and waits for nothing."""
+        check_states(x, self._weights["w1"].shape[2])
+        if len(x) < self._n_inputs * n_states or x.device != self.device:
+            raise ConfigError(f"x is {described(x)} on {x.device}: give {self._n_inputs} blocks of {n_states} states on {self.device}")
+        if retained is not None and (retained.dtype != torch.int32 or retained.dim() != 2 or len(retained) != n_states or retained.device != self.device):
+            raise ConfigError(f"retained is {described(retained)} on {retained.device}: give int32 [{n_states}, R] on {self.device}")
         with torch.cuda.device_of(x):  # Triton launches on the current device
             return self._descend(x, n_states, retained)
 

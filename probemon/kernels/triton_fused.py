@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from probemon.kernels.inputs import TINY, check_pairs, check_states
+
 ROWS = 16  # of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
 GROUP, MANY = 4, 2048  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
@@ -98,23 +100,26 @@ def _above(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _layered(  # type: ignore[no-untyped-def]
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
-    D, H1, H2, N_PARTS,
+    N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`."""
+    """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN of a pair that is out of range."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
-    part_of_probe(
-        x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
-        tl.load(rows_ptr + pair), tl.load(slots_ptr + pair), tl.program_id(0) % N_PARTS,
-        parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair,
-        D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
-    )  # fmt: skip
+    row, slot = tl.load(rows_ptr + pair), tl.load(slots_ptr + pair)
+    if (row >= 0) & (row < N) & (slot >= 0) & (slot < P):
+        part_of_probe(
+            x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, tl.program_id(0) % N_PARTS,
+            parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair,
+            D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+        )  # fmt: skip
+    else:
+        tl.store(out_ptr + pair, float("nan"))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _layered_groups(  # type: ignore[no-untyped-def]
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
-    M, D, H1, H2, N_PARTS,
+    M, N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """`_layered` of four pairs a program (`GROUP`). Where they are of one probe, a tile of its weights is read once for the four.
@@ -124,7 +129,9 @@ def _layered_groups(  # type: ignore[no-untyped-def]
     pair, part = (tl.program_id(0) // N_PARTS).to(tl.int64) * 4, tl.program_id(0) % N_PARTS
     last = tl.minimum(pair + 3, M - 1)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
-    if (pair + 3 == last) & (slot == tl.load(slots_ptr + last)):  # sorted: what is between them is the same
+    some = tl.load(rows_ptr + tl.minimum(pair + tl.arange(0, 4), last))
+    sound = (tl.min(some, axis=0) >= 0) & (tl.max(some, axis=0) < N) & (slot >= 0) & (slot < P)
+    if sound & (pair + 3 == last) & (slot == tl.load(slots_ptr + last)):  # sorted: what is between them is the same
         x0 = x_ptr + tl.load(rows_ptr + pair).to(tl.int64) * D
         x1 = x_ptr + tl.load(rows_ptr + pair + 1).to(tl.int64) * D
         x2 = x_ptr + tl.load(rows_ptr + pair + 2).to(tl.int64) * D
@@ -152,11 +159,15 @@ def _layered_groups(  # type: ignore[no-untyped-def]
             )  # fmt: skip
     else:
         for at in range(pair, last + 1):
-            part_of_probe(
-                x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, tl.load(rows_ptr + at), tl.load(slots_ptr + at), part,
-                parts_ptr + at * N_PARTS * H2, arrived_ptr + at, out_ptr + at,
-                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
-            )  # fmt: skip
+            row, one = tl.load(rows_ptr + at), tl.load(slots_ptr + at)
+            if (row >= 0) & (row < N) & (one >= 0) & (one < P):
+                part_of_probe(
+                    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, one, part,
+                    parts_ptr + at * N_PARTS * H2, arrived_ptr + at, out_ptr + at,
+                    D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+                )  # fmt: skip
+            else:
+                tl.store(out_ptr + at, float("nan"))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -178,18 +189,27 @@ def linear_scores(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _linear(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`PAIRS` pairs a program."""
+    """`PAIRS` pairs a program; NaN of a pair that is out of range."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < M
     row, slot = tl.load(rows_ptr + pair, mask=inside, other=0), tl.load(slots_ptr + pair, mask=inside, other=0)
-    tl.store(out_ptr + pair, linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED, BLOCK_D, PAIRS), mask=inside)
+    sound = inside & (row >= 0) & (row < N) & (slot >= 0) & (slot < P)
+    scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, sound, D, SCALED, BLOCK_D, PAIRS)
+    tl.store(out_ptr + pair, tl.where(sound, scores, float("nan")), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _normalise(x_ptr, out_ptr, D, S, eps, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program a row `[D]` of x, rows `S` apart."""
+def _is_finite(x):  # type: ignore[no-untyped-def]
+    if x.dtype != tl.float64:  # which fp32 may not hold
+        x = x.to(tl.float32)
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program a row `[D]` of x, rows `S` apart. What was not finite becomes NaN, what cannot be normalised infinite."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mean = tl.full((), 0.0, dtype=tl.float32)
@@ -199,27 +219,39 @@ def _normalise(x_ptr, out_ptr, D, S, eps, LAYERNORM: tl.constexpr, NORM: tl.cons
             total += tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
         mean = tl.sum(total, axis=0) / D
     scale = tl.full((), 1.0, dtype=tl.float32)
+    known = tl.full((), 1, dtype=tl.int32)
+    odd = tl.zeros((BLOCK_D,), dtype=tl.int32)
     if NORM:
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
-            x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0)
+            odd += tl.where(_is_finite(x), 0, 1)
+            x = x.to(tl.float32)
             x = tl.where(start + d < D, x - mean, 0.0)
             total += x * x
-        square = tl.sum(total, axis=0) / D
-        scale = tl.where(square < float("inf"), 1.0 / tl.sqrt(square + eps), float("nan"))  # as in probemon.kernels.inputs
+        square = tl.sum(total, axis=0) / D + eps
+        known = ((square >= TINY) & (square < float("inf"))).to(tl.int32)  # as in probemon.kernels.inputs
+        scale = 1.0 / tl.sqrt(tl.where(known > 0, square, 1.0))
+    finite = tl.sum(odd, axis=0) == 0
     for start in range(0, D, BLOCK_D):
-        x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * D + start + d, (x - mean) * scale, mask=start + d < D)
+        x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0)
+        value = tl.where(known > 0, (x.to(tl.float32) - mean) * scale, float("inf"))
+        value = tl.where(finite & _is_finite(x), value, float("nan"))
+        tl.store(out_ptr + row * D + start + d, value, mask=start + d < D)
 
 
 def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of rows."""
+    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of rows.
+
+    Of what was not finite it makes NaN, and of what cannot be normalised in fp32, or rounded to `dtype`, infinities.
+    """
+    check_states(hidden)
     n, d = hidden.shape
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     out = torch.empty(n, d, dtype=torch.float32, device=hidden.device)
     if n:
         with torch.cuda.device_of(hidden):
-            _normalise[(n,)](hidden, out, d, hidden.stride(0), eps, LAYERNORM=norm == "layernorm", NORM=norm != "none", BLOCK_D=min(triton.next_power_of_2(d), 2048))
+            _normalise[(n,)](hidden, out, d, hidden.stride(0), eps, TINY, LAYERNORM=norm == "layernorm", NORM=norm != "none", BLOCK_D=min(triton.next_power_of_2(d), 2048))
     return out.to(dtype)
 
 
@@ -241,6 +273,7 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
 
     Of many pairs, those of one probe are brought together, so that they share what is read of it.
     """
+    check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
     x, rows, slots, order = hidden.contiguous(), rows.contiguous(), slots.contiguous(), None  # np.nonzero gives strided ones
     shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
@@ -255,19 +288,19 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
 
 
 def _score(x: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, out: Tensor, shares: bool) -> None:
-    _, h1, d = weights["w1"].shape
+    n_slots, h1, d = weights["w1"].shape
     n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
     if "w3" not in weights:
-        _linear[(triton.cdiv(n, PAIRS),)](x, *layers[:3], rows, slots, out, n, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
+        _linear[(triton.cdiv(n, PAIRS),)](x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
         return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
     parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=x.device)
     meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, x.device)
     if shares:
-        _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows, slots, parts, arrived, out, n, d, h1, h2, n_parts, **meta)
+        _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta)
     else:
-        _layered[(n * n_parts,)](x, *layers, rows, slots, parts, arrived, out, d, h1, h2, n_parts, **meta)
+        _layered[(n * n_parts,)](x, *layers, rows, slots, parts, arrived, out, len(x), n_slots, d, h1, h2, n_parts, **meta)
 
 
 def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:

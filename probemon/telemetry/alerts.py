@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from numbers import Integral, Real
 
 import numpy as np
 
 from probemon.bem.config import LEVELS
+from probemon.checks import is_int, is_number, shown
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
@@ -62,10 +62,10 @@ class Rule:
             raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
         if self.metric not in (*METRICS, MEMORY):
             raise ConfigError(f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are {', '.join((*METRICS, MEMORY))}")
-        if not (_is(Real, self.raise_at, self.clear_at) and math.isfinite(self.raise_at) and math.isfinite(self.clear_at)) or self.raise_at == self.clear_at:
-            raise ConfigError(f"rule {self.kind!r}: raise_at is {self.raise_at!r}, clear_at {self.clear_at!r}: give two numbers that differ, else it flaps")
-        if not _is(Integral, self.window, self.in_a_row) or self.window < 1 or self.in_a_row < 1:
-            raise ConfigError(f"rule {self.kind!r}: window is {self.window!r}, in_a_row {self.in_a_row!r}: give 1 or more")
+        if not is_number(self.raise_at) or not is_number(self.clear_at) or self.raise_at == self.clear_at:
+            raise ConfigError(f"rule {self.kind!r}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two numbers that differ, else it flaps")
+        if not is_int(self.window) or not is_int(self.in_a_row) or self.window < 1 or self.in_a_row < 1:
+            raise ConfigError(f"rule {self.kind!r}: window is {shown(self.window)}, in_a_row {shown(self.in_a_row)}: give 1 or more")
         if self.at_once and (self.in_a_row > 1 or self.drift or self.each_expert or self.of_all):
             raise ConfigError(f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a metric of each router")
         for name, given, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
@@ -96,10 +96,6 @@ class Rule:
     def needs(self, n_experts: int, n_chosen: int, window: int) -> int:
         """Tokens that it takes to be judged."""
         return 1 if self.at_once else self.size(n_experts, n_chosen, window) * self.n_windows
-
-
-def _is(kind: type, *values: object) -> bool:
-    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
 DEFAULT_RULES = (

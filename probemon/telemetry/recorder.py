@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from probemon.align import Placed
+from probemon.checks import check_count
 from probemon.delivery import Delivery
 from probemon.errors import ConfigError, UnknownSetting, closest
 from probemon.forwards import Report, ScoreTokens
@@ -64,8 +65,7 @@ class RoutingSettings:
     baseline: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-            raise ConfigError(f"window is {self.window!r}: it counts tokens, so give 1 or more")
+        object.__setattr__(self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more"))
         if self.memory is not None and not callable(self.memory):
             raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
         if not isinstance(self.rules, (tuple, list)):
@@ -404,7 +404,7 @@ def _to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], 
     if device is None:
         return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
     together = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy, however many sites
-    copy = torch.empty(together.shape, dtype=torch.float32, pin_memory=True).copy_(together, non_blocking=True)
+    copy = torch.empty(together.shape, dtype=torch.float32, device="cpu", pin_memory=True).copy_(together, non_blocking=True)
     arrived = torch.cuda.current_stream(device).record_event()
 
     def wait() -> dict[str, Singles]:

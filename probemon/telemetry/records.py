@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from probemon.checks import check_count
 from probemon.errors import MissingExtra
 from probemon.hierarchy import Ints, Mask
-from probemon.sinks import _FileSink, at_least
+from probemon.sinks import _FileSink
 from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy, norms
 
 
@@ -148,7 +149,7 @@ class RoutingParquet(_FileSink):
         except ImportError as error:
             raise MissingExtra("RoutingParquet needs pyarrow: pip install 'probemon[corpus]'") from error
         super().__init__(path, overwrite)
-        self._rows_per_group = at_least(1, "rows_per_group", rows_per_group)
+        self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
         self._held: list[RoutingRecord] = []
         self._n_held = 0
 

@@ -1,0 +1,99 @@
+"""Checks of arguments, all in one place: what is a whole number, a number or a share is the same for every function.
+
+    keep = check_count("keep_top_k", keep_top_k, least=0)                   # int; 3 and np.int64(3) are, True, 3.0 and 10**30 are not
+    rate = check_number("audit_rate", audit_rate, low=0, high=1)            # float; 0.5 and np.float32(0.5) are, NaN and "0.5" are not
+    share = check_share("fdr", fdr)                                         # over 0, under 1
+
+NumPy's numbers are numbers everywhere, and a bool is none anywhere. What is returned is Python's own. `remedy` says in words what to give.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from probemon.errors import ConfigError, ProbemonError
+
+MOST = 2**63 - 1  # what a whole number may be: those of NumPy and of compiled code end here
+LARGEST = float(np.finfo(np.float32).max)
+_FINITE = float(np.finfo(np.float64).max)
+_SHOWN = 60
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number of 64 bits, and no bool."""
+    number = _number(value)
+    return isinstance(number, int) and -MOST <= number <= MOST
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that fp32 holds, and no bool."""
+    number = _number(value)
+    return number is not None and -LARGEST <= number <= LARGEST  # NaN is not; whole numbers of any size are compared exactly
+
+
+def check_count(
+    name: str, value: object, *, least: int = 0, most: int = MOST, remedy: str | None = None, error: type[ProbemonError] = ConfigError
+) -> int:
+    """`value` as a whole number from `least` to `most`."""
+    number = _number(value)
+    if not isinstance(number, int) or not least <= number <= most:
+        bound = "" if most == MOST else f", at most {most}"
+        raise error(f"{name} is {shown(value)}: {remedy or f'give a whole number, {least} or more'}{bound}")
+    return number
+
+
+def check_number(
+    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False, infinite: bool = False,
+    remedy: str = "give a number", error: type[ProbemonError] = ConfigError,
+) -> float:  # fmt: skip
+    """`value` as a number from `low` to `high`, which are left out where they are `open_`; an infinity only where it is `infinite`."""
+    number = _number(value)
+    fine = number is not None and (-_FINITE <= number <= _FINITE or (infinite and number in (math.inf, -math.inf)))
+    if number is None or not fine or not low <= number <= high or (open_low and number == low) or (open_high and number == high):
+        raise error(f"{name} is {shown(value)}: {remedy}")
+    return float(number)
+
+
+def check_share(name: str, value: object, remedy: str = "give more than 0 and less than 1", error: type[ProbemonError] = ConfigError) -> float:
+    """`value` as a number over 0 and under 1."""
+    return check_number(name, value, low=0, high=1, open_low=True, open_high=True, remedy=remedy, error=error)
+
+
+def check_bool(name: str, value: object, error: type[ProbemonError] = ConfigError) -> bool:
+    """`value`, which is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise error(f"{name} is {shown(value)}: give True or False")
+    return bool(value)
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, cut where it is long; Python refuses to write the longest numbers."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _number(value: object) -> int | float | None:
+    """Python's own number, or None for what is none."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def plain(value: object) -> object:
+    """NumPy's numbers as Python's own, also in a tuple: settings are written to JSON."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    number = _number(value)
+    return value if number is None else number
+
+
+def is_missing(value: object) -> bool:
+    """Whether it is NaN, which stands for a number that is not known."""
+    return isinstance(value, (float, np.floating)) and math.isnan(value)

@@ -1,0 +1,175 @@
+"""Hidden states that are not what a pack reads are refused by name, wherever they are taken, and no kernel reads outside of what it is given."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import HIDDEN, make_model, make_pack
+from corpora import make_tokenizer
+from nets import SHAPES, weights
+
+from probemon import DynamicProbeManager
+from probemon.corpus import CorpusScorer, score_documents
+from probemon.documents import Document
+from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
+from probemon.kernels import prepare_input, score_probes
+from probemon.kernels.cpu import score_cpu
+from probemon.kernels.reference import score_reference
+from probemon.types import InputSpec
+from probemon.windows import Reading, shards
+
+IMPLS = ("reference", "cpu", "numba", "triton")
+STATES = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))
+BAD = {
+    "narrow": (STATES[:, :-1], r"has shape \(4, 15\), expected \[N, 16\]"),
+    "wide": (torch.cat([STATES, STATES], dim=1), r"has shape \(4, 32\), expected \[N, 16\]"),
+    "one state": (STATES[0], r"has shape \(16,\)"),
+    "a batch of rows": (STATES[None], r"has shape \(1, 4, 16\)"),
+    "nothing at all": (torch.tensor(1.0), r"has shape \(\)"),
+    "complex": (STATES.to(torch.complex64), "is complex64"),
+    "whole": (STATES.to(torch.int64), "is int64"),
+    "bool": (STATES > 0, "is bool"),
+    "sparse": (STATES.to_sparse(), "is float32 sparse"),
+    "meta": (STATES.to("meta"), "on the meta device"),
+}
+NO_TENSOR = {"numpy": (STATES.numpy(), "is ndarray"), "list": (STATES.tolist(), "is list"), "none": (None, "is NoneType"), "text": ("states", "is str")}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("what", [*BAD, *NO_TENSOR])
+def test_a_manager_refuses_states_that_it_cannot_score(pack, two_sites, what, impl):
+    hidden, words = (BAD | NO_TENSOR)[what]
+    for one, given in ((pack, hidden), (two_sites, {"resid_post.2": STATES, "resid_post.0": hidden})):
+        manager = DynamicProbeManager(one, impl=impl, strategy="descent")
+        for call, before in ((manager.step, (None,)), (manager.score_tokens, ()), (manager.score_all, ())):
+            with pytest.raises(ConfigError, match=f"hidden.* {words}"):
+                call(*before, given)
+
+
+def test_sites_of_different_lengths_and_states_of_others_are_named(two_sites):
+    manager = DynamicProbeManager(two_sites)
+    with pytest.raises(ConfigError, match=r"different lengths \{'resid_post.2': 4, 'resid_post.0': 3\}"):
+        manager.score_tokens({"resid_post.2": STATES, "resid_post.0": STATES[:3]})
+    with pytest.raises(ConfigError, match=r"has no site 'resid_post\.0'"):
+        manager.step(None, {"resid_post.2": STATES})
+    hidden = {"resid_post.2": STATES, "resid_post.0": STATES}
+    state, _ = manager.step(None, hidden)
+    for wrong in (state.retained, 3, type(state)(state.retained[:2]), type(state)(state.retained.astype(float))):
+        with pytest.raises(ConfigError, match=r"^state "):
+            manager.step(wrong, hidden)
+
+
+def launchers():
+    from probemon.kernels.numba_cpu import score_numba
+    from probemon.kernels.triton_fused import score_triton
+
+    lower = {"reference": score_reference, "cpu": score_cpu, "numba": score_numba, "triton": score_triton}
+    whole = {impl: (lambda *pairs, impl=impl: score_probes(*pairs, impl=impl)) for impl in IMPLS}
+    return [*lower.items(), *whole.items()]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_launcher_refuses_what_it_would_read_outside_of(shape):
+    net, rows, slots = weights(shape, HIDDEN, torch.float32), torch.tensor([0, 1, 3]), torch.tensor([10, 0, 4])
+    for name, score in launchers():
+        assert score(STATES, net, rows, slots).shape == (3,)
+        for hidden, words in BAD.values():
+            with pytest.raises(ConfigError, match=words):
+                score(hidden, net, rows, slots)
+        for wrong, words in (
+            ((torch.tensor([0, 4, 1]), slots), "rows are 0 to 4, and there are 4"),
+            ((torch.tensor([0, -1, 1]), slots), "rows are -1 to 1"),
+            ((rows, torch.tensor([0, 11, 1])), "slots are 0 to 11, and there are 11"),
+            ((rows, torch.tensor([0, -11, 1])), "slots are -11 to 1"),
+            ((rows[:2], slots), r"rows is int64 \[2\]"),
+            ((rows, slots[None]), r"rows is int64 \[3\]"),
+            ((rows.float(), slots), "rows is float32"),
+            ((rows, slots.int()), "slots is int32"),
+            ((rows.to("meta"), slots), "meta"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                score(STATES, net, *wrong)
+                pytest.fail(f"{name} takes {wrong}")
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
+    """On a GPU the numbers are not looked at beforehand."""
+    from probemon.kernels import triton_fused
+
+    net = weights(shape, HIDDEN, torch.float32)
+    rows = torch.tensor([0, 1, 2, 3, 0, 1, 2, 4, 0, 1, -1, 3, 3])
+    slots = torch.tensor([2, 2, 2, 2, 5, 5, 5, 5, 7, 7, 7, 11, -1])
+    out = torch.zeros(13)
+    triton_fused._score(STATES, net, rows, slots, out, shares)
+    sound = torch.tensor([*[True] * 7, False, True, True, False, False, False])
+    assert torch.equal(out.isfinite(), sound)
+    assert torch.equal(out[sound], triton_fused.score_triton(STATES, net, rows[sound], slots[sound]))
+
+
+def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
+    from probemon.kernels.triton_cascade import DeviceCascade
+    from probemon.kernels.triton_fused import normalise_triton
+
+    manager = DynamicProbeManager(two_sites, impl="numba", strategy="descent")
+    engine, plan, tree = manager.engine, manager.plan, two_sites.tree
+    links = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx)
+    rest = {"path_rule": True, "max_rounds": None, "max_active": 500, "everything": False}
+    both, none = torch.cat([STATES, STATES]), np.zeros((4, tree.n), bool)
+    cascade = DeviceCascade(plan, two_sites.weights, engine._input)
+    for n, x, retained in ((4, STATES, none), (5, both, none[:0]), (4, both, none[:3]), (4, both, none[:, :-1]), (4, both[:, :-1], none), (4, both.to("meta"), none)):
+        with pytest.raises(ConfigError):
+            engine._net.descend(links, engine._input, 2, x, n, plan.start, retained, plan.expand_threshold, **rest)
+    kept = torch.full((4, 2), -1, dtype=torch.int32)
+    for n, x, retained in ((4, STATES, kept), (5, both, None), (4, both, kept[:3]), (4, both, kept.long()), (4, both[:, :-1], kept), (4, both.to("meta"), kept)):
+        with pytest.raises(ConfigError):
+            cascade.descend(x, n, retained)
+    far = torch.full((4, 1), 1 << 30, dtype=torch.int32)  # a retained probe that is none
+    expected, found = cascade.descend(both, 4, None), cascade.descend(both, 4, far)
+    assert torch.equal(expected.count, found.count)
+    for row, n in enumerate(found.count.tolist()):
+        assert torch.equal(expected.ids[row, :n], found.ids[row, :n]) and torch.equal(expected.scores[row, :n], found.scores[row, :n])
+    for hidden, words in BAD.values():
+        if hidden.dim() == 2 and hidden.shape[1] != HIDDEN:
+            continue
+        for normalise in (lambda x: prepare_input(x, InputSpec("resid_post.0"), torch.float32), lambda x: normalise_triton(x, "none", 0.0, torch.float32)):
+            with pytest.raises(ConfigError, match=words.removesuffix(r", expected \[N, 16\]")):
+                normalise(hidden)
+
+
+class Other(torch.nn.Module):
+    """A feed-forward block that shows something else than `[rows, tokens, 16]`."""
+
+    def __init__(self, block, change):
+        super().__init__()
+        self.block, self.change = block, change
+
+    def forward(self, x):
+        return self.change(self.block(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda x: x[..., :8], HostMismatch, "gives states of 8 values, random reads 16"),
+        (lambda x: torch.cat([x, x], dim=-1), HostMismatch, "gives states of 32 values, random reads 16"),
+        (lambda x: x[:, :, None].expand(-1, -1, 4, -1), NotSupportedHost, r"gives \[.*, 4, 16\] in a forward of"),
+        (lambda x: x[:, :1], NotSupportedHost, "in a forward of"),
+        (lambda x: x.to(torch.complex64), NotSupportedHost, "of floats"),
+    ],
+    ids=["narrow", "wide", "streams", "one token", "complex"],
+)
+@pytest.mark.parametrize("impl", ["cpu", "numba"])
+def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, error, words, impl):
+    model = make_model()
+    pack = make_pack(tmp_path / "pack", model, sites=("mlp_out.1",), n=6)
+    block = model.model.layers[1].mlp
+    shown = Other(block, change)
+    model.model.layers[1].mlp = shown
+    model.model.layers[1].forward = lambda hidden, **more: (shown(hidden), hidden)[1]  # the host itself goes on with what it had
+    manager = DynamicProbeManager(pack, impl=impl)
+    documents = [Document(0, "a", "ab", "", {}), Document(1, "b", "abcd", "", {})]
+    with pytest.warns(UserWarning), pytest.raises(error, match=words):
+        list(score_documents(manager, model, make_tokenizer(), documents))
+    with pytest.warns(UserWarning), pytest.raises(error, match=words):
+        list(CorpusScorer(manager, model, make_tokenizer(), Reading()).states(shards(documents)))

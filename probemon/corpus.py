@@ -220,7 +220,7 @@ class CorpusScorer:
             for site, hidden in seen.items():
                 if len(hidden) != 1:
                     raise AlignmentError(ran_again(site) if hidden else f"a forward of the host ended without reaching {site}")
-                check_states(site, hidden[0], *ids.shape, self._width)
+                check_states(site, hidden[0], ids.shape, self._width)
             self._known = True
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
 

@@ -92,12 +92,13 @@ class Tap:
         return hook
 
 
-def check_states(site: str, hidden: Tensor, n_rows: int, n_tokens: int, width: int | None) -> None:
-    """Raise `NotSupportedHost` unless `hidden` is `[n_rows, n_tokens, width]`: else whose state is whose, or what it is, is unknown.
+def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None) -> None:
+    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else whose state is whose, or what it is, is unknown.
 
     It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
     run, a forward of our own at attach would run code of the host's that nobody asked for, and the check takes no time.
     """
+    n_rows, n_tokens = shape
     if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):
         raise NotSupportedHost(
             f"{site} gives {tuple(hidden.shape)} for a forward of {n_rows} rows and {n_tokens} tokens, expected "

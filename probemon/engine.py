@@ -338,14 +338,14 @@ class Engine:
 
     def _compiled(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, everything: bool) -> Descent:
         assert self._net is not None and isinstance(self.arena, ResidentArena)
-        tree = plan.tree
+        tree, checked = plan.tree, self.arena.checked  # asked before anything is read: the file may have been cut
         active, dropped, scores = self._net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self._n_inputs, inputs.values, len(inputs), plan.start,
             retained, plan.expand_threshold, path_rule=plan.path_rule, max_rounds=plan.config.max_rounds, max_active=plan.config.max_loaded_probes,
             everything=everything,
         )  # fmt: skip
-        if not self.arena.checked.all():  # weights are looked at when they are first used, before anybody is shown what came of them
-            used = ~self.arena.checked if everything else active.any(axis=0) & ~self.arena.checked
+        if not checked.all():  # weights are looked at when they are first used, before anybody is shown what came of them
+            used = ~checked if everything else active.any(axis=0) & ~checked
             if used.any():
                 self.arena.check(np.flatnonzero(used))
         return Descent(active, dropped, scores)

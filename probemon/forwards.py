@@ -280,7 +280,7 @@ class Forwards:
             if own is not None and own.flat and hidden.shape[:2] == (1, mine.shape[0] * mine.shape[1]):
                 hidden = hidden.reshape(*mine.shape, -1)
             try:
-                check_states(site, hidden, mine.shape, self._width if own is None else own.width)
+                check_states(site, hidden, mine.shape, self._width if own is None else own.width, floats=own is None)
             except NotSupportedHost:
                 self._forget_forward()
                 raise

@@ -49,15 +49,6 @@ class HeldTensors:
         self._lock = threading.Lock()
         self._all: dict[str, Tensor] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copied or pickled, they are in memory."""
-        loaded = {name: tensor.clone() for name, tensor in self.all().items()}
-        self.check()
-        return {"described": self.described, "in_memory": True, "_all": loaded}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
-
     def moved(self, path: Path) -> None:
         """The file has another name now, for errors."""
         self.file.path = path

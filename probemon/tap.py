@@ -92,7 +92,7 @@ class Tap:
         return hook
 
 
-def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None) -> None:
+def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:
     """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else whose state is whose, or what it is, is unknown.
 
     It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
@@ -108,6 +108,8 @@ def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | N
         raise NotSupportedHost(
             f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what this module gives"
         )
+    if floats and not hidden.is_floating_point():
+        raise NotSupportedHost(f"{site} gives {hidden.dtype}, expected floating point: it is no hidden state")
 
 
 def ran_again(site: str) -> str:

@@ -81,7 +81,7 @@ def test_damaged_weights_are_noticed_when_first_used(shape, dtype, strategy, bad
             tmp_path / name, name="random", concepts=concepts, weights=weights(shape, 20, dtype, n=3), score_rule="independent",
             inputs=[{"site": "resid_post.0"}], host={"model_id": "none"}, licence="CC0-1.0", card="Random.",
         )  # fmt: skip
-        pack.weights = {key: held.clone() for key, held in pack.weights.items()}
+        pack._weights = {key: held.clone() for key, held in pack.weights.items()}
         pack.weights[name].reshape(3, -1)[2, -1] = bad
         for threshold in (2.0, -1.0):  # not reached, and reached
             manager = DynamicProbeManager(pack, impl="numba", strategy=strategy, load_threshold=threshold)

@@ -268,7 +268,7 @@ def test_several_processes_share_the_work(model, manager, tokenizer, tmp_path):
         found = analyze(manager, model, tokenizer, corpus(), tmp_path / "three", reading=SMALL, rank=rank, world_size=3, resume=rank != 2)
         assert found.complete == (rank == 1)
     assert tables(tmp_path / "one") == tables(tmp_path / "three")
-    with pytest.raises(ConfigError, match="rank 3 of 3"):
+    with pytest.raises(ConfigError, match="rank 3 of world_size 3"):
         analyze(manager, model, tokenizer, corpus(), tmp_path / "x", rank=3, world_size=3)
 
 

@@ -98,7 +98,7 @@ def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forwa
             handle.remove()
         expected.append((out.tolist(), result, events))
         if manager is mine:
-            assert log == [0, 1, "read", 2] + [0, 1, 2, "read"] * 4  # a prompt is not left under way
+            assert log == [0, 1, 2, "read"] * 5  # the prompt, too, is read once its forward has ended
             assert steps_of(mine).n_uploaded <= 1  # what the prompt retained
     (out, result, events), (same_out, other, others) = expected
     assert out == same_out and events == others and len(events) > 0

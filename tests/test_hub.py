@@ -163,7 +163,7 @@ def test_a_copy_of_a_copy_is_the_same_to_the_byte(pack, tmp_path):
         ("Apache-2.0", "HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0", "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}),
         ("MIT AND CC0-1.0", "/models/llama", {"license": "other", "license_name": "mit-and-cc0-1.0"}),
         ("WordNet 3.1 licence (names; notice in README.md)", "a/b/c", {"license": "other", "license_name": "wordnet-3.1-licence-names-notice-in-readme.md"}),
-        ("?!", 7, {"license": "other", "license_name": "other"}),
+        ("?!", "./gpt2", {"license": "other", "license_name": "other"}),
         ("", None, {}),
     ],
 )

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -229,16 +228,6 @@ def test_opening_reads_no_weight(two, tmp_path):
         pack.weights  # noqa: B018 (read now)
         pack.golden_hidden  # noqa: B018
         assert sum(read[-1:]) == (two[0] / PROBES).stat().st_size
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_pickled_pack_has_its_weights_with_it(two, tmp_path, mapped):
-    folder = aged(two[0], tmp_path / "pack")
-    with size_in_memory(0 if mapped else 1 << 20):
-        pickled = pickle.dumps(ProbePack.open(folder))
-    shutil.rmtree(folder)
-    found = pickle.loads(pickled)
-    assert all(torch.equal(tensor, found.weights[name]) for name, tensor in ProbePack.open(two[0]).weights.items())
 
 
 # -- headers -------------------------------------------------------------------------------------

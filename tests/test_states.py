@@ -24,6 +24,8 @@ BENDS = {
     "a token too few": lambda h: h[:, 1:],
     "a token too many": lambda h: torch.cat([h, h[:, -1:]], 1),
     "a row too many": lambda h: torch.cat([h, h[:1]]),
+    "whole numbers": lambda h: h.long(),
+    "complex numbers": lambda h: torch.complex(h, h),
     "no tensor": lambda h: {"hidden": h},
     "nothing": lambda h: None,
     "an empty tuple": lambda h: (),

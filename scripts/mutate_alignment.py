@@ -139,12 +139,11 @@ def main() -> int:
                 before_now[what] = {"file": file, "what": what, "caught_by": failed(copy, first(file)) or failed(copy, SLOW)}
                 path.write_text(text)
             caught.append(before_now[what])
-    survived = [one["what"] for one in caught if not one["caught_by"]]
-    found = {"n_mutations": len(caught), "n_caught": len(caught) - len(survived), "mutations": caught, "commit": commit()}
-    print(json.dumps(found, indent=1))
-    if arguments.out:
-        write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
-    return 1 if survived else 0
+            report = {"n_mutations": len(caught), "n_caught": sum(bool(one["caught_by"]) for one in caught), "mutations": caught, "commit": commit()}
+            if arguments.out:  # after each, so that a run that is ended goes on where it was
+                write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return 0 if report["n_caught"] == report["n_mutations"] else 1
 
 
 def first(file: str) -> list[str]:

@@ -3,7 +3,7 @@
     abilities = Abilities(model)
     abilities.check_streams(["resid_post.3"])   # raises NotSupportedHost where that is no [rows, tokens, hidden size]
     abilities.check_generate({"beams"})         # raises NotSupportedDecoding where it cannot reorder its state
-    abilities.check_forward(several=True, positions=False)  # of a forward on a used cache, outside generate()
+    abilities.check_forward(used=True, several=True, positions=False)  # of a forward outside generate()
 
 A host may forget its state, leave it with the wrong beam, start it anew or let padding into it, and its own answer is
 then wrong. What it can do does not show in the names of its classes, so a twin of it (`probemon.twin`) is run in that
@@ -47,6 +47,33 @@ class Way:
     cannot: str
     remedy: str
     options: tuple[tuple[str, Any], ...] = ()
+
+
+def _forward_ways() -> dict[str, Way]:
+    """Plain forwards with a mask, with padding, without position_ids."""
+    kinds = {
+        "whole": ("a plain forward", "of one length, or row by row"),
+        "forward": ("a plain forward on a used cache", "with use_cache=False and all tokens, or use generate()"),
+        "pieces": ("a forward of several tokens on a used cache", "one by one, or all at once without a cache"),
+    }
+    masks = {
+        "": ("", "", ""),
+        ", masked": (" with an attention mask", "take a mask of all its columns", "Leave the mask out"),
+        ", padded": (" with padding before its tokens", "leave padding out", ""),
+    }
+    ways = {}
+    for kind, (name, instead) in kinds.items():
+        for mask, (mask_name, cannot, mask_remedy) in masks.items():
+            for without in ("", ", no positions"):
+                if (mask, without) == ("", "") or (kind == "whole" and mask != ", padded"):
+                    continue
+                remedies = [*(["Give position_ids"] if without else []), *([mask_remedy] if mask_remedy else [])]
+                ways[f"{kind}{mask}{without}"] = Way(
+                    f"{name}{mask_name}{' without position_ids' if without else ''}",
+                    "count the tokens before" if without and mask != ", padded" else cannot,
+                    ", or ".join([*remedies, f"{'pass' if remedies else 'Pass'} them {instead}"]),
+                )
+    return ways
 
 
 WAYS = {
@@ -96,14 +123,7 @@ WAYS = {
         "go on from its state with several tokens",
         "Pass them one by one, or all at once without a cache",
     ),
-    "forward, no positions": Way(
-        "a plain forward on a used cache without position_ids", "count the tokens before", "Give position_ids"
-    ),
-    "pieces, no positions": Way(
-        "a forward of several tokens on a used cache without position_ids",
-        "count the tokens before",
-        "Give position_ids, or pass all at once without a cache",
-    ),
+    **_forward_ways(),
     "forwards beside": Way(
         "a plain forward on a used cache",
         "keep the states of two sequences apart: they are inside its modules",
@@ -154,11 +174,18 @@ class Abilities:
         """
         self._check([way for way in WAYS if way in set(ways)], length)
 
-    def check_forward(self, *, several: bool, positions: bool, length: int = 0) -> None:
-        """The same of a plain forward on a used cache, with `several` tokens or one, with `position_ids` or without."""
-        without = "" if positions else ", no positions"
-        pieces = ["pieces", f"pieces{without}"] if several else []
-        self._check([f"forward{without}", *pieces, "forwards beside"], length)
+    def check_forward(
+        self, *, used: bool, several: bool, positions: bool, mask: str = "", length: int = 0
+    ) -> None:
+        """The same of a plain forward, with `several` tokens or one, with `position_ids` or without.
+
+        `used`: on a used cache. `mask`: "" for none, "masked" where it says that all are tokens, "padded" for padding before them.
+        """
+        more = f"{f', {mask}' if mask else ''}{'' if positions else ', no positions'}"
+        if used:
+            self._check([*(["pieces", f"pieces{more}"] if several else []), f"forward{more}", "forwards beside"], length)
+        elif mask == "padded":
+            self._check([f"whole{more}"], length)
 
     def _check(self, ways: Sequence[str], length: int) -> None:
         tried = _tried(self._model, length)
@@ -280,13 +307,8 @@ def _far(given: Tensor, truth: Tensor) -> float:
 
 
 def _try(model: Any, way: str) -> float:
-    if way.startswith(("forward", "pieces")):
-        return _try_forwards(
-            model,
-            several=way.startswith("pieces"),
-            positions="no positions" not in way,
-            beside=way == "forwards beside",
-        )
+    if way.startswith(("forward", "pieces", "whole")):
+        return _try_forwards(model, way)
     return _try_generate(model, way)
 
 
@@ -361,23 +383,30 @@ def _beside(model: Any, ids: Tensor, options: dict[str, Any]) -> float:
     )
 
 
-def _try_forwards(model: Any, *, several: bool, positions: bool, beside: bool) -> float:
-    """A row in pieces, each going on from the cache that the one before gave."""
-    width = len(ROWS[0])
-    pieces = (3, 2, 2) if several else (width - 3, 1, 1, 1)
+def _try_forwards(model: Any, way: str) -> float:
+    """A row whole, or in pieces, each going on from the cache that the one before gave."""
+    width, n_padding = len(ROWS[0]), 3 if "padded" in way else 0
+    pieces = (width,) if way.startswith("whole") else (3, 2, 2) if way.startswith("pieces") else (width - 3, 1, 1, 1)
+    if n_padding and is_encoder_decoder(model):
+        raise NotImplementedError("whose mask it is differs")
     held: list[dict[str, Any]] = [{}, {}]
     rows, answers, at = [torch.tensor([row]) for row in ROWS], [], 0
     for size in pieces:
-        for i, row in enumerate(rows[: 1 + beside]):
-            given = _inputs(model, row[:, at : at + size])
-            if positions and not is_encoder_decoder(model):
-                given["position_ids"] = torch.arange(at, at + size)[None]
+        for i, row in enumerate(rows[: 1 + (way == "forwards beside")]):
+            begin = at + n_padding if at else 0  # padding comes with the first piece
+            end = at + size + n_padding
+            padded = torch.cat([torch.zeros(1, n_padding, dtype=row.dtype), row], dim=1)
+            given = _inputs(model, padded[:, begin:end])
+            if "no positions" not in way and not is_encoder_decoder(model):
+                given["position_ids"] = (torch.arange(begin, end) - n_padding).clamp_min(0)[None]
+            if "masked" in way or "padded" in way:
+                given["attention_mask"] = (torch.arange(end) >= n_padding).long()[None]
             if not held[i] and at:
                 raise NotImplementedError("gives no cache to go on with")
-            made = model(**given, **held[i], use_cache=True)
+            made = model(**given, **held[i], use_cache=len(pieces) > 1)
             held[i] = {name: getattr(made, name) for name in CACHES if getattr(made, name, None) is not None}
             if i == 0:
-                answers.append(_logits(made)[0])
+                answers.append(_logits(made)[0][n_padding if not at else 0 :])
         at += size
     return _far(torch.cat(answers), _truth(model, rows[0]))
 

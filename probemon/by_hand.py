@@ -47,8 +47,8 @@ class HandLoop:
         generation, previous = self._generation, self.ids
         if self._current() is not generation:
             raise ConfigError("loop.sampled is for the block of run.generating, in the thread that opened it")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-            raise ConfigError(f"ids is {_described(ids)}: give the token ids of the whole sequence, [rows, columns]")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or ids.device.type == "meta":
+            raise ConfigError(f"ids is {described(ids)}: give the token ids of the whole sequence, [rows, columns]")
         expected = generation.prompt.columns + 1 if previous is None else previous.shape[1] + 1
         if ids.shape[1] != expected or (previous is not None and len(ids) != len(previous)):
             raise AlignmentError(
@@ -65,7 +65,7 @@ class HandLoop:
         if ended is None:
             ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         elif not isinstance(ended, Tensor) or tuple(ended.shape) != (len(ids),) or ended.dtype != torch.bool:
-            raise ConfigError(f"ended is {_described(ended)}: give a bool for each of {len(ids)} rows")
+            raise ConfigError(f"ended is {described(ended)}: give a bool for each of {len(ids)} rows")
         self._ended = ended if self._ended is None else ended | self._ended.to(ended.device)
         self.ids = ids.detach().clone()
         self._ended = self._sampled(generation, ids, self._ended, True)
@@ -85,5 +85,6 @@ def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
     return None
 
 
-def _described(value: Any) -> str:
-    return f"a tensor {value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def described(value: Any) -> str:
+    """What was given where ids were expected, for an error."""
+    return f"a tensor {value.dtype} of shape {tuple(value.shape)} on {value.device.type}" if isinstance(value, Tensor) else type(value).__name__

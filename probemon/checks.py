@@ -10,6 +10,8 @@ NumPy's numbers are numbers everywhere, and a bool is none anywhere. What is ret
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +33,13 @@ def is_number(value: object) -> bool:
     """Whether it is a finite number that fp32 holds, and no bool."""
     number = _number(value)
     return number is not None and -LARGEST <= number <= LARGEST  # NaN is not; whole numbers of any size are compared exactly
+
+
+def check_path(name: str, value: object) -> Path:
+    """`value` as a path."""
+    if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
+        raise ConfigError(f"{name} is {shown(value)}: give a path, as text or as a pathlib.Path")
+    return Path(value)
 
 
 def check_count(

@@ -268,7 +268,7 @@ class Engine:
 
         A descent goes wrong only after such a probe has become active, and what is active stays so: all strategies agree on the states.
         """
-        if largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:  # which NaN is not
+        if _within(largest, self.pack.lowest_input_limit):
             return np.zeros(n, dtype=np.int64)
         unseen = unseen_inputs(largest, n)
         rows, probes = np.nonzero(step.active)
@@ -312,7 +312,7 @@ class Engine:
         before = unseen_inputs(found.largest, n)  # looked at on the device: `inputs.largest` would wait for the host model
         again = np.flatnonzero(found.overflowed & (before == SEEN))
         none = np.zeros(n, dtype=np.int64)
-        if not before.any() and not len(again) and found.largest.max(initial=0) <= self.pack.lowest_input_limit < math.inf:
+        if not before.any() and not len(again) and _within(found.largest, self.pack.lowest_input_limit):
             ptr, probes, values = found.ptr, found.probes, found.values
             n_active = ptr[1:] - ptr[:-1]
             return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, before, found.kept[keep])
@@ -406,6 +406,11 @@ class Engine:
         scaled = times[0] * self.pack.n_probes / len(some) + times[1]
         name = "exhaustive" if scaled < times[2] else "descent"
         return name, f"{name} (all probes {scaled * 1e3:.2f} ms, a descent {times[2] * 1e3:.2f} ms)"
+
+
+def _within(largest: Floats, limit: float) -> bool:
+    """Whether all inputs are so small that no probe that was looked at can overflow. In fp64: rounded to fp32 a limit may be infinite, or 0."""
+    return float(largest.max(initial=0)) <= limit < math.inf  # which NaN is not
 
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:

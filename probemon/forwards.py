@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from probemon.abilities import Abilities
-from probemon.align import Call, Forward, Placed
+from probemon.align import Call, Forward, Ints, Placed
 from probemon.batching import Batches
 from probemon.by_hand import generate_around
 from probemon.copied_caches import same_columns
@@ -36,7 +36,7 @@ from probemon.graphs import Bracket
 from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state, rehearsal
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
-from probemon.running import INSIDE, Generation, States, Thread, Waiting
+from probemon.running import INSIDE, ORDER, Generation, States, Thread, Waiting
 from probemon.tap import Site, Tap, check_states, ran_again
 from probemon.types import Gap
 
@@ -75,7 +75,10 @@ class Forwards:
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.thread = Thread()
         self.batches = Batches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
-        self.n_recordings = self.n_documents = 0
+        self._n_recordings = 0
+        self.documents: set[int] = set()  # numbers of those that no generation went on from
+        self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
+        self._attached_at = 0
         self._lock = threading.Lock()
 
     def attach(self, stack: ExitStack) -> None:
@@ -85,6 +88,7 @@ class Forwards:
             torch._dynamo.reset()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
+        self._attached_at = next(ORDER)
         self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
         stack.callback(setattr, self, "open", False)
         stack.callback(forget_compiled, self.model)
@@ -130,7 +134,7 @@ class Forwards:
     def new_recording(self, call: Call, offset: int) -> Recording:
         recording = Recording(call, offset, self._n_probes, host=host_state(self.model))
         with self._lock:
-            recording.number, self.n_recordings = self.n_recordings, self.n_recordings + 1
+            recording.number, self._n_recordings = self._n_recordings, self._n_recordings + 1
             self.recordings.append(recording)
         return recording
 
@@ -149,7 +153,14 @@ class Forwards:
             return
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
         # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
-        if kwargs is None or foreign or (generation is None and INSIDE.models[id(self.model)]) or (generation is not None and generation.drafting):
+        if kwargs is None or foreign or (generation is not None and generation.drafting):
+            return
+        if generation is None and INSIDE.models[id(self.model)]:
+            if self._acts() and INSIDE.begun[id(self.model)] > self._attached_at:
+                raise NotSupportedDecoding(
+                    "another run follows this generation, and this one does not, so its rules would never fire and its sinks hear nothing: look generate() up after "
+                    "both are attached, and open run.generating of both for a loop by hand"
+                )
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
@@ -164,8 +175,13 @@ class Forwards:
         forward, cache = read_forward(given, generation)
         if generation is None and self._of_another_head(forward, cache):
             return
-        if (generation is None or generation.by_hand) and forward.start > 0:
-            self.abilities.check_forward(several=forward.ids.shape[1] > 1, positions=given.get("position_ids") is not None, length=forward.start + forward.ids.shape[1])
+        if generation is None or generation.by_hand:
+            n_tokens, mask = forward.ids.shape[1], "" if given.get("attention_mask") is None else "masked"
+            if forward.mask is not None and (np.diff(forward.mask[:, : forward.start + n_tokens].astype(np.int8), axis=1) > 0).any():
+                mask = "padded"
+            self.abilities.check_forward(
+                used=forward.start > 0, several=n_tokens > 1, positions=given.get("position_ids") is not None, mask=mask, length=forward.start + n_tokens
+            )  # fmt: skip
         if generation is None:
             recording = self._document(forward, cache)
         else:
@@ -198,6 +214,10 @@ class Forwards:
             recording.call.begin(column, n_rows)
             if column > 0:
                 recording.earlier = self._known(generation.prompt.cache, n_rows, column)
+                earlier = recording.earlier
+                while earlier is not None:  # a prefix that was read for this generation
+                    self.documents.discard(earlier.number)
+                    earlier = earlier.earlier
         return recording
 
     def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
@@ -215,7 +235,6 @@ class Forwards:
                 "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says that it was generated: rules would never "
                 "fire and sinks be told of a prompt. Put the loop into `with run.generating(from_column=...) as loop:` and tell it what was sampled"
             )
-        self.n_documents += 1
         if known is not None and known.call.prompt_columns is None and known.call.frontier == forward.start > 0:
             if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
                 self.recordings.append(known)
@@ -223,6 +242,7 @@ class Forwards:
         document = self.new_recording(Call(None), 0)
         document.done = True  # for all that is known: another forward may go on with it
         document.earlier = known
+        self.documents.add(document.number)
         return document
 
     def _of_another_head(self, forward: Forward, cache: Any) -> bool:
@@ -244,14 +264,12 @@ class Forwards:
         return True
 
     def _decodes(self, forward: Forward) -> bool:
-        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of the forward before it."""
-        n_rows, width = forward.ids.shape
+        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a forward not long before it."""
         if forward.start > 0:
-            return width == 1
-        last = self.recordings[-1] if self.recordings else None
-        if last is None or last.call.prompt_columns is not None or (last.call.n_rows, last.call.frontier) != (n_rows, width - 1):
-            return False
-        return last.n_entries > 0 and last.matches(forward.ids[:, :-1])
+            return forward.ids.shape[1] == 1
+        decodes = any(_goes_on(forward.ids, before) for before in self._shown)
+        self._shown.append(forward.ids)
+        return decodes
 
     def _known(self, cache: Any, n_rows: int, n_columns: int) -> Recording | None:
         """The recording that a cache of so many columns, all or some of which it may have seen being run, is of."""
@@ -378,3 +396,12 @@ class Forwards:
             self.by_cache[cache] = mine.recording
         mine.recording, mine.shape = None, ()
         self.seconds.append(mine.seconds)
+
+
+def _goes_on(ids: Ints, before: Ints) -> bool:
+    """Whether ids `[B, T]` are others and one column more, or the same number of columns, moved on by one."""
+    if len(ids) != len(before) or ids.shape[1] < 2:
+        return False
+    if ids.shape[1] == before.shape[1] + 1:
+        return np.array_equal(ids[:, :-1], before)
+    return ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])

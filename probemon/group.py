@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.checks import check_count
 from probemon.errors import ConfigError
 from probemon.hierarchy import ConceptTree, Ints
 from probemon.naming import Names, Wanted
@@ -72,7 +73,7 @@ class PackGroup:
 
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe; the root's is qualified by the pack's."""
-        root, *below = self.tree.path(probe)
+        root, *below = self.tree.path(check_count("probe", probe, most=self.n_probes - 1))
         return [self.concepts[root]["name"], *(self._bare[i] for i in below)]
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:

@@ -35,7 +35,10 @@ Outcome = TypeVar("Outcome")
 
 
 class HeldFile:
-    """A file that was opened. It is closed when nobody has it any more. `size` is what it had when it was opened."""
+    """A file that was opened. It is closed when nobody has it any more. `size` is what it had when it was opened.
+
+    `expected`: the sha256 that it is said to have, where that is known: it decides where times do not tell.
+    """
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
@@ -43,9 +46,11 @@ class HeldFile:
         self.close = weakref.finalize(self, os.close, descriptor)
         self.stat = os.fstat(descriptor)
         self.size = self.stat.st_size
+        self.expected: str | None = None
 
     def check(self) -> None:
-        """Raise `PackChanged` where the file was written to since it was opened. Takes a microsecond or two."""
+        """Raise `PackChanged` where the file was written to since it was opened. Takes a microsecond or two, and once as long as hashing it where it was linked,
+        unlinked or given other permissions."""
         try:
             now = os.fstat(self._descriptor)
         except OSError as error:  # of a network's file system
@@ -53,8 +58,10 @@ class HeldFile:
         before = self.stat
         if now.st_ctime_ns == before.st_ctime_ns and now.st_mtime_ns == before.st_mtime_ns and now.st_size == before.st_size:
             return
-        if _contents(now) == _contents(before) and _circumstances(now) != _circumstances(before):
-            self.stat = now  # linked, unlinked (a pack that was replaced) or given to somebody: nobody wrote to it
+        # Linked, unlinked (a pack that was replaced) or given to somebody; or written to, its other times put back. What is in it tells.
+        only_circumstances = _contents(now) == _contents(before) and _circumstances(now) != _circumstances(before)
+        if only_circumstances and (self.expected is None or self.sha256() == self.expected):
+            self.stat = now
             return
         what = f"has {now.st_size:,} bytes, not {before.st_size:,}" if now.st_size != before.st_size else "was written to"
         raise PackChanged(f"{self.path} {what} since the pack was opened: open the pack again, and replace packs whole (write elsewhere, then rename)")

@@ -44,7 +44,7 @@ class HeldTensors:
     def __init__(self, file: HeldFile, *, sha256: str | None = None) -> None:
         self.file = file
         self.in_memory = file.size <= IN_MEMORY_BYTES
-        self._sha256 = sha256
+        self._sha256 = file.expected = sha256
         self._offsets, self.described = _layout(file)
         self._lock = threading.Lock()
         self._all: dict[str, Tensor] | None = None

@@ -41,6 +41,11 @@ class HeldStreamer(BaseStreamer):
         if generation is not self._generation:
             if value.dim() > 1 and len(value) > 1:
                 raise ConfigError(f"a held streamer shows one sequence, this generate() has {len(value)}: score a batch without a streamer")
+            if generation.by_hand and (value.shape[-1] != generation.prompt.columns or generation.ids is not None):
+                raise ConfigError(
+                    f"a held streamer is given the prompt first, {generation.prompt.columns} ids, and then token by token what was sampled; this is {tuple(value.shape)}. "
+                    "Put the prompt before the first loop.sampled"
+                )
             self._generation, self._waiting, self.withheld = generation, [], []
             self._column = generation.prompt.columns
             generation.on_failure.append(self.failed)
@@ -52,7 +57,8 @@ class HeldStreamer(BaseStreamer):
     def end(self) -> None:
         """`generate` is done: shows what is scored and no more."""
         generation = self._generation
-        assert generation is not None
+        if generation is None:
+            raise ConfigError("a held streamer ends after it was given a prompt: this one was given nothing")
         self._show(generation)
         if self._show_last and generation.showable_columns() == self._column and len(self._waiting) == 1 and generation.stop_column is None:
             self._streamer.put(self._waiting.pop())

@@ -23,7 +23,7 @@ import numpy as np
 
 from probemon.analysis import COUNTED, MANIFEST, Analysis, arrow, schemas
 from probemon.audit import Audit
-from probemon.checks import check_number, is_int, shown
+from probemon.checks import check_bool, check_number, is_int, shown
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
@@ -55,6 +55,7 @@ def analyze(
         raise ConfigError(f"rank {shown(rank)} of world_size {shown(world_size)} processes: give 1 or more processes, and a rank from 0 to one less")
     check_apart(documents, out)
     read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    check_bool("resume", resume)
     table = Tables(manager.pack, floor, keep_text)
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
     analysis = Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
@@ -161,7 +162,7 @@ class Tables:
         for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
             if np.isnan(one.alert_threshold.numpy()).all():
                 raise ConfigError(f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
-        self.pack, self.floor, self.keep_text = pack, floor, bool(keep_text)
+        self.pack, self.floor, self.keep_text = pack, floor, check_bool("keep_text", keep_text)
         self.lowest = None if isinstance(floor, str) else float(floor)
         self._concepts = [concept["id"] for concept in pack.concepts]
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from probemon import packfile
+from probemon.checks import check_bool, check_count, check_path
 from probemon.errors import (
     ConfigError,
     HierarchyError,
@@ -184,7 +185,7 @@ class ProbePack:
         `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced meanwhile is one of the two, whole.
         Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`, `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
         """
-        return cls._opened(Path(path), verify)
+        return cls._opened(check_path("path", path), check_bool("verify", verify))
 
     @classmethod
     def _opened(cls, directory: Path, verify: bool, *, hashed: bool = False, pin: str | None = None) -> ProbePack:
@@ -386,7 +387,7 @@ class ProbePack:
 
     def path(self, probe: int) -> list[str]:
         """Names from the root down to the probe."""
-        return _path(self.tree, self.concepts, probe)
+        return _path(self.tree, self.concepts, check_count("probe", probe, most=self.n_probes - 1))
 
     def weight_bytes(self) -> int:
         """Bytes of all stacked weights."""

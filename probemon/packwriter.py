@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from probemon import packfile
+from probemon.checks import check_bool, check_path
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import prepare_input
@@ -44,7 +45,8 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 def check_target(path: str | Path, overwrite: bool) -> Path:
     """The path, where a pack may be written to it. Raises `PackError` where something is there already, and with `overwrite` where it is more than a pack."""
-    target = Path(path)
+    target = check_path("path", path)
+    overwrite = check_bool("overwrite", overwrite)
     if os.path.lexists(target):
         if not overwrite:
             raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")

@@ -226,6 +226,8 @@ class Recording:
                 f"the output has {length} columns, the watched forwards end at column {self.call.frontier - self.offset}: either "
                 "this is not the output of the watched generate(), or the host ran forwards past our hooks (a compiled graph?)"
             )
+        if self.call.prompt_columns is None and self.call.frontier > length + self.offset:
+            return f"the ids have {length} columns, {self.call.frontier - self.offset} were watched: give the document's ids whole"
         row, column, ids, _, _ = self._joined(length)
         inside = column >= self.offset
         row, column, ids = row[inside], column[inside] - self.offset, ids[inside]

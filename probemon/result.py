@@ -137,11 +137,8 @@ class Result:
         score at every token; what it exceeds its threshold by is news), by score where it is not; ties to the
         lower probe number, then the earlier token. `phase`: only "prompt" or "generated" tokens.
         """
-        k, row = check_count("k", k), check_count("row", row)
-        chosen = self.row == row
-        if not chosen.any():
-            raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
-        chosen = self._of_phase(chosen, phase)
+        k = check_count("k", k)
+        chosen = self._of_phase(self._of_row(row), phase)
         entry_token = self.scores.state_of
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
@@ -161,7 +158,7 @@ class Result:
 
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
         """The firing concepts of one token by strength, at most `k`, none above or below a stronger one of the list."""
-        return leading(self.pack, self.scores, index, k)
+        return leading(self.pack, self.scores, check_count("index", index, most=len(self.row) - 1), check_count("k", k))
 
     def aggregate(self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated") -> Aggregate:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
@@ -170,15 +167,22 @@ class Result:
         "generated" (by this `generate()`, not by an earlier turn on its cache) or None for every token. Raises `UnknownConcept`, `ConfigError`.
         """
         probe, aggregator = self.pack.find(concept), named(aggregate)
-        chosen = self._of_phase(self.row == row, phase)
+        of_row = self._of_row(row)
+        chosen = self._of_phase(of_row, phase)
         if phase == "generated":  # a rule begins anew with every generate()
-            chosen[: np.flatnonzero(self._of_phase(self.row == row, "prompt")).max(initial=-1) + 1] = False
+            chosen[: np.flatnonzero(self._of_phase(of_row, "prompt")).max(initial=-1) + 1] = False
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
             raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
         chosen &= self.coverage.seen
         tokens, column = np.flatnonzero(chosen), self.scores.column(probe)
         n_inactive = len(tokens) - int(np.isin(tokens, self.scores.state_of[self.scores.probes == probe]).sum())
         return Aggregate(str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive)
+
+    def _of_row(self, row: int) -> np.ndarray:
+        chosen = self.row == check_count("row", row)
+        if not chosen.any():
+            raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
+        return np.asarray(chosen)
 
     def to_arrow(self) -> Any:
         """A `pyarrow.Table` with a line for each token and active concept. Needs the extra `corpus`.

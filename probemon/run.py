@@ -28,8 +28,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from probemon.aggregate import Aggregator, named
 from probemon.align import Placed
 from probemon.audit import sample
-from probemon.by_hand import HandLoop
-from probemon.checks import check_count, check_number
+from probemon.by_hand import HandLoop, described
+from probemon.checks import check_bool, check_count, check_number
 from probemon.delivery import Delivery
 from probemon.errors import (
     AlignmentError,
@@ -86,7 +86,7 @@ class MonitorRun:
         if keep_tokens is not None:
             keep_tokens = check_count("keep_tokens", keep_tokens, least=1, remedy="it counts tokens, so give 1 or more, or None for all")
         model = unwrap(model)
-        check_host(manager.pack, model, strict=strict)
+        check_host(manager.pack, model, strict=check_bool("strict", strict))
         self.manager, self.model, self.tokenizer = manager, model, tokenizer
         self.gaps: deque[Gap] = deque(maxlen=_KEPT)
         self.failures: list[Exception] = []  # the first 1,000
@@ -198,9 +198,7 @@ class MonitorRun:
         count), one generated column comes with each forward after it. `loop.sampled` is told of every column that is sampled and says which
         rows are to end; `probemon.by_hand` has a whole loop. Raises `ConfigError`.
         """
-        if not isinstance(from_column, int) or isinstance(from_column, bool) or from_column < 1:
-            raise ConfigError(f"from_column is {from_column!r}: it is the column at which generated tokens begin, so give the prompt's length, 1 or more")
-        return self._watcher.by_hand(from_column)
+        return self._watcher.by_hand(check_count("from_column", from_column, least=1, most=2**31, remedy="it is the column at which generated tokens begin, so give the prompt's length, 1 or more"))
 
     def stop(self) -> None:
         """End every generation that runs at its next token, or the next one if none does; from any thread.
@@ -241,8 +239,8 @@ class MonitorRun:
         if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
             return self._result_of_requests(dict(out) if isinstance(out, Mapping) else {out.request_id: out})
         sequences = getattr(out, "sequences", out)
-        if not isinstance(sequences, Tensor) or sequences.dim() != 2:
-            raise ConfigError(f"out is {type(out).__name__}: give what generate() returned, ids [B, L]")
+        if not isinstance(sequences, Tensor) or sequences.dim() != 2 or sequences.dtype not in (torch.int64, torch.int32) or sequences.device.type == "meta":
+            raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
         recording = find_recording(self._watcher.recordings, ids, sequences, generation=generation, keep_tokens=self._keep_tokens)
         return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_after=recording.host_after)
@@ -292,10 +290,10 @@ class MonitorRun:
             self._failed("loading in the background", failed)
         for error_in_batch in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
             self._failed("continuous batching", error_in_batch if isinstance(error_in_batch, Exception) else RuntimeError(repr(error_in_batch)))
-        if self._rules and error is None and self._watcher.n_documents and not self._watcher.n_generations:
+        if self._rules and error is None and self._watcher.n_documents:
             raise ConfigError(
-                f"{len(self._rules)} rules were set and could never fire: the model ran {self._watcher.n_documents} plain forwards, which are documents, and "
-                "rules are asked of generated tokens. Use model.generate(), or put a loop of your own into `with run.generating(from_column=...)`"
+                f"{len(self._rules)} rules were set and could not fire in {self._watcher.n_documents} documents: plain forwards, from which no generation went on. Rules are asked "
+                "of generated tokens: use model.generate(), put a loop of your own into `with run.generating(from_column=...)`, or read documents in a run without rules"
             )
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]

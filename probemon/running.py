@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -173,13 +174,15 @@ class Waiting:
 
 
 class Inside(threading.local):
-    """By model, how many runs are following the `generate()` that this thread is in."""
+    """By model, how many runs are following the generation that this thread is in, and when the newest of them began."""
 
     def __init__(self) -> None:
         self.models: Counter[int] = Counter()
+        self.begun: dict[int, int] = {}
 
 
 INSIDE = Inside()
+ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
 
 
 class Thread(threading.local):

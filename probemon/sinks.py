@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from probemon.checks import check_count
+from probemon.checks import check_bool, check_count
 from probemon.errors import ConfigError, MissingExtra, SinkFailed
 from probemon.types import COUNTS, PHASES, TokenBatch
 
@@ -115,7 +115,7 @@ class _FileSink(ABC):
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
         self.path = Path(path)
-        self._overwrite = overwrite
+        self._overwrite = check_bool("overwrite", overwrite)
         self._partial: Path | None = None
         self._writer: Any = None
         if not self.path.parent.is_dir():

@@ -11,7 +11,6 @@ drafts were accepted. State is kept per thread, so threads may generate on one m
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from transformers import StoppingCriteriaList
 
 from probemon.align import Call
 from probemon.beams import Beams
-from probemon.by_hand import HandLoop
+from probemon.by_hand import HandLoop, generate_around
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.forwards import Forwards, ScoreTokens
 from probemon.generation import Prompt, read_call
@@ -34,12 +33,11 @@ from probemon.hold import HeldStreamer
 from probemon.host import host_state, is_encoder_decoder
 from probemon.ranks import Ranks
 from probemon.record import Recording
-from probemon.running import INSIDE, Generation, Watched
+from probemon.running import INSIDE, ORDER, Generation, Watched
 from probemon.shadow import shadow
 from probemon.tap import Site
 from probemon.types import Gap
 
-LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
 
 
@@ -57,8 +55,8 @@ class Watcher:
         scores = self.ranks is None or self.ranks.scores
         self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
         self._running: list[Generation] = []
+        self._acts = acts
         self._stop_next = False  # the next generate() is to end at its first token
-        self._attaching_thread = 0
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
@@ -74,13 +72,8 @@ class Watcher:
 
     @property
     def n_documents(self) -> int:
-        """Plain forwards that were taken for documents."""
-        return self._forwards.n_documents
-
-    @property
-    def n_generations(self) -> int:
-        """Of `generate()`, of requests of continuous batching and of loops by hand."""
-        return self._forwards.n_recordings - self._forwards.n_documents
+        """Documents of plain forwards that no generation went on from."""
+        return len(self._forwards.documents)
 
     @property
     def forward_seconds(self) -> deque[float]:
@@ -114,7 +107,6 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
-            self._attaching_thread = threading.get_ident()
             self._forwards.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._forwards, self.model, "generate", self._generate)
@@ -182,6 +174,12 @@ class Watcher:
             yield loop
             self._forwards.ended()
             self._forwards.finish()
+            seen = generation.recording.call.frontier
+            if loop.ids is None and 0 < seen < from_column and self._acts():
+                raise ConfigError(
+                    f"run.generating ended at column {seen}, before from_column={from_column}, and loop.sampled was never called: nothing was said to be "
+                    "generated, so rules and sinks were asked of nothing. from_column is the prompt's length"
+                )
             if loop.ids is not None:
                 self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
@@ -192,6 +190,7 @@ class Watcher:
         """While the block runs, forwards of the calling thread are of this generation."""
         self._forwards.thread.generation = generation
         INSIDE.models[id(self.model)] += 1
+        INSIDE.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
         generation.stop_all |= self._take_stop()
         try:
@@ -218,8 +217,9 @@ class Watcher:
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._forwards.thread.generation
-        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
-        self._forwards.thread.foreign = generation is None
+        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched. Outside of a generate()
+        # somebody prepares the inputs of a loop by hand.
+        self._forwards.thread.foreign = generation is None and not INSIDE.models[id(self.model)] and generate_around(self._forwards.decoder) is not None
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
             generation.prepared = True
@@ -230,9 +230,6 @@ class Watcher:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._forwards.thread.generation
         if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
-            if threading.get_ident() != self._attaching_thread:  # most likely it was running when this run attached
-                LOG.warning("a generate() of another thread began before probemon was attached, and is not watched")
-                return criteria
             raise NotSupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
                 "call model.generate(...) inside the with block"

@@ -152,7 +152,7 @@ def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path)
 
 def test_misuse_of_a_loop_is_named(manager, model):
     more = torch.cat([PROMPT, PROMPT[:, :1]], dim=1)
-    for from_column in (0, -1, 1.5, True, None, "5"):
+    for from_column in (0, -1, 1.5, True, None, "5", 2**70):
         with manager.attach(model) as run, pytest.raises(ConfigError, match="from_column is"):
             run.generating(from_column)
     with pytest.raises(ConfigError, match="inside of the with block"), run.generating(5):
@@ -250,21 +250,119 @@ def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_to
 
 
 def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
+    def silent(event):
+        raise AssertionError(event)
+
     with torch.no_grad():
-        with pytest.raises(ConfigError, match=r"could never fire: the model ran 2 plain forwards"), manager.attach(model) as run:
-            run.on("c0", above=0.0)
+        with pytest.raises(ConfigError, match=r"1 rules were set and could not fire in 2 documents"), manager.attach(model) as run:
+            run.on("c0", above=0.0, action=silent)
             model(PROMPT)
             model(PROMPT + 1)
+        with pytest.raises(ConfigError, match=r"could not fire in 1 documents"), manager.attach(model) as run:
+            run.on("c0", above=0.99999, action=silent)
+            model.generate(PROMPT, max_new_tokens=2, eos_token_id=None, **GREEDY)
+            model(PROMPT)  # what was followed before excuses nothing
         with pytest.raises(ZeroDivisionError), manager.attach(model) as run:
-            run.on("c0", above=0.0)
+            run.on("c0", above=0.0, action=silent)
             model(PROMPT)
             raise ZeroDivisionError
-        with manager.attach(model) as run:  # a prefix that is read before a generation is no reason
-            run.on("c0", above=0.0, action=lambda event: None)
+        with manager.attach(model) as run:  # a prefix that is read before a generation is no reason, copied or not
+            run.on("c0", above=0.99999, action=silent)
             cache = DynamicCache()
-            model(PROMPT[:, :3], past_key_values=cache)
-            model(PROMPT[:, 3:4], past_key_values=DynamicCache())
-            model.generate(PROMPT, past_key_values=cache, max_new_tokens=2, eos_token_id=None, **GREEDY)
+            model(PROMPT[:, :2], past_key_values=cache)
+            model(PROMPT[:, 2:4], past_key_values=cache)
+            for prefix in (copy.deepcopy(cache), cache):
+                model.generate(PROMPT, past_key_values=prefix, max_new_tokens=2, eos_token_id=None, **GREEDY)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager, model, cached):
+    def loop(n=3):
+        ids, state = PROMPT, {"past_key_values": DynamicCache()} if cached else {}
+        for _ in range(n):
+            inputs = model.prepare_inputs_for_generation(ids[:, -1:] if cached and ids.shape[1] > 5 else ids, attention_mask=torch.ones_like(ids), **state)
+            ids = torch.cat([ids, model(**{**inputs, "use_cache": cached}).logits[:, -1:].argmax(-1)], dim=1)
+
+    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+        run.add_sink(MemorySink())
+        loop()
+    with torch.no_grad(), manager.attach(model) as run:
+        loop()
+    assert sum(recording.n_entries for recording in run.recordings) == (7 if cached else 5 + 6 + 7)
+
+
+def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
+    with torch.no_grad():
+        with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+            run.add_sink(MemorySink())
+            ids = PROMPT
+            for _ in range(3):
+                ids = torch.cat([ids, model(ids[:, -5:]).logits[:, -1:].argmax(-1)], dim=1)
+        with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+            run.add_sink(MemorySink())
+            both = [PROMPT, PROMPT + 1]
+            for _ in range(2):
+                both = [torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1) for ids in both]
+
+
+@pytest.mark.parametrize("how", ["by hand", "looked up between"])
+def test_a_run_that_does_not_follow_what_another_follows_is_told(pack, model, how):
+    first, second = DynamicProbeManager(pack).attach(model), DynamicProbeManager(pack).attach(model)
+    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match="another run follows this generation"), first as one:
+        generate = model.generate
+        with second as two:
+            two.on("c0", above=0.0, action="raise")
+            if how == "by hand":
+                decode(one, model, PROMPT, 3)
+            else:
+                generate(PROMPT, max_new_tokens=3, **GREEDY)
+
+
+def test_a_generate_on_the_class_is_refused_in_any_thread(manager, model):
+    raised = []
+
+    def work():
+        try:
+            type(model).generate(model, PROMPT, max_new_tokens=3, **GREEDY)
+        except NotSupportedDecoding as error:
+            raised.append(error)
+
+    with manager.attach(model):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "called on the class" in str(raised[0])
+
+
+def test_a_loop_that_says_nothing_of_what_it_sampled_is_told(manager, model):
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"before from_column=100, and loop\.sampled was never called"), manager.attach(model) as run:
+        run.on("c0", above=0.0)
+        with run.generating(from_column=np.int64(100)):
+            cache = DynamicCache()
+            model(PROMPT, past_key_values=cache)
+            model(PROMPT[:, :1], past_key_values=cache)
+
+
+def test_a_held_streamer_wants_the_prompt_first(manager, model):
+    shown = Shown()
+    with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5) as loop, pytest.raises(ConfigError, match="the prompt first, 5 ids"):
+        held = run.hold(shown)
+        token = model(PROMPT).logits[:, -1:].argmax(-1)
+        loop.sampled(torch.cat([PROMPT, token], dim=1))
+        held.put(token)
+    assert not shown.tokens
+    with manager.attach(model) as run, pytest.raises(ConfigError, match="given nothing"):
+        run.hold(shown).end()
+
+
+def test_part_of_a_document_is_no_output(manager, model):
+    with torch.no_grad(), manager.attach(model) as run:
+        model(PROMPT)
+    with pytest.raises(AlignmentError, match="the ids have 3 columns, 5 were watched"):
+        run.result(PROMPT[:, :3])
+    for bad in (PROMPT.float(), PROMPT.bool(), PROMPT.to("meta")):
+        with pytest.raises(ConfigError, match="out is a tensor"):
+            run.result(bad)
 
 
 def test_a_held_streamer_of_another_head_shows_nothing(manager):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import HIDDEN
+from corpora import make_tokenizer
 
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Ema, RollingMax, RollingMean
 from probemon.arena import PagedArena
 from probemon.bem.config import BemConfig
@@ -23,6 +24,7 @@ from probemon.checks import check_bool, check_count, check_number, check_share, 
 from probemon.compare import compare
 from probemon.delivery import Delivery
 from probemon.documents import read_documents
+from probemon.edit import subset
 from probemon.errors import ConfigError, PackError, ProbemonError
 from probemon.expansion import documents_needed, split
 from probemon.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
@@ -213,3 +215,40 @@ def test_checks_return_the_numbers_of_python():
         with pytest.raises(ConfigError, match=r"^b is .*: give True or False$"):
             check_bool("b", wrong)
     assert shown("x" * 99) == "'" + "x" * 59 + "..." and shown(10**5000) == "a number of thousands of digits"
+
+
+@pytest.mark.parametrize("bad", ["no", "true", 0, 1, None, 1.0, []], ids=repr)
+def test_what_is_no_bool_is_none_wherever_something_would_be_lost(bad, pack, model, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    for call in (
+        lambda: ProbePack.open(pack.directory, verify=bad),
+        lambda: subset(pack, tmp_path / "kept", ["c0"], overwrite=bad),
+        lambda: JsonLinesSink(tmp_path / "kept", overwrite=bad),
+        lambda: DynamicProbeManager(pack).attach(model, strict=bad),
+        lambda: analyze(DynamicProbeManager(pack), model, make_tokenizer(), ["ab"], tmp_path / "out", resume=bad),
+        lambda: analyze(DynamicProbeManager(pack), model, make_tokenizer(), ["ab"], tmp_path / "out", keep_text=bad),
+    ):
+        with pytest.raises(ConfigError, match="give True or False"):
+            call()
+    assert (tmp_path / "kept").read_text() == "kept" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bad", [None, 3, b"pack", ["pack"], object()], ids=lambda value: type(value).__name__)
+def test_what_is_no_path_is_named(bad, pack):
+    for call in (lambda: ProbePack.open(bad), lambda: subset(pack, bad, ["c0"])):
+        with pytest.raises(ConfigError, match="path is"):
+            call()
+
+
+def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
+    with DynamicProbeManager(pack).attach(model) as run, torch.no_grad():
+        ids = torch.tensor([[1, 5, 9]])
+        model(ids)
+    result = run.result(ids)
+    for call, name in (
+        (lambda row: result.aggregate("c0", "mean", row, phase=None), "row"), (lambda row: result.top(3, row), "row"), (lambda index: result.leading(index), "index"),
+        (lambda k: result.leading(0, k), "k"), (lambda probe: pack.path(probe), "probe"),
+    ):  # fmt: skip
+        for bad in (-1, 10**30, math.nan, 1.5, True, "0", None, *([99] if name != "k" else [])):
+            with pytest.raises(ConfigError, match=name):
+                call(bad)

@@ -161,3 +161,23 @@ def test_all_agree_on_extreme_packs_and_what_is_seen_is_right(tmp_path, dtype, h
                 assert np.abs(document.active_scores(t) - exact[t, document.active(t)]).max(initial=0) < 2e-3, (name, t)
                 n_seen, n_unseen = n_seen + (document.coverage.unseen[t] == ""), n_unseen + (document.coverage.unseen[t] == NO_SCORE)
     assert n_seen > 50 and (n_unseen > 5 or hidden or dtype == torch.float16), (n_seen, n_unseen)
+
+
+@pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
+@pytest.mark.parametrize(
+    ("impl", "dtype", "large"),
+    [(impl, torch.bfloat16, 3.4e38) for impl in ("reference", "cpu", "numba")] + [(impl, torch.float16, 7e4) for impl in ("reference", "cpu")],
+)
+@pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2])
+def test_limits_beyond_fp32_are_limits(scale, impl, dtype, large, strategy, tmp_path):
+    """Weights so small that their limit is no fp32 number: what overflowed when it was rounded is unseen all the same."""
+    pack = ProbePack.write(
+        tmp_path / "pack", name="small", score_rule="independent", licence="CC0-1.0", card="Random.", host={}, alert_threshold=torch.tensor([0.9]),
+        concepts=[{"id": "a", "name": "a", "parents": []}], inputs=[{"site": "resid_post.0", "norm": "none"}],
+        weights={"w1": torch.full((1, 1, 64), scale).to(dtype), "b1": torch.full((1, 1), -3.0)},
+    )  # fmt: skip
+    hidden = torch.zeros(2, 64)
+    hidden[0, 0], hidden[0, 1:8] = large, -large / 4  # finite, but not once rounded
+    scores = DynamicProbeManager(pack, impl=impl, strategy=strategy).score_tokens(hidden)
+    assert "not once normalised and rounded" in scores.coverage.unseen[0] and scores.coverage.unseen[1] == ""
+    assert not len(scores.fired(0)) and not len(scores.active(0))

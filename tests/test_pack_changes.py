@@ -477,3 +477,22 @@ def test_subset_of_a_pack_in_memory_needs_no_file(two, tmp_path):
     shutil.rmtree(folder)
     made = subset(pack, tmp_path / "part", ["c5"])
     assert {concept["id"] for concept in made.concepts} >= {"c5", "c2"}
+
+
+def test_a_large_pack_that_is_overwritten_with_its_times_kept_and_other_permissions_is_told(two, tmp_path):
+    """As `cp -p` does from an archive in which every file has one time: size and time are the same, the permissions are not."""
+    first, second = (aged(folder, tmp_path / f"pack {i}") for i, folder in enumerate(two))
+    with size_in_memory(0):
+        pack = ProbePack.open(first)
+        manager, hidden = DynamicProbeManager(pack), torch.randn(3, pack.architecture.hidden_size)
+        before = manager.score_tokens(hidden)
+        os.chmod(first / PROBES, 0o600)  # alone it says nothing of what is in the file
+        assert np.array_equal(manager.score_tokens(hidden).values, before.values)
+        data, times = (second / PROBES).read_bytes(), os.stat(first / PROBES)
+        assert len(data) == times.st_size
+        with open(first / PROBES, "r+b") as file:
+            file.write(data)
+        os.utime(first / PROBES, ns=(times.st_atime_ns, times.st_mtime_ns))
+        os.chmod(first / PROBES, 0o640)
+        with pytest.raises(PackChanged):
+            manager.score_tokens(hidden)

@@ -489,3 +489,16 @@ def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeyp
             if extra
             else out.count("warning:") == 1
         )
+
+
+def test_concepts_that_the_hierarchy_lists_without_edges_are_named(tmp_path):
+    """Roots without children, as `{"Name:0": []}`: they are in the hierarchy, so it is that of the probes."""
+    from probemon.importers.hatcat import KINDS
+    from probemon.importers.hatcat_tree import node_of, read_graph
+    from probemon.importers.report import Notes
+    from probemon.importers.weights import Folder
+
+    keys = [f"Root{i}:0" for i in range(9)]
+    (tmp_path / "hierarchy.json").write_text(json.dumps({"parent_to_children": {**{key: [] for key in keys}, "Root0:0": ["Child:1"]}, "child_to_parent": {"Child:1": "Root0:0"}}))
+    graph = read_graph(Folder(tmp_path), Notes(KINDS))
+    assert set(graph.parents) == {node_of(key) for key in [*keys, "Child:1"]}

@@ -196,7 +196,9 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
     downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
     if not isinstance(downward, dict) or not isinstance(upward, dict):
         raise ImportRefused(f"{path}: parent_to_children and child_to_parent are objects of \"Name:level\"")
-    for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts"))]:
+    # A key that lists nothing is a concept all the same: a root without children, say.
+    without_edges = [key for edges in (downward, upward) for key, others in edges.items() if not _list(others)]
+    for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts")), *without_edges]:
         if (node := node_of(key)) is None:
             notes.add("malformed", f"{key!r:.80}")
         else:

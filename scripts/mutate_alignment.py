@@ -107,7 +107,7 @@ MUTATIONS = [
     ("watcher.py", " and generate_around(self._forwards.decoder) is not None", "", "a loop that prepares its inputs is not seen"),
     ("run.py", "if self._rules and error is None and self._watcher.n_documents:", "if False:", "rules that could never fire are not told"),
     ("by_hand.py", "self._ended = self._sampled(generation, ids, self._ended, True)", "self._ended = self._sampled(generation, ids, self._ended, False)", "rows that end in a loop by hand are fed on"),
-    ("by_hand.py", "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n", "", "a loop by hand on a recurrent state loses its place"),
+    ("by_hand.py", "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n", "", "a loop by hand may run other tokens than it sampled"),
     ("copied_caches.py", " or not torch.equal(one, two)", "", "any cache is taken for a copy of any other"),
     ("record.py", "    if len(agreeing) == 1:\n", "    if agreeing:\n", "a copy of an output is of the first generation that has its ids"),
     ("record.py", "np.argwhere(self.ids != sequences)[:1]", "np.argwhere(self.ids != sequences)[:0]", "the last token of an output is not compared"),

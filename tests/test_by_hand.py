@@ -181,6 +181,11 @@ def test_misuse_of_a_loop_is_named(manager, model):
                 loop.sampled(torch.cat([more, more[:, :1]], 1))
         with pytest.raises(ConfigError, match="in the thread that opened it"):
             loop.sampled(more)
+        with run.generating(5) as loop, pytest.raises(AlignmentError, match="not the sequence's tokens at their own places"):
+            cache = DynamicCache()
+            model(PROMPT, past_key_values=cache)
+            loop.sampled(more)
+            model(more[:, -1:] + 1, past_key_values=cache)  # another token than was sampled
         with run.generating(5) as loop:
             model(PROMPT)
             loop.sampled(more)

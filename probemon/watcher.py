@@ -11,6 +11,7 @@ drafts were accepted. State is kept per thread, so threads may generate on one m
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ from probemon.shadow import shadow
 from probemon.tap import Site
 from probemon.types import Gap
 
+LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
 
 
@@ -56,6 +58,7 @@ class Watcher:
         self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
         self._running: list[Generation] = []
         self._acts = acts
+        self._attaching_thread = 0
         self._stop_next = False  # the next generate() is to end at its first token
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -107,6 +110,7 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
+            self._attaching_thread = threading.get_ident()
             self._forwards.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._forwards, self.model, "generate", self._generate)
@@ -230,6 +234,9 @@ class Watcher:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._forwards.thread.generation
         if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+            if threading.get_ident() != self._attaching_thread and not self._acts():  # it may have been running when this run attached
+                LOG.warning("a generate() of another thread began before probemon was attached, was looked up before, or called on the class: it is not watched")
+                return criteria
             raise NotSupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
                 "call model.generate(...) inside the with block"

@@ -323,7 +323,7 @@ def test_a_run_that_does_not_follow_what_another_follows_is_told(pack, model, ho
                 generate(PROMPT, max_new_tokens=3, **GREEDY)
 
 
-def test_a_generate_on_the_class_is_refused_in_any_thread(manager, model):
+def test_a_generate_on_the_class_is_refused_in_any_thread_where_something_waits_for_it(manager, model):
     raised = []
 
     def work():
@@ -332,7 +332,8 @@ def test_a_generate_on_the_class_is_refused_in_any_thread(manager, model):
         except NotSupportedDecoding as error:
             raised.append(error)
 
-    with manager.attach(model):
+    with manager.attach(model) as run:
+        run.on("c0", above=0.0)
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()

@@ -404,4 +404,5 @@ def _goes_on(ids: Ints, before: Ints) -> bool:
         return False
     if ids.shape[1] == before.shape[1] + 1:
         return np.array_equal(ids[:, :-1], before)
-    return ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])
+    moved_on = ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])
+    return moved_on and not np.array_equal(ids, before)  # a document of one token repeated, read twice

@@ -298,6 +298,11 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
 
 def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
     with torch.no_grad():
+        with manager.attach(model) as run:  # documents, of which one is read twice
+            run.add_sink(memory := MemorySink())
+            for ids in (torch.full((1, 5), 9), torch.full((1, 5), 9), PROMPT, PROMPT + 1):
+                model(ids)
+        assert len(memory.batches) == 4
         with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
             run.add_sink(MemorySink())
             ids = PROMPT

@@ -25,9 +25,8 @@ from probemon.audit import sample
 from probemon.documents import Document
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.fit import check_host
-from probemon.group import PackGroup
 from probemon.hierarchy import Ints, Mask
-from probemon.host import compiled_parts, find_layers, is_encoder_decoder, text_config, unwrap
+from probemon.host import compiled_parts, find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
 from probemon.tap import Tap, check_states, ran_again
 from probemon.types import Scores
 from probemon.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
@@ -117,8 +116,7 @@ class CorpusScorer:
         self.host = host
         self._decoder, _ = find_layers(host)
         self._may_stop = may_be_left(host)
-        pack = manager.pack
-        self._width = pack.hidden_size if isinstance(pack, PackGroup) else pack.architecture.hidden_size
+        self._width = hidden_size(host)  # the pack's, as check_host has seen
         self._known = False  # that a forward shows each site once
         self._seen: dict[str, list[Tensor]] = {}
         self._stop = False

@@ -274,8 +274,7 @@ class Engine:
         rows, probes = np.nonzero(step.active)
         without = np.zeros(n, dtype=bool)
         without[rows[self._beyond(largest, n, rows, probes)]] = True
-        unseen = np.where((unseen == SEEN) & without, NO_SCORE, unseen)
-        return unseen
+        return np.where((unseen == SEEN) & without, NO_SCORE, unseen)
 
     def _foresee(self, plan: CascadePlan, ptr: Ints, probes: Any, values: Floats) -> None:
         """Have the children fetched of the last state's probes that nearly opened."""

@@ -174,28 +174,24 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
     assert all(torch.equal(a, b) for a, b in zip(states(), kept, strict=True))
 
 
+def draws():
+    return [
+        torch.rand(4),
+        torch.randn(4),
+        torch.randint(9, (4,)),
+        torch.randperm(9),
+        torch.empty(4).normal_(),
+        torch.empty(4).uniform_(),
+        torch.bernoulli(torch.full((4,), 0.5)),
+    ]
+
+
 def test_every_draw_of_a_twin_is_its_own():
     before = torch.random.get_rng_state()
     with OwnRandomness(3):
-        first = [
-            torch.rand(4),
-            torch.randn(4),
-            torch.randint(9, (4,)),
-            torch.randperm(9),
-            torch.empty(4).normal_(),
-            torch.empty(4).uniform_(),
-            torch.bernoulli(torch.full((4,), 0.5)),
-        ]
+        first = draws()
     with OwnRandomness(3):
-        second = [
-            torch.rand(4),
-            torch.randn(4),
-            torch.randint(9, (4,)),
-            torch.randperm(9),
-            torch.empty(4).normal_(),
-            torch.empty(4).uniform_(),
-            torch.bernoulli(torch.full((4,), 0.5)),
-        ]
+        second = draws()
     assert torch.equal(torch.random.get_rng_state(), before) and all(map(torch.equal, first, second))
     assert not torch.equal(first[0], torch.rand(4))
 

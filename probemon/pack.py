@@ -498,7 +498,7 @@ def _largest(weights: Tensor) -> np.ndarray:
         return np.full(len(weights), 128.0)  # the most there can be, without looking
     flat = weights.reshape(len(weights), -1)
     # Two readings take half as long as a copy of absolute values does: this is done before a probe is first used.
-    return torch.maximum(flat.amax(dim=1), -flat.amin(dim=1)).to(torch.float64).numpy()
+    return torch.maximum(flat.amax(dim=1), -flat.amin(dim=1)).abs().to(torch.float64).numpy()  # abs: minus zero is zero
 
 
 def _opened_again(kind: type[ProbePack], directory: str, name: str, manifest: dict[str, Any]) -> ProbePack:

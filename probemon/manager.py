@@ -267,7 +267,7 @@ class DynamicProbeManager:
             if not isinstance(hidden[site], Tensor):
                 raise ConfigError(f"hidden at {site} is {type(hidden[site]).__name__}: give a tensor [N, {self._hidden_size}]")
             check_states(hidden[site], self._hidden_size, f"hidden at {site}")
-            lengths[site] = len(hidden[site])
+            lengths[site] = hidden[site].shape[0]
         if len(set(lengths.values())) != 1:
             raise ConfigError(f"hidden states of the sites have different lengths {lengths}: give as many at each")
         return {site: hidden[site].detach() for site in self.pack.sites}

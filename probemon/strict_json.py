@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
@@ -22,10 +23,15 @@ def loads(text: str, *, constant: Callable[[str], Any] | None = None, halves: bo
 
     Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`.
     """
-    found = json.loads(text, object_pairs_hook=_once, parse_constant=constant)
+    found = _decoder(constant).decode(text)
     if not halves and "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
         json.dumps(found, ensure_ascii=False).encode()
     return found
+
+
+@cache
+def _decoder(constant: Callable[[str], Any] | None) -> json.JSONDecoder:  # one for all lines: making one takes as long as reading a line
+    return json.JSONDecoder(object_pairs_hook=_once, parse_constant=constant)
 
 
 def no_constant(name: str) -> Any:

@@ -490,7 +490,7 @@ class CompiledNet:
         shape, width = (n_states, len(input_of)), self.bits[9]
         check_states(hidden, width)
         n_slots = len(self.bits[0]) // (width * self.bits[10])
-        if len(hidden) < n_inputs * n_states or shape[1] > n_slots or (retained is not None and retained.shape != shape):
+        if hidden.shape[0] < n_inputs * n_states or shape[1] > n_slots or (retained is not None and retained.shape != shape):
             raise ConfigError(
                 f"{len(hidden)} prepared states for {n_states} states and {n_inputs} inputs, weights of {n_slots} probes for {shape[1]}, "
                 f"retained sets {None if retained is None else retained.shape}: give N states for each input, and retained sets {list(shape)}"

@@ -35,6 +35,8 @@ from probemon.twin import VOCABULARY, OwnRandomness, shrunken, twin, window_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
 BAR = 1e-2  # of the largest logit: rounding stays below 3e-3, a state that is lost or another row's is above 5e-2
+PADDING_AFTER = "padding after"
+LENGTHS_MATTER = ("longrope", "dynamic")  # one long row changes how positions are told apart in all rows
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
 
@@ -187,6 +189,14 @@ class Abilities:
         elif mask == "padded":
             self._check([f"whole{more}"], length)
 
+    def takes_padding(self, length: int = 0) -> bool:
+        """Whether padding after a row, under a mask, is known to change none of its states; rows may be up to `length` long."""
+        if any(kind in LENGTHS_MATTER for kind in _rope_types(self._model.config.to_dict())):
+            return False
+        tried = _tried(self._model, length)
+        apart = None if tried is None else tried.apart(PADDING_AFTER)
+        return apart is not None and apart <= BAR
+
     def _check(self, ways: Sequence[str], length: int) -> None:
         tried = _tried(self._model, length)
         name = type(self._model).__name__
@@ -306,7 +316,18 @@ def _far(given: Tensor, truth: Tensor) -> float:
     return float((given.float() - truth.float()).abs().max() / truth.float().abs().max().clamp_min(1e-9))
 
 
+def _rope_types(config: Any) -> Iterator[str]:
+    """The kinds of rotary positions that a configuration, as a dict, names anywhere."""
+    for name, value in config.items():
+        if name in ("rope_type", "type") and isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from _rope_types(value)
+
+
 def _try(model: Any, way: str) -> float:
+    if way == PADDING_AFTER:
+        return _try_padding_after(model)
     if way.startswith(("forward", "pieces", "whole")):
         return _try_forwards(model, way)
     return _try_generate(model, way)
@@ -409,6 +430,17 @@ def _try_forwards(model: Any, way: str) -> float:
                 answers.append(_logits(made)[0][n_padding if not at else 0 :])
         at += size
     return _far(torch.cat(answers), _truth(model, rows[0]))
+
+
+def _try_padding_after(model: Any) -> float:
+    """A row beside a longer one, both beyond a short window, against the same row alone."""
+    short, long = torch.tensor([ROWS[0] * 2]), torch.tensor([ROWS[1] * 3])
+    ids = torch.cat([torch.nn.functional.pad(short, (0, long.shape[1] - short.shape[1])), long])
+    mask = torch.ones_like(ids)
+    mask[0, short.shape[1] :] = 0
+    decoder, _ = find_layers(model)
+    alone, beside = (_logits(decoder(input_ids=x, attention_mask=y, use_cache=False)) for x, y in ((short, torch.ones_like(short)), (ids, mask)))
+    return _far(beside[0, : short.shape[1]], alone[0])
 
 
 def _shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:

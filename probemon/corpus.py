@@ -21,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.abilities import Abilities
+from probemon.adapters import needs_its_wrapper, rehearsal
 from probemon.audit import sample
 from probemon.documents import Document
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.fit import check_host
 from probemon.hierarchy import Ints, Mask
-from probemon.host import compiled_parts, find_layers, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.host import compiled_parts, find_layers, hidden_size, is_encoder_decoder, longest_input, unwrap
 from probemon.tap import Tap, check_states, ran_again
 from probemon.types import Scores
 from probemon.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
@@ -112,10 +114,14 @@ class CorpusScorer:
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
         self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
-        self.window = reading.window_for(type(host).__name__, getattr(text_config(host), "max_position_embeddings", None))
-        self.host = host
-        self._decoder, _ = find_layers(host)
-        self._may_stop = may_be_left(host)
+        self.window = reading.window_for(type(host).__name__, longest_input(host))
+        self.model, self.host = model, host
+        # Where padding gets into a row, or its length into others, only rows of one length share a batch.
+        self._padded = Abilities(host).takes_padding(self.window.n_tokens)
+        wrapped = needs_its_wrapper(model, host)
+        self._runs = model if wrapped else find_layers(host)[0]
+        self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
+        self._rehearses = rehearsal(host)
         self._width = hidden_size(host)  # the pack's, as check_host has seen
         self._known = False  # that a forward shows each site once
         self._seen: dict[str, list[Tensor]] = {}
@@ -181,7 +187,7 @@ class CorpusScorer:
                 documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
             tokens.append(found)
             pieces += [] if found is None else cut(found, place, self.window)
-        grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows)
+        grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded)
         return _Planned(shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None))
 
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
@@ -200,7 +206,7 @@ class CorpusScorer:
             found = tokens[piece.place]
             assert found is not None
             ids[row, : piece.n_prefix], ids[row, piece.n_prefix : len(piece)] = found.prefix, found.ids[piece.begin : piece.stop]
-            mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it
+            mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it: see _padded
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
         ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
@@ -213,7 +219,7 @@ class CorpusScorer:
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
             with suppress(_Read):
-                self._decoder(input_ids=ids, attention_mask=mask, use_cache=False)
+                self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
             seen, self._seen = self._seen, {}
             for site, hidden in seen.items():
                 if len(hidden) != 1:
@@ -223,7 +229,7 @@ class CorpusScorer:
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
-        if site in self._seen:  # else a forward of somebody else's, between two batches
+        if site in self._seen and not self._rehearses():  # else a forward of somebody else's, between two batches
             self._seen[site].append(hidden)
             if self._stop and all(self._seen.values()):
                 raise _Read

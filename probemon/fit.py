@@ -9,8 +9,9 @@ import warnings
 from typing import Any
 
 from probemon.errors import HostMismatch
+from probemon.fingerprint import fingerprint
 from probemon.group import AnyPack, PackGroup
-from probemon.host import find_layers, fingerprint, hidden_size, host_state
+from probemon.host import find_layers, hidden_size, host_state
 from probemon.pack import ProbePack
 
 

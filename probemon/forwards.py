@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from probemon.abilities import Abilities
+from probemon.adapters import rehearsal
 from probemon.align import Call, Forward, Ints, Placed
 from probemon.batching import Batches
 from probemon.by_hand import generate_around
 from probemon.copied_caches import same_columns
 from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
 from probemon.graphs import Bracket
-from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state, rehearsal
+from probemon.host import compiled_parts, find_layers, forget_compiled, hidden_size, host_state
 from probemon.reading import read_forward
 from probemon.record import GAP, Recording
 from probemon.running import INSIDE, ORDER, Generation, States, Thread, Waiting

@@ -1,29 +1,25 @@
-"""What probemon needs to know about a host model: its decoder, its layers, its fingerprint.
+"""What probemon needs to know about a host model: its decoder, its layers, its state.
 
     model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
     decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
-    fingerprint(model)                         # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load
     host_state(model)                          # adapters, quantisation, devices: what changes scores without changing the model
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from probemon.adapters import OWN_NAME, own_of
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.types import HostState
 
 SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
-_SAMPLES = 16
 
 
 def text_config(model: Any) -> Any:
@@ -39,6 +35,17 @@ def text_config(model: Any) -> Any:
 def hidden_size(model: Any) -> int:
     """Width D of the residual stream."""
     return int(text_config(model).hidden_size)
+
+
+def longest_input(model: Any) -> int | None:
+    """The most tokens of one input that the host has positions for; None where there is no limit."""
+    n_positions = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(n_positions, int) or n_positions <= 0:
+        return None
+    for name, module in model.named_modules():  # RoBERTa and its kin begin to count after the position of padding
+        if "position" in name.rsplit(".", 1)[-1] and len(getattr(module, "weight", ())) == n_positions and getattr(module, "padding_idx", None) is not None:
+            return n_positions - int(module.padding_idx) - 1
+    return n_positions
 
 
 def unwrap(model: Any) -> Any:
@@ -109,65 +116,6 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
     raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}")
 
 
-def xlora_of(model: Any) -> tuple[Any, Any] | None:
-    """PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
-    for module in model.modules():
-        mixer: Any = getattr(vars(module).get("forward"), "__self__", None)  # X-LoRA takes the place of a layer's forward
-        if hasattr(getattr(mixer, "model", None), "internal_xlora_classifier"):
-            return mixer.model, module
-    return None
-
-
-def rehearsal(model: Any) -> Callable[[], bool]:
-    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those tokens are run again."""
-    found = xlora_of(model)
-    if found is None:
-        return lambda: False
-    xlora, layer = found
-    return lambda: bool(layer.disable_adapters) and not xlora.disabled
-
-
-def fingerprint(model: Any) -> str:
-    """A name for the host's weights: sha256 over 16 spread samples of every decoder parameter, as bf16.
-
-    Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint; adapters do
-    not count. Milliseconds, not seconds: it tells one checkpoint from another, it does not prove integrity.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    digest = hashlib.sha256()
-    for name, shape, sample in sorted(_samples(decoder), key=lambda entry: entry[0]):
-        digest.update(f"{name}:{shape}:".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return f"bf16-samples:{digest.hexdigest()[:32]}"
-
-
-def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    for prefix, module in decoder.named_modules():
-        if any(part.startswith("lora_") for part in prefix.split(".")):
-            continue
-        with _in_memory(module):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name.startswith("lora_"):
-                    continue
-                whole = parameter.detach()
-                if not hasattr(whole, "__tensor_flatten__"):
-                    flat = whole.reshape(-1)
-                else:  # a quantised or sharded tensor of a class of its own has few operations
-                    flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
-                sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
-                full = f"{prefix}.{name}".replace("._orig_mod.", ".").lstrip(".").replace(".base_layer.", ".")
-                yield full, tuple(parameter.shape), sample
-
-
-def _in_memory(module: nn.Module) -> Any:
-    """For the time of the block, parameters that accelerate keeps elsewhere are here."""
-    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module, execution_device="cpu")
-
-
 def host_state(model: Any) -> HostState:
     """What changes a host's hidden states without its being another model, as it is now."""
     adapters: set[str] = set()
@@ -185,6 +133,7 @@ def host_state(model: Any) -> HostState:
             disabled |= bool(module.disable_adapters)
             for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
                 by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
+    own = (OWN_NAME,) if own_of(model) is not None else ()
     parameters = list(model.parameters())
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
     kinds = {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
@@ -192,7 +141,7 @@ def host_state(model: Any) -> HostState:
     if quantiser is not None:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
     return HostState(
-        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=by_row or (tuple(sorted(adapters)) if not disabled else ()),
+        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
         adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
         devices=tuple(sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})),
         n_ranks=int(getattr(model, "tp_size", None) or 1),

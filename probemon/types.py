@@ -350,7 +350,7 @@ class Scores:
 class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
-    `adapters`: PEFT's, active (by row, where each has its own); `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
+    `adapters`: PEFT's, active (by row, where each has its own), and "bem" for one of `probemon.bem`; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
     `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 

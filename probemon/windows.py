@@ -78,7 +78,7 @@ class Reading:
     def window_for(self, name: str, longest: int | None) -> Window:
         """The window for a host of a name that takes so many tokens. Raises `ConfigError` where that is less than was asked for."""
         if self.window is None:
-            n_tokens = min(1024, longest or 1024)
+            n_tokens = min(1024, 1024 if longest is None else longest)
             return Window(n_tokens, n_tokens // 8)
         if longest is not None and self.window.n_tokens > longest:
             raise ConfigError(f"windows of {self.window.n_tokens} tokens: {name} takes at most {longest}")
@@ -165,12 +165,15 @@ def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
     return pieces
 
 
-def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int) -> list[list[Piece]]:
-    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is longer stands alone."""
+def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
+    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is longer stands alone.
+
+    `padded`: whether pieces of different lengths may share a batch.
+    """
     found: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
-        if not found or len(found[-1]) == max_rows or (len(found[-1]) + 1) * longest > max_tokens:
+        if not found or len(found[-1]) == max_rows or (len(found[-1]) + 1) * longest > max_tokens or not (padded or len(piece) == longest):
             found.append([])
             longest = len(piece)
         found[-1].append(piece)

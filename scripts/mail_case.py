@@ -31,7 +31,7 @@ from probemon.bundled import MODEL_ID, load_bundled
 from probemon.calibrate import calibrate_alerts
 from probemon.corpus import CorpusScorer
 from probemon.documents import read_documents
-from probemon.host import fingerprint
+from probemon.fingerprint import fingerprint
 from probemon.intervals import clopper_pearson
 from probemon.packfile import write_text_atomically
 from probemon.windows import Reading, shards

@@ -28,7 +28,7 @@ from probemon.corpus import CorpusScorer
 from probemon.documents import read_documents
 from probemon.errors import CalibrationError
 from probemon.expansion import Reach, calibrate_expansion
-from probemon.host import fingerprint
+from probemon.fingerprint import fingerprint
 from probemon.intervals import mean_interval
 from probemon.packfile import write_text_atomically
 from probemon.types import Scores

@@ -24,7 +24,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.host import fingerprint
+from probemon.fingerprint import fingerprint
 from probemon.packfile import write_text_atomically
 from probemon.sinks import JsonLinesSink
 from provenance import commit, machine

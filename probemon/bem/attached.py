@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from probemon.adapters import OWN
 from probemon.bem.config import BemConfig
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks, choose_impl
@@ -46,9 +47,6 @@ from probemon.shadow import shadow
 LOG = logging.getLogger("probemon")
 
 _ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
-
-# Decoders: two adapters would both believe that the states they read are the host's own.
-_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
@@ -171,7 +169,7 @@ class Bem(nn.Module):
         host, decoder, layers = self._host
         if self.open:
             return self
-        if decoder in _ATTACHED:
+        if decoder in OWN:  # two adapters would both believe that the states they read are the host's own
             raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
         if torch._dynamo.config.skip_nnmodule_hook_guards:  # then it would run a graph again that was made without our hooks
             torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -184,8 +182,8 @@ class Bem(nn.Module):
             owner.open = True
             stack.callback(setattr, owner, "open", False)
             stack.callback(self._states.clear)
-            _ATTACHED.add(decoder)
-            stack.callback(_ATTACHED.discard, decoder)
+            OWN[decoder] = weakref.ref(self)
+            stack.callback(OWN.pop, decoder, None)
             hook = self._hook
             stack.callback(decoder.register_forward_hook(hook(self._after)).remove)
             for site in self.sites:
@@ -230,6 +228,10 @@ class Bem(nn.Module):
         raise NotSupportedHost("an adapter, and a model that it is on, cannot be copied, pickled or saved whole: use save_pretrained, or detach first")
 
     # -- kept ------------------------------------------------------------------------------------
+
+    def told(self) -> dict[str, Any]:
+        """What the host's states depend on beside its tensors, as JSON takes it."""
+        return {"config": asdict(self.config), "fallback": repr(self.fallback)}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all. Raises `BemError` for a

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
 from probemon.errors import BemFileError, ConfigError, HostMismatch
-from probemon.host import find_layers, fingerprint, hidden_size
+from probemon.fingerprint import fingerprint
+from probemon.host import find_layers, hidden_size
 from probemon.packfile import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from probemon.adapters import xlora_of
 from probemon.bem.config import CHUNK_KINDS
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.host import find_layers, xlora_of
+from probemon.host import find_layers
 from probemon.tap import Site
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
 

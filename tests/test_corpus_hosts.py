@@ -1,0 +1,191 @@
+"""A corpus is scored as the model that was given runs: under its adapters, whatever a document is batched with, and as one analysis of one host."""
+
+import peft
+import pytest
+import torch
+from conftest import HIDDEN, make_model, make_pack
+from corpora import LETTERS, make_tokenizer, random_texts
+from transformers import (
+    ConvBertConfig,
+    ConvBertForMaskedLM,
+    DogeConfig,
+    DogeForCausalLM,
+    FNetConfig,
+    FNetForMaskedLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from probemon import DynamicProbeManager
+from probemon.abilities import Abilities
+from probemon.bem import BemConfig, attach_bem
+from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
+from probemon.host import longest_input
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*adapters.*are active:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*weights are others:UserWarning"),
+]
+
+TEXT, LONG = "quick brown", "the whale sang under the ship and sank it."
+TARGETS = ["q_proj", "v_proj"]
+
+
+def ids_of(text):
+    return [1, *(LETTERS.index(letter) + 4 for letter in text)]
+
+
+def loud(model, part, seed=3):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.normal_(std=0.6)
+    return model.eval()
+
+
+def lora(seed=3, **settings):
+    return loud(peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **settings)), "lora_", seed)
+
+
+def xlora(folder):
+    folders = {}
+    for name in "01":
+        torch.manual_seed(int(name))
+        one = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False))
+        one.save_pretrained(folder / name)
+        folders[name] = str(folder / name)
+    base = make_model()
+    base.config.use_cache = False
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=HIDDEN, xlora_depth=1, adapters=folders)
+    return loud(peft.get_peft_model(base, config), "internal_xlora_classifier")
+
+
+KINDS = {
+    "bare": lambda folder: make_model(),
+    "lora": lambda folder: lora(),
+    "activated lora": lambda folder: lora(alora_invocation_tokens=ids_of(LONG)[5:8]),
+    "ia3": lambda folder: loud(peft.get_peft_model(make_model(), peft.IA3Config(target_modules=TARGETS, feedforward_modules=[], task_type="CAUSAL_LM")), "ia3_"),
+    "road": lambda folder: loud(peft.get_peft_model(make_model(), peft.RoadConfig(target_modules=TARGETS, group_size=4, task_type="CAUSAL_LM")), "road_"),
+    "xlora": xlora,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
+    """Against `output_hidden_states` of that very model, one document at a time; several lengths share its batches."""
+    model, manager = KINDS[kind](tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent"), load_threshold=0.0, keep_top_k=0)
+    texts = [LONG, TEXT, LONG[4:], LONG[::-1]]
+    analysis = manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", floor=0.0)
+    for at, text in enumerate(texts):
+        ids = torch.tensor([ids_of(text)])
+        with torch.no_grad():
+            truth = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states[2][0, 1:]
+        expected = manager.score_all(truth)
+        rows = analysis.scores(document=at).to_pylist()
+        number = {concept["id"]: i for i, concept in enumerate(manager.pack.concepts)}
+        assert len(rows) == expected.numel()
+        assert max(abs(row["score"] - float(expected[row["position"], number[row["concept"]]])) for row in rows) < 2e-5
+
+
+def test_xlora_without_what_decides_is_refused(tmp_path):
+    model, manager = xlora(tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+    with pytest.raises(NotSupportedHost, match="PeftModel"):
+        manager.analyze(model.base_model.model if hasattr(model.base_model, "model") else model.get_base_model(), make_tokenizer(), [TEXT], out=tmp_path / "out")
+
+
+SMALL = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, max_position_embeddings=128, pad_token_id=0, initializer_range=0.5)
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": 24}
+PADDED_IN = {
+    "fnet": lambda: FNetForMaskedLM(FNetConfig(**SMALL)),
+    "convbert": lambda: ConvBertForMaskedLM(ConvBertConfig(**SMALL, num_attention_heads=2, embedding_size=16)),
+    "doge": lambda: DogeForCausalLM(DogeConfig(**SMALL, num_attention_heads=2, keep_window_size=8)),
+    "longrope": lambda: Phi3ForCausalLM(Phi3Config(**SMALL, num_attention_heads=2, num_key_value_heads=2, original_max_position_embeddings=24, rope_parameters=LONGROPE)),
+}
+
+
+@pytest.mark.parametrize("kind", PADDED_IN)
+def test_what_a_document_is_batched_with_changes_nothing(kind, tmp_path):
+    torch.manual_seed(0)
+    model = PADDED_IN[kind]().eval()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, rule="independent"), load_threshold=0.0, keep_top_k=0)
+
+    def scores(name, texts):
+        rows = manager.analyze(model, make_tokenizer(), texts, out=tmp_path / name, floor=0.0).scores(document=0).to_pylist()
+        return torch.tensor([row["score"] for row in rows])
+
+    alone, beside = scores("alone", [TEXT]), scores("beside", [TEXT, LONG, TEXT[::-1]])
+    assert len(alone) == len(beside) > 0
+    assert (alone - beside).abs().max() < 2e-5
+
+
+def test_hosts_that_leave_padding_out_have_it_in_their_batches():
+    assert Abilities(make_model()).takes_padding(1024)
+
+
+def test_windows_are_as_long_as_the_positions_that_a_host_has(tmp_path):
+    """RoBERTa has none for the numbers up to that of its padding; XLNet says -1 for no limit."""
+    model = RobertaForMaskedLM(RobertaConfig(**{**SMALL, "max_position_embeddings": 34, "pad_token_id": 1}, num_attention_heads=2)).eval()
+    assert longest_input(model) == 32
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model))
+    analysis = manager.analyze(model, make_tokenizer(), [LONG], out=tmp_path / "out")
+    assert analysis.manifest["totals"]["tokens"] == len(LONG) and analysis.manifest["totals"]["unseen"] == 0
+    model.config.max_position_embeddings = -1
+    assert longest_input(model) is None
+
+
+class Killed(Exception):
+    pass
+
+
+def begun(manager, model, out, texts):
+    def kill(n_documents, n_tokens):
+        if (out / "shards" / "00000.json").exists():
+            raise Killed
+
+    with pytest.raises(Killed):
+        manager.analyze(model, make_tokenizer(), texts, out=out, floor=0.0, progress=kill)
+
+
+def steered(seed):
+    model = make_model()
+    bem = attach_bem(model, BemConfig(rank=4, spectral_cap=None))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in bem.updates.parameters():
+            parameter.normal_(std=0.5)
+    return model, bem
+
+
+def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
+    manager, texts = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent")), random_texts(1100, longest=12)
+    begun(manager, lora(1), tmp_path / "lora", texts)
+    for other in (lora(2), lora(1, lora_alpha=9), make_model()):
+        with pytest.raises(ConfigError, match="host"):
+            manager.analyze(other, make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True)
+    assert manager.analyze(lora(1), make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True).manifest["complete"]
+    model, bem = steered(1)
+    with bem:
+        begun(manager, model, tmp_path / "bem", texts)
+    with pytest.raises(ConfigError, match="host"):
+        manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True)
+    other, others = steered(2)
+    with others, pytest.raises(ConfigError, match="host"):
+        manager.analyze(other, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True)
+    with bem:
+        assert manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True).manifest["complete"]
+
+
+def test_a_steered_host_is_told_apart_online(tmp_path):
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+    model, bem = steered(1)
+    with bem, pytest.raises(HostMismatch, match="bem"):
+        manager.attach(model, strict=True)
+    with bem, pytest.warns(UserWarning, match=r"adapters \['bem'\] are active"), manager.attach(model) as run:
+        out = model.generate(torch.tensor([ids_of(TEXT)]), max_new_tokens=2, do_sample=False)
+    assert run.result(out).host.adapters == ("bem",)
+    with manager.attach(model, strict=True):
+        pass

@@ -197,6 +197,11 @@ class Abilities:
         apart = None if tried is None else tried.apart(PADDING_AFTER)
         return apart is not None and apart <= BAR
 
+    def drops_mask(self) -> bool:
+        """Whether the host's forward takes an attention mask and its decoder, as far as is known, is never given it."""
+        tried = _tried(self._model)
+        return tried is not None and tried.drops_mask
+
     def _check(self, ways: Sequence[str], length: int) -> None:
         tried = _tried(self._model, length)
         name = type(self._model).__name__
@@ -224,6 +229,7 @@ class _Tried:
     def __init__(self, kind: type, config: Any) -> None:
         self._apart: dict[str, float | None] = {}
         self._shapes: dict[tuple[str, str, str], tuple[int, ...]] | None = None
+        self._drops: bool | None = None
         self._lock = threading.RLock()
         with _alone():
             self._model = twin(kind, config)
@@ -245,6 +251,15 @@ class _Tried:
         """Whether even without a cache, and without padding, a token's answer depends on how many come after it."""
         apart = self.apart("no cache")
         return apart is not None and not apart <= BAR
+
+    @property
+    def drops_mask(self) -> bool:
+        """Whether a mask of the outer forward does not come to the decoder."""
+        with self._lock:
+            if self._drops is None:
+                with _alone():
+                    self._drops = _drops_mask(copy.deepcopy(self._model))
+            return self._drops
 
     def shapes(self) -> dict[tuple[str, str, str], tuple[int, ...]]:
         """What each kind of site gives for two rows, by classes of layer and module."""
@@ -441,6 +456,25 @@ def _try_padding_after(model: Any) -> float:
     decoder, _ = find_layers(model)
     alone, beside = (_logits(decoder(input_ids=x, attention_mask=y, use_cache=False)) for x, y in ((short, torch.ones_like(short)), (ids, mask)))
     return _far(beside[0, : short.shape[1]], alone[0])
+
+
+def _drops_mask(model: Any) -> bool:
+    decoder, _ = find_layers(model)
+    ids = torch.tensor(ROWS)
+    if decoder is model or is_encoder_decoder(model):
+        return False
+    given: list[Any] = []
+    names = list(inspect.signature(decoder.forward).parameters)
+    handle = decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append({**dict(zip(names, args, strict=False)), **kwargs}.get("attention_mask")), with_kwargs=True
+    )
+    try:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except Exception:  # it takes no mask, and says so
+        return False
+    finally:
+        handle.remove()
+    return all(mask is None for mask in given)
 
 
 def _shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:

@@ -81,6 +81,11 @@ class Batches:
         shadow(stack, owner, self._model, "init_continuous_batching", partial(self._open, owner))
         shadow(stack, owner, self._model, "generate_batch", self._generate_batch)
 
+    @property
+    def open(self) -> bool:
+        """Whether a manager is followed."""
+        return len(self._live) > 0
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Keep an error for whoever waits for the requests."""

@@ -2,6 +2,7 @@
 
     fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
     adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
+    config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from probemon.adapters import OWN_NAME, own_of, wrapper_of
+from probemon.host import text_config
 
 _SAMPLES = 16
+# What a configuration says besides: who wrote it, how it is loaded, and what is returned.
+_NOT_SETTINGS = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
 
 
 def fingerprint(model: Any) -> str:
@@ -59,6 +63,12 @@ def _in_memory(module: nn.Module) -> Any:
     from accelerate.utils import align_module_device
 
     return align_module_device(module, execution_device="cpu")
+
+
+def config_fingerprint(model: Any) -> str:
+    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings are another host."""
+    settings = {name: value for name, value in text_config(model).to_dict().items() if name not in _NOT_SETTINGS and not name.startswith("_")}
+    return f"config:{hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]}"
 
 
 def adapters_fingerprint(model: Any, host: Any) -> str:

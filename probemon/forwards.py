@@ -80,6 +80,7 @@ class Forwards:
         self.documents: set[int] = set()  # numbers of those that no generation went on from
         self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
         self._attached_at = 0
+        self._told_outside, self.called = False, False  # called: a forward, or generate(), of this very model
         self._lock = threading.Lock()
 
     def attach(self, stack: ExitStack) -> None:
@@ -98,6 +99,8 @@ class Forwards:
             self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after))
             stack.callback(self._closing.remove)
             stack.enter_context(self._tap)
+            if self.model is not self.decoder and self.abilities.drops_mask():
+                stack.callback(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True).remove)
             stack.callback(self.decoder.register_forward_pre_hook(self._bracket.unless(self._before), with_kwargs=True).remove)
             self._bracket.shadow(stack, self, self.model, self.decoder)
 
@@ -144,6 +147,7 @@ class Forwards:
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
         mine = self.thread
+        mine.inside = self.called = True
         self.finish()
         if mine.generation is not None:
             self.ended()  # of the forward before this one
@@ -285,10 +289,11 @@ class Forwards:
     def _tapped(self, site: str, hidden: Tensor) -> None:
         mine = self.thread
         own = self._tap.own.get(site)
-        # No forward is open when a layer runs by itself (gradient checkpointing runs it again): not a new token.
         if not mine.shape:
             if own is not None and own.early:
                 mine.early[site] = hidden
+            elif own is None and not mine.inside:
+                self._ran_outside(site)
             return
         begin = time.perf_counter()
         with self.batches.reporting() if mine.recording is None else nullcontext():
@@ -314,6 +319,22 @@ class Forwards:
             if mine.recording is not None and len(mine.waiting) == 1 and self._complete():
                 self._hand_on()
         mine.seconds += time.perf_counter() - begin
+
+    def _ran_outside(self, site: str) -> None:
+        """A layer ran, and no forward of the decoder is open."""
+        if self.thread.generation is not None or self.batches.open:  # what they sample says which tokens were not seen
+            return
+        if torch._C._current_graph_task_id() != -1:  # a backward pass, in which gradient checkpointing runs layers again: no new token
+            return
+        what = (
+            f"the layer of {site} ran outside of a forward of {type(self.decoder).__name__}, and its tokens are not watched: something calls .forward() of the decoder, "
+            "or another model has the same layers. Call the model itself, and attach to the one that is called"
+        )
+        if self._acts():
+            raise NotSupportedDecoding(f"{what}. Rules would never fire and sinks hear nothing")
+        if not self._told_outside:
+            self._told_outside = True
+            LOG.warning(what)
 
     def _complete(self) -> bool:
         """Whether the tokens that wait have been seen at every site."""
@@ -384,6 +405,7 @@ class Forwards:
 
     def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         mine = self.thread
+        mine.inside = False
         if not mine.shape:
             return
         for site, hidden in self._tap.buffers.written():
@@ -397,6 +419,17 @@ class Forwards:
             self.by_cache[cache] = mine.recording
         mine.recording, mine.shape = None, ()
         self.seconds.append(mine.seconds)
+
+
+def _refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before a host whose decoder is not told of a mask: what it hides would be read, and scored, as tokens."""
+    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and not bool((mask != 0).all()):
+        raise NotSupportedDecoding(
+            f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as tokens: its own answer is wrong, and "
+            "so would be ours. Give rows of one length, or one by one"
+        )
 
 
 def _goes_on(ids: Ints, before: Ints) -> bool:

@@ -116,7 +116,15 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
     mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
     if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
         mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
-    padded = not two and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, :1] == 0).any())
+    padded = False
+    if not two and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
+        padded = bool((mask[:, 0] == 0).any())
+        after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
+        if after:
+            raise NotSupportedDecoding(
+                f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the padding: the host's own answer is wrong. "
+                'Pad on the left: tokenizer.padding_side = "left"'
+            )
     if config.use_cache is False:
         return frozenset({"padded, no cache"} if padded else ())
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)

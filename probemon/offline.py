@@ -27,7 +27,7 @@ from probemon.checks import check_bool, check_number, is_int, shown
 from probemon.corpus import CorpusScorer, ScoredShard
 from probemon.documents import MAX_CHARS, Source, read_documents
 from probemon.errors import ConfigError
-from probemon.fingerprint import adapters_fingerprint, fingerprint
+from probemon.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.group import AnyPack, PackGroup
 from probemon.host import host_state
 from probemon.manifest import CONCEPTS, PROBES
@@ -125,7 +125,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     text = backend.to_str() if backend is not None else repr(sorted(scorer.tokenizer.get_vocab().items()))
     return {
         "pack": _identified(manager.pack),
-        "host": {"model": state.model, "dtype": state.dtype, "fingerprint": fingerprint(host), "adapters": state.adapters, "adapter_weights": adapters_fingerprint(scorer.model, host), "quantisation": state.quantisation, "device": host.device.type},
+        "host": {"model": state.model, "dtype": state.dtype, "fingerprint": fingerprint(host), "config": config_fingerprint(host), "adapters": state.adapters, "adapter_weights": adapters_fingerprint(scorer.model, host), "quantisation": state.quantisation, "device": host.device.type},
         "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32],
         "cascade": dataclasses.asdict(config) if isinstance(config, CascadeConfig) else {name: dataclasses.asdict(one) for name, one in config.items()},
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},

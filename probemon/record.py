@@ -104,6 +104,14 @@ class Recording:
         return dropped
 
     @property
+    def host_changed(self) -> bool:
+        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens are of."""
+        hosts, one = [self.host_after], self.earlier
+        while one is not None:
+            hosts, one = [*hosts, one.host, one.host_after], one.earlier
+        return any(host is not None and host != self.host for host in hosts)
+
+    @property
     def n_kept(self) -> int:
         """Tokens whose scores are here."""
         return self.n_entries - self.n_forgotten

@@ -100,15 +100,15 @@ class Result:
     `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
     output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
     `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others when it
-    ended, so that its tokens come from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a
+    ended, or in an earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a
     row are not tokens.
     """
 
     def __init__(
-        self, pack: AnyPack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_after: HostState | None = None, requests: tuple[str, ...] = ()
+        self, pack: AnyPack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_changed: bool = False, requests: tuple[str, ...] = ()
     ) -> None:  # fmt: skip
         self.pack, self.host, self.requests = pack, host, requests
-        self.host_changed = host_after is not None and host_after != host
+        self.host_changed = host_changed
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self._tokenizer = tokenizer

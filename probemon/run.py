@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -107,6 +108,7 @@ class MonitorRun:
             acts=lambda: bool(self._rules or self._sinks),
         )  # fmt: skip
         self._plan = manager.plan
+        self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
         self._rules: list[Rule] = []
         self._listeners: list[Listener] = []
         self._sinks: list[Sink] = []
@@ -243,7 +245,7 @@ class MonitorRun:
             raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
         ids = sequences.detach().cpu().numpy().astype(np.int64)
         recording = find_recording(self._watcher.recordings, ids, sequences, generation=generation, keep_tokens=self._keep_tokens)
-        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_after=recording.host_after)
+        return Result(self.manager.pack, self.tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed)
 
     def _result_of_requests(self, outputs: dict[str, Any]) -> Result:
         """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
@@ -257,7 +259,7 @@ class MonitorRun:
         if not parts:
             raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
         tokens = Tokens.join(parts, self.manager.pack.n_probes)
-        return Result(self.manager.pack, self.tokenizer, tokens, recordings[0].host, requests=tuple(outputs))
+        return Result(self.manager.pack, self.tokenizer, tokens, recordings[0].host, host_changed=any(recording.host != recordings[0].host for recording in recordings), requests=tuple(outputs))
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -295,12 +297,24 @@ class MonitorRun:
                 f"{len(self._rules)} rules were set and could not fire in {self._watcher.n_documents} documents: plain forwards, from which no generation went on. Rules are asked "
                 "of generated tokens: use model.generate(), put a loop of your own into `with run.generating(from_column=...)`, or read documents in a run without rules"
             )
+        if error is None:
+            self._tell_silence()
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
                 f"{self.n_failures} callbacks or sinks failed while the generation went on, the first with {type(first).__name__}: {first}. "
                 'callback_errors="report" only reports them', self.failures,
             ) from first  # fmt: skip
+
+    def _tell_silence(self) -> None:
+        """Warn where rules and sinks were quiet for another reason than that nothing was wrong."""
+        n_unjudged, what = self._unjudged.total(), f"{len(self._rules)} rules and {len(self._sinks)} sinks"
+        if (self._rules or self._sinks) and not self._watcher.called:
+            warnings.warn(f"{what} were set, and this {type(self.model).__name__} ran nothing while it was watched: is it the very model that generated, and not a copy?", UserWarning, stacklevel=3)
+        elif self._rules and n_unjudged:
+            [(reason, n)] = self._unjudged.most_common(1)
+            told = f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so {len(self._rules)} rules were not asked of them ({reason}: {n})"
+            warnings.warn(told, UserWarning, stacklevel=3)
 
     # -- scoring ---------------------------------------------------------------------------------
 
@@ -343,7 +357,12 @@ class MonitorRun:
             if self._keep_tokens is not None:
                 keep_newest(self._watcher.recordings, self._keep_tokens)
         if generation is not None:
-            generation.told(placed, scores.coverage.seen)
+            seen = scores.coverage.seen
+            generation.told(placed, seen)
+            if placed.phase == GENERATED:
+                self._n_generated += len(placed)
+                if not seen.all():
+                    self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
             if placed.phase == GENERATED and self._rules:
                 generation.acting = True
                 try:

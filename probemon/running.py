@@ -46,6 +46,7 @@ class Generation:
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
     rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
     is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
+    `sampling`: the first token was sampled.
     """
 
     recording: Recording
@@ -68,6 +69,7 @@ class Generation:
     origin: Ints | None = None
     end: Callable[[], None] | None = None
     by_hand: bool = False
+    sampling: bool = False
 
     def sequence(self, ids: Any, mask: Any) -> None:
         """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
@@ -86,6 +88,16 @@ class Generation:
             if known.shape[1] == embeds.shape[1]:
                 return torch.from_numpy(known)
         return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
+
+    def check_prompt(self, n_columns: int) -> None:
+        """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the one that was run."""
+        expected = self.prompt.columns + 1
+        if not self.sampling and (n_columns < expected if self.prompt.speculative else n_columns != expected):
+            raise AlignmentError(
+                f"generate() was given a prompt of {self.prompt.columns} columns, and ran one of {n_columns - 1}: something around it changes the prompt (a generate() "
+                "patched on the instance?), so which tokens are generated would be a guess. Change the prompt before generate() is called, or attach first and patch then"
+            )
+        self.sampling = True
 
     def told(self, placed: Placed, seen: Mask) -> None:
         """`placed` have their scores, where `seen`."""
@@ -197,6 +209,7 @@ class Thread(threading.local):
         self.waiting: list[Waiting] = []
         self.early: States = {}  # of sites that run before the forward their output is of
         self.ran: set[str] = set()  # sites that the open forward has run through
+        self.inside = False  # whether a forward of the decoder is open, watched or not
         self.unfinished: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
         self.seconds = 0.0
 

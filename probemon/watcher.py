@@ -84,6 +84,11 @@ class Watcher:
         return self._forwards.seconds
 
     @property
+    def called(self) -> bool:
+        """Whether this very model ran, or was asked to."""
+        return self._forwards.called
+
+    @property
     def generating(self) -> bool:
         """Whether some thread is inside `generate()`."""
         return bool(self._running) or self._forwards.batches.n_calls > 0
@@ -131,6 +136,7 @@ class Watcher:
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outer = self._forwards.thread.generation
+        self._forwards.called = True
         if outer is not None:
             if not outer.prompt.speculative or outer.acting:
                 raise NotSupportedDecoding(
@@ -233,6 +239,7 @@ class Watcher:
     def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._forwards.thread.generation
+        self._forwards.called = True
         if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
             if threading.get_ident() != self._attaching_thread and not self._acts():  # it may have been running when this run attached
                 LOG.warning("a generate() of another thread began before probemon was attached, was looked up before, or called on the class: it is not watched")
@@ -247,6 +254,8 @@ class Watcher:
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording
+        if not generation.by_hand:
+            generation.check_prompt(ids.shape[1] + recording.offset)
         self._forwards.ended()
         self._forwards.finish()
         if generation.prompt.speculative:

@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import provenance
+from architecture_corpus import corpus
 from probemon import DynamicProbeManager, ProbePack
 from probemon.abilities import CACHES
 from probemon.errors import ProbemonError
@@ -184,6 +185,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"plain": [7], "use_cache": False},
     "plain, token by token": {"plain": [4, 1, 1, 1]},
     "plain, in pieces": {"plain": [3, 2, 2]},
+    "corpus": {},
 }
 Line = tuple[
     int, int, int, "list[int] | None"
@@ -204,6 +206,8 @@ class Host:
 
     def try_mode(self, mode: str) -> dict[str, Any]:
         """Whether a mode is exact, and by how much not; `host`: how far the bare host is from its own plain forward."""
+        if mode == "corpus":
+            return self.try_corpus()
         entry: dict[str, Any] = {}
         try:
             with warnings.catch_warnings():
@@ -239,6 +243,22 @@ class Host:
                 "reason": f"{type(error).__name__}: {_line(error)} ({Path(where.filename).name}:{where.lineno})",
                 **entry,
             }
+
+    def try_corpus(self) -> dict[str, Any]:
+        """Documents that share batches, each against its own forward."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                worst, unseen = corpus(self.model, self.manager, lambda ids: self.oracle.forward(ids, None)[0])
+        except ProbemonError as error:
+            return {"outcome": "refused", "reason": f"{type(error).__name__}: {_line(error)}"}
+        except Exception as error:
+            where = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+            hosts_own = any("transformers" in parts for parts in where[-3:])
+            return {"outcome": "host fails" if hosts_own else "wrong", "reason": f"{type(error).__name__}: {_line(error)}"}
+        if unseen or not worst <= BAR:
+            return {"outcome": "wrong", "reason": f"{unseen} tokens unseen, scores {worst:.2g} away from each document's own forward"}
+        return {"outcome": "exact", "deviation": _short(worst)}
 
     @contextmanager
     def own_states(self) -> Iterator[dict[str, list[Tensor]]]:

@@ -23,11 +23,11 @@ from probemon.packfile import write_text_atomically
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts", "abilities", "states", "by_hand", "extreme")]
+TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts", "abilities", "states", "by_hand", "extreme", "silence", "corpus_hosts")]
 # Which of them is asked first about a file: it most likely notices, and the others need not run.
 FIRST = {
     "align.py": "align", "batching.py": "batching", "hold.py": "actions", "abilities.py": "abilities", "twin.py": "abilities", "tap.py": "states",
-    "corpus.py": "states", "by_hand.py": "by_hand", "copied_caches.py": "by_hand", "engine.py": "extreme", "pack.py": "extreme",
+    "corpus.py": "states", "by_hand.py": "by_hand", "fingerprint.py": "corpus_hosts", "copied_caches.py": "by_hand", "engine.py": "extreme", "pack.py": "extreme",
 }  # fmt: skip
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
 SLOW = ["tests/test_attach.py", "tests/test_device_step.py"]
@@ -110,6 +110,15 @@ MUTATIONS = [
     ("by_hand.py", "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n", "", "a loop by hand may run other tokens than it sampled"),
     ("copied_caches.py", " or not torch.equal(one, two)", "", "any cache is taken for a copy of any other"),
     ("record.py", "    if len(agreeing) == 1:\n", "    if agreeing:\n", "a copy of an output is of the first generation that has its ids"),
+    ("watcher.py", "generation.check_prompt(ids.shape[1] + recording.offset)", "pass", "a prompt that was changed on its way into generate() is believed"),
+    ("generation.py", "        if after:\n", "        if False:\n", "a prompt that ends in padding is run"),
+    ("forwards.py", "elif own is None and not mine.inside:", "elif False:", "layers that run past the decoder are not told"),
+    ("forwards.py", "if self.model is not self.decoder and self.abilities.drops_mask():", "if False:", "padding that a decoder is not told of is scored"),
+    ("record.py", "hosts, one = [*hosts, one.host, one.host_after], one.earlier", "one = one.earlier", "an earlier turn of other adapters is not told"),
+    ("run.py", "            self._tell_silence()", "            pass", "a run that watched nothing looks calm"),
+    ("corpus.py", "self._runs = model if wrapped else find_layers(host)[0]", "self._runs = find_layers(host)[0]", "a corpus is read without what PEFT's wrapper sets up"),
+    ("corpus.py", "padded=self._padded", "padded=True", "padding gets into the documents of a corpus"),
+    ("fingerprint.py", "if module not in inside or _of_lora(f\"{prefix}.{name}\"):", "if False:", "an analysis is gone on with under another adapter"),
     ("record.py", "np.argwhere(self.ids != sequences)[:1]", "np.argwhere(self.ids != sequences)[:0]", "the last token of an output is not compared"),
 ]  # fmt: skip
 

@@ -396,6 +396,7 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
     assert {(x["generation"], x["row"], x["position"], ids[x["concept"]], x["score"]) for x in table} == {(*key, p, s) for key, (_, scores) in want.items() for p, s in scores.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
 def test_what_is_no_sink_or_was_added_before_is_named(manager, model):
     with manager.attach(model) as run:
         with pytest.raises(ConfigError, match="a sink has open, write and close"):

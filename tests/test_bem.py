@@ -227,6 +227,7 @@ def test_an_offloaded_host_is_steered_too():
         assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
 @pytest.mark.parametrize("first_out", ["adapter", "probes"])
 def test_probes_score_what_the_adapter_gives_in_whatever_order_they_leave(first_out, tmp_path):
     model = make_model()

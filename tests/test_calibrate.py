@@ -336,6 +336,7 @@ def watched_by(pack, model, *, above, aggregate):
     return events, run.result(out).aggregate("c9", aggregate).values
 
 
+@pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
 @pytest.mark.parametrize("aggregate", [None, Ema(0.3), "mean"], ids=str)
 def test_a_rule_uses_the_threshold_made_for_its_aggregate(model, pack, tmp_path, aggregate):
     aggregator = Each() if aggregate is None else Mean() if aggregate == "mean" else aggregate

@@ -214,6 +214,7 @@ def test_a_prompts_chunks_are_one_record_each_and_a_step_that_reuses_says_so():
     assert token == [(position, 1) for position in range(13)]
 
 
+@pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
 def test_bem_beside_probes_and_watching_it_changes_nothing(tmp_path):
     model = make_model()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)
@@ -359,6 +360,7 @@ def test_an_adapter_that_is_not_on_this_host_is_refused_with_the_cause():
     assert monitor.n_tokens == 12
 
 
+@pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
 def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path):
     model = make_model()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)

@@ -1,0 +1,162 @@
+"""What looks calm is calm: prompts that change on their way, padding that is read, layers past the hooks, runs in which nothing was watched."""
+
+import copy
+import types
+import warnings
+
+import peft
+import pytest
+import torch
+from conftest import make_model, make_pack
+from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, RwkvForCausalLM
+
+from probemon import DynamicProbeManager
+from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.sinks import MemorySink
+
+IDS = torch.tensor([[1, 44, 3, 17, 8, 9, 10, 11]])
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture
+def manager(tmp_path):
+    return DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), keep_top_k=0)
+
+
+def ruled(run, events):
+    run.on(0, above=0.0, action=events.append)
+    return run
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[:, -5:], lambda ids: torch.cat([ids[:, :3], ids], dim=1)], ids=["shorter", "longer"])
+def test_a_generate_on_the_instance_that_changes_the_prompt_is_an_error(manager, change):
+    model, events = make_model(), []
+    original = model.generate
+    model.generate = types.MethodType(lambda self, ids, **settings: original(change(ids), **settings), model)
+    with manager.attach(model) as run, pytest.raises(AlignmentError):
+        ruled(run, events)
+        model.generate(IDS, **GREEDY)
+    assert not events
+
+
+def test_a_generate_on_the_instance_that_changes_nothing_is_followed(manager):
+    model, events = make_model(), []
+    original = model.generate
+    model.generate = types.MethodType(lambda self, ids, **settings: original(ids, **settings), model)
+    with manager.attach(model) as run:
+        ruled(run, events)
+        out = model.generate(IDS, **GREEDY)
+    assert [event.column for event in events] == [8] and run.result(out).phase.tolist() == [0] * 8 + [1] * 4
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_prompt_that_ends_in_padding_is_refused(manager, masked):
+    """Its first token would be read off the padding. Without a mask, transformers makes one of the padding's ids."""
+    ids = IDS.repeat(2, 1)
+    ids[1, 5:] = 0
+    given = {"attention_mask": (ids != 0).long()} if masked else {}
+    with manager.attach(model := make_model()), pytest.raises(NotSupportedDecoding, match=r"row 1 ends in padding.*padding_side"):
+        model.generate(ids, pad_token_id=0, **given, **GREEDY)
+
+
+def hosts_without_masks():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, pad_token_id=0)
+    yield RwkvForCausalLM(RwkvConfig(attention_hidden_size=16, context_length=64, bos_token_id=1, eos_token_id=None, **sizes)).eval()
+    yield FNetForMaskedLM(FNetConfig(max_position_embeddings=64, **sizes)).eval()
+
+
+def test_padding_that_the_decoder_is_not_told_of_is_refused(tmp_path):
+    for at, model in enumerate(hosts_without_masks()):
+        manager = DynamicProbeManager(make_pack(tmp_path / str(at), model))
+        ids = torch.tensor([[1, 44, 3, 17, 8], [1, 21, 0, 0, 0]])
+        with manager.attach(model) as run, torch.no_grad():
+            for padded in (ids, ids.flip(1)):
+                with pytest.raises(NotSupportedDecoding, match="mask"):
+                    model(input_ids=padded, attention_mask=(padded != 0).long())
+            model(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1]))
+        assert len(run.result(ids[:1])) == 5
+
+
+def past_the_hooks(model):
+    return lambda: model.model.forward(IDS, use_cache=False)
+
+
+def by_another_decoder(model):
+    other = make_model()
+    other.model.layers = model.model.layers
+    return lambda: other.generate(IDS, **GREEDY)
+
+
+@pytest.mark.parametrize("way", [past_the_hooks, by_another_decoder])
+def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
+    model, sink = make_model(), MemorySink()
+    act = way(model)
+    with torch.no_grad(), manager.attach(model):
+        act()
+        act()
+    assert caplog.text.count("outside of a forward of LlamaModel") == 1
+    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match="outside of a forward"), manager.attach(model) as run:
+        run.add_sink(sink)
+        act()
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
+def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, caplog):
+    model = make_model()
+    model.gradient_checkpointing_enable()
+    model.train()
+    with manager.attach(model) as run:
+        ruled(run, [])
+        with run.generating(from_column=8) as loop:
+            loss = model(IDS, use_cache=False).logits.sum()
+            loop.sampled(torch.cat([IDS, IDS[:, :1]], dim=1))
+        loss.backward()
+    assert not caplog.text
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_run_with_rules_that_watched_nothing_warns(manager):
+    model = make_model()
+    other, sink = copy.deepcopy(model), MemorySink()
+    with pytest.warns(UserWarning, match="0 rules and 1 sinks were set.*not a copy"), manager.attach(other) as run:
+        run.add_sink(sink)
+        model.generate(IDS, **GREEDY)
+    with pytest.warns(UserWarning, match="1 rules and 0 sinks were set"), manager.attach(other) as run:
+        ruled(run, [])
+        model.generate(IDS, **GREEDY)
+    with warnings.catch_warnings(), manager.attach(model) as run:  # nothing was set that could have told
+        warnings.simplefilter("error")
+    assert not sink.batches
+
+
+def test_tokens_of_which_no_rule_was_asked_are_counted(manager):
+    model, events = make_model(), []
+    steps = iter(range(100))
+
+    def spoil(module, args, output):
+        return output * float("nan") if next(steps) in (2, 3) else output
+
+    hook = model.model.layers[1].register_forward_hook(spoil)
+    with pytest.warns(UserWarning, match=r"2 of 3 generated tokens have no scores, so 1 rules were not asked of them \(hidden state is not finite: 2\)"), manager.attach(model) as run:
+        ruled(run, events)
+        model.generate(IDS, **GREEDY)
+    hook.remove()
+    assert len(events) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning")
+def test_an_adapter_that_changes_between_two_turns_is_told(manager):
+    """What an earlier turn put into the cache, and its scores, are of the adapter that was on then."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model(), config, adapter_name="one")
+    model.add_adapter("two", config)
+    model.eval()
+    cache = DynamicCache()
+    with manager.attach(model) as run:
+        first = model.generate(input_ids=IDS, past_key_values=cache, **GREEDY)
+        second = model.generate(input_ids=torch.cat([first, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+        model.set_adapter("two")
+        third = model.generate(input_ids=torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+    assert not run.result(second).host_changed
+    assert run.result(third).host.adapters == ("two",) and run.result(third).host_changed

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from probemon.errors import ConfigError, ProbemonError
 
@@ -75,6 +79,45 @@ def check_bool(name: str, value: object, error: type[ProbemonError] = ConfigErro
     if not isinstance(value, (bool, np.bool_)):
         raise error(f"{name} is {shown(value)}: give True or False")
     return bool(value)
+
+
+def check_text(name: str, value: object, error: type[ProbemonError] = ConfigError) -> str:
+    """`value`, which is a text."""
+    if not isinstance(value, str):
+        raise error(f"{name} is {shown(value)}: give a text")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Collection[str], error: type[ProbemonError] = ConfigError) -> str:
+    """`value`, which is one of some texts."""
+    if not isinstance(value, str) or value not in choices:
+        raise error(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
+    return value
+
+
+def check_mapping(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Mapping[str, Any]:
+    """`value`, which is a dict, its keys texts."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise error(f"{name} is {shown(value)}: give a dict whose keys are texts")
+    return value
+
+
+def check_mappings(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Sequence[Mapping[str, Any]]:
+    """`value`, which is a list of dicts."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise error(f"{name} is {shown(value)}: give a list of dicts")
+    for at, one in enumerate(value):
+        check_mapping(f"{name}[{at}]", one, error)
+    return value
+
+
+def check_tensor(name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError) -> Tensor:
+    """`value`, which is a dense tensor, of a shape where one is given."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
+        raise error(f"{name} is {shown(value)}: give a tensor with values (torch.from_numpy makes one of an array)")
+    if shape is not None and tuple(value.shape) != shape:
+        raise error(f"{name} has shape {tuple(value.shape)}, expected {shape}")
+    return value
 
 
 def shown(value: object) -> str:

@@ -12,7 +12,7 @@ only where the new one is still what was measured. Weights are copied in blocks,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from probemon.cascade import auto_threshold, begins
+from probemon.checks import shown
 from probemon.embed import common, embed
-from probemon.errors import PackError
+from probemon.errors import ConfigError, PackError
 from probemon.hierarchy import Ints
 from probemon.manifest import PROBES
 from probemon.naming import Wanted
@@ -109,6 +110,8 @@ def subset(
     """
     check_target(path, overwrite)
     pack = opened(pack)
+    if isinstance(concepts, (str, bytes)) or not isinstance(concepts, Iterable):
+        raise ConfigError(f"concepts is {shown(concepts)}: give a list of ids, names or patterns, even of one")
     chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
     if not chosen:
         raise PackError("no concept is chosen: give ids, names or patterns")

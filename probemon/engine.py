@@ -25,6 +25,7 @@ from torch import Tensor
 
 from probemon.arena import ResidentArena
 from probemon.cascade import Asking, CascadePlan, Descent, apply_rule, collect, descending, driven, retain
+from probemon.checks import check_choice
 from probemon.errors import ConfigError
 from probemon.hierarchy import Ints, Mask
 from probemon.pack import ProbePack
@@ -355,8 +356,7 @@ class Engine:
 
     def choose(self, plan: CascadePlan, strategy: str) -> Choice:
         """Set `choice`: as told, or by timing both on the pack's golden states (on random ones where it has none)."""
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
+        check_choice("strategy", strategy, STRATEGIES)
         if strategy != "auto":
             if strategy == "exhaustive" and not self._resident:
                 raise ConfigError("strategy='exhaustive' reads every probe at every token: raise arena_bytes to hold the pack")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from probemon import packfile
-from probemon.checks import check_bool, check_count, check_path
+from probemon.checks import check_bool, check_count, check_mapping, check_mappings, check_path, check_tensor
 from probemon.errors import (
     ConfigError,
     HierarchyError,
@@ -432,6 +432,9 @@ class ProbePack:
         from probemon.packwriter import PackWriter, check_target
 
         check_target(path, overwrite)
+        check_mappings("concepts", concepts, PackError)
+        for key, tensor in check_mapping("weights", weights, PackError).items():
+            check_tensor(f"weights[{key!r}]", tensor, error=PackError)
         architecture = Architecture.of(weights, "weights")
         for key, tensor in weights.items():
             if len(tensor) != len(concepts):

@@ -30,7 +30,15 @@ import torch
 from torch import Tensor
 
 from probemon import packfile
-from probemon.checks import check_bool, check_path
+from probemon.checks import (
+    check_bool,
+    check_choice,
+    check_mapping,
+    check_mappings,
+    check_path,
+    check_tensor,
+    check_text,
+)
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.hierarchy import ConceptTree
 from probemon.kernels import prepare_input
@@ -71,8 +79,17 @@ class PackWriter:
         quality: Mapping[str, Any] | None = None, overwrite: bool = False,
     ) -> None:  # fmt: skip
         self._target = check_target(path, overwrite)
-        if score_rule not in SCORE_RULES:
-            raise ConfigError(f"score_rule {score_rule!r}: expected one of {', '.join(SCORE_RULES)}")
+        check_choice("score_rule", score_rule, SCORE_RULES)
+        for key, text in (("licence", licence), ("card", card)):
+            check_text(key, text, PackError)
+        check_mapping("host", host, PackError)
+        for key, mapping in (("aggregated", aggregated), ("recommended", recommended), ("provenance", provenance), ("quality", quality)):
+            if mapping is not None:
+                check_mapping(key, mapping, PackError)
+        for key, mappings in (("concepts", concepts), ("inputs", inputs)):
+            check_mappings(key, mappings, PackError)
+        if golden_hidden is not None:
+            check_tensor("golden_hidden", golden_hidden, error=PackError)
         if dtype not in DTYPES.values():
             raise ConfigError(f"dtype {dtype}: a pack's weights are one of {', '.join(DTYPES)}")
         for concept in concepts:
@@ -94,6 +111,10 @@ class PackWriter:
         self._specs = [InputSpec(**spec) for spec in inputs]
         self._architecture, self._dtype, self._score_rule = architecture, dtype, score_rule
         self.card, self.provenance, self.quality = card, dict(provenance or {}), dict(quality or {})
+        per_probe = {"input_index": input_index, "alert_threshold": alert_threshold, "expand_threshold": expand_threshold}
+        given = {key: tensor for key, tensor in per_probe.items() if tensor is not None}
+        for key, tensor in {**given, **{f"aggregated[{key!r}]": tensor for key, tensor in (aggregated or {}).items()}}.items():
+            check_tensor(key, tensor, (n,), PackError)
         at = torch.from_numpy(order)
         nan = torch.full((n,), math.nan, dtype=torch.float32, device="cpu")
         self._small = {

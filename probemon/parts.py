@@ -20,12 +20,12 @@ import torch
 
 from probemon.arena import Arena, PagedArena, ResidentArena
 from probemon.cascade import CascadePlan, expand_thresholds
-from probemon.checks import check_bool, check_count, check_number
+from probemon.checks import check_bool, check_choice, check_count, check_number
 from probemon.engine import Engine
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.group import PackGroup
 from probemon.hierarchy import Ints
-from probemon.kernels import check_impl, choose_impl
+from probemon.kernels import IMPLS, check_impl, choose_impl
 from probemon.pack import ProbePack
 from probemon.records import Layout
 from probemon.scoring import PairScorer
@@ -74,6 +74,8 @@ def parts_of(group: PackGroup, settings: Mapping[str, Any]) -> list[Part]:
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
     """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it. Raises `KernelUnavailable`, `ConfigError`."""
+    if impl is not None:
+        impl = check_choice("impl", impl, IMPLS)
     largest = max(packs, key=ProbePack.weight_bytes)
     chosen, why = (impl, "as asked") if impl else choose_impl(device, largest.weights)
     for pack in packs:

@@ -252,3 +252,47 @@ def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
         for bad in (-1, 10**30, math.nan, 1.5, True, "0", None, *([99] if name != "k" else [])):
             with pytest.raises(ConfigError, match=name):
                 call(bad)
+
+
+OF_ANOTHER_KIND = [None, 3, "x", [3], {"a": 1}, np.zeros(3), torch.zeros(3), object(), b"x", math.nan, [None], {"w1": None}, {3: 3}]
+
+
+def written(path, **changes):
+    g = torch.Generator().manual_seed(0)
+    good = dict(
+        name="random", licence="CC0-1.0", card="Random.\n", score_rule="independent", concepts=[{"id": f"c{i}", "name": f"c{i}", "parents": []} for i in range(8)],
+        weights={"w1": torch.randn(8, 1, 16, generator=g), "b1": torch.randn(8, 1, generator=g)}, inputs=[{"site": "resid_post.1", "norm": "rmsnorm"}],
+        host={"model_id": "tiny", "hidden_size": 16, "n_layers": 3},
+    )  # fmt: skip
+    return ProbePack.write(path, **{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["path", "name", "licence", "card", "score_rule", "concepts", "weights", "inputs", "host", "input_index", "alert_threshold", "expand_threshold", "aggregated", "golden_hidden",
+     "recommended", "provenance", "quality", "overwrite"],
+)  # fmt: skip
+def test_what_is_written_as_a_pack_is_of_the_right_kind(argument, tmp_path):
+    """What is of another kind is refused by the project's own errors, and nothing is left of it."""
+    for at, value in enumerate(OF_ANOTHER_KIND):
+        path = {} if argument == "path" else {"path": tmp_path / str(at)}
+        if argument == "path" and isinstance(value, str):
+            continue
+        try:
+            written(**path, **{argument: value})
+        except ProbemonError:
+            assert not (tmp_path / str(at)).exists()
+
+
+@pytest.mark.parametrize("value", OF_ANOTHER_KIND, ids=lambda value: f"{value!r:.12}")
+def test_what_a_manager_is_given_is_of_the_right_kind(value, tmp_path):
+    pack = written(tmp_path / "pack")
+    asked = (
+        lambda: subset(pack, tmp_path / "part", value), lambda: DynamicProbeManager(pack, impl=value, strategy="descent"), lambda: DynamicProbeManager(pack, strategy=value, impl="cpu"),
+        lambda: DynamicProbeManager(pack, device=value, strategy="descent", impl="cpu"), lambda: DynamicProbeManager(value), lambda: pack.find(value), lambda: pack.find_all(value),
+        lambda: ProbePack.open(value), lambda: DynamicProbeManager(pack, always_on=value, strategy="descent", impl="cpu"),
+        lambda: DynamicProbeManager(pack, base_layers=value, strategy="descent", impl="cpu"),
+    )  # fmt: skip
+    for ask in asked:
+        with suppress(ProbemonError):
+            ask()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from probemon.checks import check_choice
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.kernels.inputs import check_states, prepare_input
 from probemon.kernels.reference import score_reference
@@ -76,8 +77,7 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     """`impl`, or an error that says why it cannot run on `device`. Nothing ever falls back silently."""
-    if impl not in IMPLS:
-        raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}")
+    check_choice("impl", impl, IMPLS)
     if impl in ("cpu", "numba") and device.type != "cpu":
         raise KernelUnavailable(f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'")
     if impl == "numba":

@@ -35,9 +35,9 @@ SAMPLE = {
     "falcon_h1": ("beams", "second turn", "chunked", "plain, in pieces"),
     "rwkv": ("greedy", "no cache"),
     "gpt_neo": ("beams", "static cache"),
-    "doge": ("greedy", "no cache"),
+    "doge": ("greedy", "no cache", "corpus"),
     "gpt2": ("greedy", "prompt lookup"),
-    "mixtral": ("beams", "chunked"),
+    "mixtral": ("beams", "chunked", "corpus"),
     "t5": ("greedy", "beams"),
     "bart": ("greedy", "chunked"),
 }

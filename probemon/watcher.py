@@ -254,7 +254,7 @@ class Watcher:
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording
-        if not generation.by_hand:
+        if generation.prepared and not generation.by_hand:  # something was run, not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
         self._forwards.ended()
         self._forwards.finish()

@@ -19,5 +19,5 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   pip install -q -c $venv/constraints.txt --no-deps --upgrade --target $venv/torchao torchao  # apart, as in env.sh
   echo "$stamp" > $venv/.probemon-stamp
 fi
-tests=(tests/test_{align,attach,run,actions,blindness,batching,hosts,sinks,compatibility,tap,states,hidden,by_hand,copies,abilities,routing,routing_adapters}.py)
+tests=(tests/test_{align,attach,run,actions,blindness,batching,hosts,sinks,compatibility,tap,states,hidden,by_hand,copies,silence,abilities,routing,routing_adapters}.py)
 OMP_NUM_THREADS=1 $venv/bin/python -m pytest "${tests[@]}" "$@"

@@ -166,7 +166,9 @@ def first(file: str) -> list[str]:
 def failed(copy: Path, tests: list[str]) -> str:
     """The first test that fails in the copy, or an empty string."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not compil" if tests is not SLOW else "compil or test_device_step", *tests]
+    # What waits for ever is noticed as well: no test takes a minute on a busy machine.
+    at_most = ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-x", "-v", *at_most, "-p", "no:cacheprovider", "-k", "not compil" if tests is not SLOW else "compil or test_device_step", *tests]
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
     except subprocess.TimeoutExpired:
@@ -174,7 +176,10 @@ def failed(copy: Path, tests: list[str]) -> str:
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
-    return lines[0].split(" ")[1] if lines else "could not be imported"
+    if lines:
+        return lines[0].split(" ")[1]
+    begun = [line.split(" ")[0] for line in done.stdout.splitlines() if line.startswith("tests/")]
+    return f"{begun[-1]} (does not end)" if "Timeout (" in done.stderr and begun else "could not be imported"
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def first(file: str) -> list[str]:
 
 def failed(copy: Path, tests: list[str]) -> str:
     """The first test that fails in the copy, or an empty string."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     # What waits for ever is noticed as well: no test takes a minute on a busy machine.
     at_most = ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-x", "-v", *at_most, "-p", "no:cacheprovider", "-k", "not compil" if tests is not SLOW else "compil or test_device_step", *tests]

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, PAD, make_model, make_pack
+from conftest import EOS, OLDEST, PAD, make_model, make_pack
 from oracle import check
 from transformers import DynamicCache, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 from transformers.generation.streamers import BaseStreamer
@@ -131,6 +131,7 @@ def test_a_held_streamer_holds_in_a_loop(manager, model):
     assert held.withheld == ids[0, -1:].tolist() and shown.ended
 
 
+@pytest.mark.skipif(OLDEST, reason="transformers 5.0: Mamba's own forward wants a cache_position")
 def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path):
     cache = DynamicCache()
     with manager.attach(model) as run:
@@ -280,6 +281,7 @@ def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
                 model.generate(PROMPT, past_key_values=prefix, max_new_tokens=2, eos_token_id=None, **GREEDY)
 
 
+@pytest.mark.skipif(OLDEST, reason="transformers 5.0: preparing inputs wants a cache_position")
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager, model, cached):
     def loop(n=3):

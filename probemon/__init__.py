@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
-    from probemon.pack import ProbePack
+    from probemon.packs.pack import ProbePack
 
 __all__ = ["DynamicProbeManager", "ProbePack"]
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
 
         return DynamicProbeManager
     if name == "ProbePack":
-        from probemon.pack import ProbePack
+        from probemon.packs.pack import ProbePack
 
         return ProbePack
     raise AttributeError(f"module 'probemon' has no attribute {name!r}")

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from probemon.checks import check_count, check_number
+from probemon.core.checks import check_count, check_number
 from probemon.errors import ConfigError, closest
 
 State = tuple[Any, ...]

@@ -20,27 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.arena import Arena
-from probemon.audit import check_rate, compare
-from probemon.cascade import CascadePlan
-from probemon.checks import check_count
-from probemon.engine import Choice, Engine, Evaluator, Outcome
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import check_states
+from probemon.core.scores import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scores
+from probemon.engine.audit import check_rate, compare
+from probemon.engine.build import Part, choose_for, engines_of, parts_of
+from probemon.engine.cascade import CascadePlan
+from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
+from probemon.engine.joint import JointArena, JointInputs, JointPlan, Together
+from probemon.engine.kernels import check_device
+from probemon.engine.memory.arena import Arena
+from probemon.engine.pairs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
 from probemon.errors import ConfigError
-from probemon.group import AnyPack, PackGroup, one_or_several
-from probemon.hierarchy import Ints, Mask
-from probemon.kernels import check_device
-from probemon.kernels.inputs import check_states
-from probemon.pack import ProbePack
-from probemon.parts import Part, choose_for, engines_of, parts_of
-from probemon.run import MonitorRun
-from probemon.scoring import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
-from probemon.stream import TokenEvent, stream, stream_async
-from probemon.together import JointArena, JointInputs, JointPlan, Together
-from probemon.types import AUDITED, CascadeConfig, Coverage, Gap, RowState, Scores
+from probemon.monitor.run import MonitorRun
+from probemon.monitor.stream import TokenEvent, stream, stream_async
+from probemon.packs.group import AnyPack, PackGroup, one_or_several
+from probemon.packs.pack import ProbePack
 
 if TYPE_CHECKING:
-    from probemon.analysis import Analysis
-    from probemon.documents import Source
+    from probemon.offline.analysis_folder import Analysis
+    from probemon.offline.documents import Source
     from probemon.telemetry.recorder import RoutingSettings
 
 Hidden = Tensor | Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class DynamicProbeManager:
     `strategy` is how states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no
     setting of these five changes a score. `late=True` does: a step of generation then leaves out probes whose weights are
     not on the device, which arrive in the background, and counts them (`coverage.late`, within `dropped`).
-    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.audit`).
+    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.engine.audit`).
 
     Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives alone. `manager.pack` is then
     a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only one has it. Every pack keeps its own thresholds, recommendations and limits
@@ -166,7 +166,7 @@ class DynamicProbeManager:
         self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
         strict: bool = False, max_waiting: int = 64, **generate: Any,
     ) -> Iterator[TokenEvent]:  # fmt: skip
-        """Tokens with their scores while `model` generates: see `probemon.stream`. `generate`: arguments of `generate()`.
+        """Tokens with their scores while `model` generates: see `probemon.monitor.stream`. `generate`: arguments of `generate()`.
 
         At most `max_waiting` batches of tokens wait for the reader, then the model waits; leaving the loop stops it.
         """
@@ -180,8 +180,8 @@ class DynamicProbeManager:
         return stream_async(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
 
     def analyze(self, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False, **settings: Any) -> Analysis:
-        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze` for `settings`. Needs the extra `corpus`."""
-        from probemon.offline import analyze
+        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze.analyze` for `settings`. Needs the extra `corpus`."""
+        from probemon.offline.analyze import analyze
 
         return analyze(self, model, tokenizer, documents, out, resume=resume, **settings)
 

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from probemon.checks import check_bool, check_count
+from probemon.core.checks import check_bool, check_count
+from probemon.core.scores import COUNTS, PHASES, TokenBatch
 from probemon.errors import ConfigError, MissingExtra, SinkFailed
-from probemon.types import COUNTS, PHASES, TokenBatch
 
 
 class Sink(Protocol):

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from probemon import DynamicProbeManager
-from probemon.corpus import score_documents
-from probemon.documents import read_documents
-from probemon.twin import VOCABULARY
-from probemon.windows import Reading, Window
+from probemon.host.twin import VOCABULARY
+from probemon.offline.corpus import score_documents
+from probemon.offline.documents import read_documents
+from probemon.offline.windows import Reading, Window
 
 BOS = 1
 LENGTHS = (3, 9, 5, 21, 1, 11, 21)

@@ -125,7 +125,7 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    from probemon.pack import ProbePack
+    from probemon.packs.pack import ProbePack
     from wordnet_pack.build import controls
     from wordnet_pack.concepts import label
     from wordnet_pack.dataset import Source, prepare

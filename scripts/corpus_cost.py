@@ -29,12 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.corpus import CorpusScorer
-from probemon.documents import read_documents
-from probemon.host import find_layers
-from probemon.offline import analyze
-from probemon.packfile import write_text_atomically
-from probemon.windows import Reading, shards
+from probemon.host.model import find_layers
+from probemon.offline.analyze import analyze
+from probemon.offline.corpus import CorpusScorer
+from probemon.offline.documents import read_documents
+from probemon.offline.windows import Reading, shards
+from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import bbc
 
@@ -84,7 +84,7 @@ def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[
                 n_tokens = bare(manager, model, tokenizer, texts)
             else:
                 # "whole_host": run to its last layer, as one is that cannot be left half-way.
-                left = patch("probemon.corpus.may_be_left", return_value=False) if way == "whole_host" else nullcontext()
+                left = patch("probemon.offline.corpus.may_be_left", return_value=False) if way == "whole_host" else nullcontext()
                 with left, tempfile.TemporaryDirectory() as folder:
                     analyze(manager, model, tokenizer, texts, Path(folder) / "out")
             taken[way].append(time.perf_counter() - begin)

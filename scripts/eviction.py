@@ -29,9 +29,9 @@ import torch
 
 from cascade_profile.world import LOAD_THRESHOLD, PASSAGE, make_world, write_pack
 from probemon import DynamicProbeManager, ProbePack
-from probemon.arena import HALF_LIFE
 from probemon.bundled import load_bundled
-from probemon.packfile import write_text_atomically
+from probemon.engine.memory.arena import HALF_LIFE
+from probemon.packs.files import write_text_atomically
 from provenance import commit
 
 Trace = list[list[int]]

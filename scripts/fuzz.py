@@ -40,7 +40,7 @@ from fuzzing.case import Room
 from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
 from fuzzing.targets import TARGETS
-from probemon.packfile import write_text_atomically
+from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.
@@ -163,7 +163,7 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
 
 def attacked() -> list[Any]:
     """Modules whose branches guide: those that read, check and write packs and others' files."""
-    names = ("manifest", "strict_json", "heldfile", "heldtensors", "packfile", "pack", "packwriter", "hierarchy", "types", "naming", "edit", "embed", "regroup", "cli_pack", "hub", "quantize")
+    names = ("packs.manifest", "core.strict_json", "packs.held_file", "packs.held_tensors", "packs.files", "packs.pack", "packs.writer", "core.hierarchy", "core.scores", "core.concept_names", "packs.edit", "packs.widen", "packs.hierarchies", "cli.packs", "packs.hub", "packs.quantize")
     known = [sys.modules.get(f"probemon.{name}") for name in names]
     return [module for module in known if module is not None] + [module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")]
 

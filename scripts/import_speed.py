@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from probemon.importers.hatcat import import_pack
-from probemon.packfile import write_text_atomically
+from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 
 LEVELS = (5, 23, 241, 1283, 2603, 2687, 1158)  # 8,000

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from probemon import ProbePack
-from probemon.packfile import write_text_atomically
-from probemon.quantize import quantize
+from probemon.packs.files import write_text_atomically
+from probemon.packs.quantize import quantize
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent

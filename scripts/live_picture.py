@@ -14,9 +14,9 @@ from rich.console import Console
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.cli import PROMPT
-from probemon.live import LiveView
-from probemon.packfile import write_text_atomically
+from probemon.cli.app import PROMPT
+from probemon.cli.live_view import LiveView
+from probemon.packs.files import write_text_atomically
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ from cascade_profile.world import (
     write_pack,
 )
 from probemon import DynamicProbeManager, ProbePack
-from probemon.types import RowState
+from probemon.core.scores import RowState
 from provenance import commit, machine
 
 PARTS = ("scoring_loaded", "child_lookup", "loading", "scoring_children", "sorting")

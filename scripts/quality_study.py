@@ -21,18 +21,18 @@ import numpy as np
 import torch
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.audit import TOP, compare
 from probemon.bundled import cache_dir, load_bundled
-from probemon.calibrate import write_calibrated
-from probemon.corpus import CorpusScorer
-from probemon.documents import read_documents
+from probemon.core.intervals import mean_interval
+from probemon.core.scores import Scores
+from probemon.engine.audit import TOP, compare
 from probemon.errors import CalibrationError
-from probemon.expansion import Reach, calibrate_expansion
-from probemon.fingerprint import fingerprint
-from probemon.intervals import mean_interval
-from probemon.packfile import write_text_atomically
-from probemon.types import Scores
-from probemon.windows import Reading, shards
+from probemon.host.fingerprint import fingerprint
+from probemon.offline.calibrate import write_calibrated
+from probemon.offline.corpus import CorpusScorer
+from probemon.offline.documents import read_documents
+from probemon.offline.expansion import Reach, calibrate_expansion
+from probemon.offline.windows import Reading, shards
+from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import bbc
 from wordnet_pack.dataset import Source, prepare

@@ -12,7 +12,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon import ProbePack
-from probemon.fingerprint import fingerprint
+from probemon.host.fingerprint import fingerprint
 
 HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 OLDEST = transformers.__version__.startswith("5.0.")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from probemon.quantize import quantize_weights
+from probemon.packs.quantize import quantize_weights
 
 SHAPES = {"linear": (), "one layer": (24,), "two layers": (24, 9)}
 

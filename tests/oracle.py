@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from probemon.host import find_layers
+from probemon.host.model import find_layers
 
 
 def states(model, pack, ids, encoder=None, forward=None):

@@ -16,8 +16,9 @@ import torch
 from conftest import HIDDEN, make_model, make_pack
 
 from fuzzing.changes import CHANGES, aged, size_in_memory
-from probemon import DynamicProbeManager, ProbePack, packfile
+from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ProbemonError
+from probemon.packs import files as packfile
 
 MODES = {  # settings, and how large a pack may be to be read into memory
     "small": ({"impl": "numba"}, 1 << 20), "mapped": ({"impl": "numba"}, 0), "mapped, by torch": ({"impl": "cpu"}, 0),

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from probemon.analysis import COUNTED, Analysis, schemas
+from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
 
 IDENTITY = {"pack": {"name": "by hand"}, "host": {"model": "none", "dtype": "float32", "device": "cpu"}, "floor": "fired"}
 

@@ -13,9 +13,10 @@ from conftest import OLDEST, n_hooks
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import architectures
-from probemon import DynamicProbeManager, abilities
+from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.twin import OwnRandomness, shrunken, twin
+from probemon.host import abilities
+from probemon.host.twin import OwnRandomness, shrunken, twin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

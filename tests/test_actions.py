@@ -31,8 +31,8 @@ from probemon.errors import (
     NotSupportedHost,
     UnknownConcept,
 )
-from probemon.record import FORGOTTEN, GAP, LAST
 from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
+from probemon.tracking.recording import FORGOTTEN, GAP, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])

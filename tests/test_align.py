@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from probemon.align import Call, Forward
+from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
-from probemon.types import GENERATED, PROMPT
+from probemon.tracking.align import Call, Forward
 
 
 def listed(placed):

@@ -10,9 +10,9 @@ import torch
 from conftest import HIDDEN, make_pack
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.arena import PagedArena, ResidentArena
+from probemon.engine.memory.arena import PagedArena, ResidentArena
+from probemon.engine.memory.store import PackSource, ProbeStore
 from probemon.errors import ArenaFull, ConfigError, ProbeLoadError
-from probemon.store import PackSource, ProbeStore
 
 PACK = ProbePack.open("probes/wordnet-smollm2-135m-mlp")
 LINEAR = ProbePack.open("probes/wordnet-smollm2-135m")

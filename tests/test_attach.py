@@ -21,7 +21,7 @@ from transformers import (
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.record import BEFORE, LAST
+from probemon.tracking.recording import BEFORE, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 NO_TOKEN = 61  # beyond the vocabulary: an end that never comes, where transformers 5.0 cannot do without one

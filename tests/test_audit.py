@@ -8,11 +8,11 @@ from corpora import make_tokenizer, random_texts
 from oracle import states
 
 from probemon import DynamicProbeManager
-from probemon.audit import Audit, sample
-from probemon.corpus import score_documents
-from probemon.documents import read_documents
+from probemon.core.intervals import mean_interval
+from probemon.engine.audit import Audit, sample
 from probemon.errors import ConfigError
-from probemon.intervals import mean_interval
+from probemon.offline.corpus import score_documents
+from probemon.offline.documents import read_documents
 
 
 @pytest.fixture(scope="module")

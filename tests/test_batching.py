@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSupportedDecoding
-from probemon.record import SHARED
+from probemon.tracking.recording import SHARED
 
 if OLDEST:
     pytest.skip("continuous batching of transformers 5.0 is refused by name (tests/arrangements.py)", allow_module_level=True)

@@ -21,7 +21,7 @@ from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
 from probemon.bem.sites import dense_update
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
-from probemon.packfile import sha256
+from probemon.packs.files import sha256
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 ALL = ("q", "k", "v", "o", "down")
@@ -203,7 +203,7 @@ def test_a_model_that_bears_an_adapter_is_not_copied_with_its_hooks():
 def test_an_adapter_stands_beside_peft_and_probes_see_what_it_gives():
     from peft import LoraConfig, get_peft_model
 
-    from probemon.tap import Tap
+    from probemon.host.tap import Tap
 
     model = make_host()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))

@@ -18,9 +18,10 @@ from test_bem_controller import Alone, check_row
 from probemon.bem import BemConfig, Controller, ControllerState, FallbackPolicy, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.fallback import FallbackGuard
+from probemon.bem.kernels import controller as bem_controller
+from probemon.bem.kernels import controller_steps as bem_step
 from probemon.bem.state import Carry
 from probemon.errors import ConfigError
-from probemon.kernels import bem_controller, bem_step
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile_controller.py"
 # Shared memory that one program may have, in bytes, by compute capability.

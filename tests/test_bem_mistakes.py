@@ -28,7 +28,7 @@ from probemon.errors import (
     NotSupportedDecoding,
     NotSupportedHost,
 )
-from probemon.packfile import sha256
+from probemon.packs.files import sha256
 from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingSettings
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
@@ -173,7 +173,7 @@ def test_sizes_that_the_kernels_do_not_have_are_told_when_attached():
         bem = attach_bem(make_model(), config, impl="auto")
         assert bem.impl == "reference" and "the kernels have" in bem.impl_why
         bem.detach()
-    kernels = pytest.importorskip("probemon.kernels.bem_controller"), pytest.importorskip("probemon.kernels.bem_triton")
+    kernels = pytest.importorskip("probemon.bem.kernels.controller"), pytest.importorskip("probemon.bem.kernels.update")
     assert (kernels[1].MOST_RANK, kernels[0].MOST_WIDTH) == (MOST_RANK, MOST_WIDTH)
 
 

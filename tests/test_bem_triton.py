@@ -12,9 +12,9 @@ import torch
 from triton.runtime import interpreter
 
 from probemon.bem import update
+from probemon.bem.kernels import update as bem_triton
+from probemon.bem.kernels.update import generated_update
 from probemon.errors import ConfigError
-from probemon.kernels import bem_triton
-from probemon.kernels.bem_triton import generated_update
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile_bem.py"
 # Shared memory that one program may have, in bytes, by compute capability.

@@ -12,8 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConfigError
-from probemon.record import BEFORE, FORGOTTEN, GAP, LAST
 from probemon.sinks import MemorySink
+from probemon.tracking.recording import BEFORE, FORGOTTEN, GAP, LAST
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}

@@ -12,7 +12,8 @@ import hatcat_packs as hatcat
 import pytest
 from safetensors.torch import save_file
 
-from probemon import ProbePack, cli
+from probemon import ProbePack
+from probemon.cli import app as cli
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/bring-your-own-probes.md").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
-from probemon.record import LAST
 from probemon.sinks import MemorySink
+from probemon.tracking.recording import LAST
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 ROWS = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 13, 7, 22, 4], [PAD, 1, 8, 33, 6]])

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
-from probemon.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed, write_calibrated
-from probemon.cli_calibrate import calibrate
-from probemon.corpus import score_documents
-from probemon.documents import read_documents
+from probemon.cli.calibrate import calibrate
+from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
-from probemon.expansion import Expansion
-from probemon.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
-from probemon.windows import Reading, Window
+from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed, write_calibrated
+from probemon.offline.corpus import score_documents
+from probemon.offline.documents import read_documents
+from probemon.offline.expansion import Expansion
+from probemon.offline.windows import Reading, Window
 
 AGGREGATORS = [Each(), Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -405,7 +405,7 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
 
 
 def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workplace, model, pack, tmp_path):
-    from probemon.expansion import Reach, calibrate_expansion, split
+    from probemon.offline.expansion import Reach, calibrate_expansion, split
 
     done = run_command(pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl", "--fpr", 0.1, "--expand-recall", 0.9, "--out", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
@@ -478,7 +478,7 @@ def test_the_pack_is_written_beside_the_old_one(workplace, model, tmp_path):
 
 
 def test_inspect_says_what_a_pack_was_calibrated_for(model, tmp_path, capsys):
-    from probemon.cli import inspect
+    from probemon.cli.app import inspect
 
     pack = make_pack(tmp_path / "a", model)
     made = write_calibrated(pack, tmp_path / "b", watched=[3, 5], alerts=made_alerts(Ema(0.3), [0.5, 0.6]), expansion=made_expansion(pack))

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probemon.cascade import CascadePlan, apply_rule, descend, expand_thresholds, retain
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import CascadeConfig
+from probemon.engine.cascade import CascadePlan, apply_rule, descend, expand_thresholds, retain
 from probemon.errors import ConfigError
-from probemon.hierarchy import ConceptTree
-from probemon.types import CascadeConfig
 
 TICKS = [np.float32(v) for v in (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)]  # few values: ties are common
 

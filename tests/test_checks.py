@@ -12,33 +12,33 @@ from corpora import make_tokenizer
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Ema, RollingMax, RollingMean
-from probemon.arena import PagedArena
 from probemon.bem.config import BemConfig
 from probemon.bem.fallback import FallbackPolicy
 from probemon.bem.losses import LossWeights
 from probemon.bem.memory import with_batch_backoff
 from probemon.bem.policy import Categorical, Gaussian
 from probemon.bem.training import TrainSettings
-from probemon.calibrate import check_targets
-from probemon.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
-from probemon.compare import compare
-from probemon.delivery import Delivery
-from probemon.documents import read_documents
-from probemon.edit import subset
+from probemon.core.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
+from probemon.core.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
+from probemon.core.scores import InputSpec
+from probemon.engine.memory.arena import PagedArena
+from probemon.engine.memory.store import ProbeStore
 from probemon.errors import ConfigError, PackError, ProbemonError
-from probemon.expansion import documents_needed, split
-from probemon.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
-from probemon.offline import Tables, analyze
-from probemon.regroup import propose
-from probemon.report import write_report
+from probemon.monitor.delivery import Delivery
+from probemon.monitor.stream import stream
+from probemon.offline.analyze import Tables, analyze
+from probemon.offline.calibrate import check_targets
+from probemon.offline.compare import compare
+from probemon.offline.documents import read_documents
+from probemon.offline.expansion import documents_needed, split
+from probemon.offline.report import write_report
+from probemon.offline.windows import Reading, Window
+from probemon.packs.edit import subset
+from probemon.packs.hierarchies import propose
 from probemon.sinks import JsonLinesSink, MemorySink, ParquetSink
-from probemon.store import ProbeStore
-from probemon.stream import stream
 from probemon.telemetry.alerts import Rule
 from probemon.telemetry.recorder import RoutingSettings
 from probemon.telemetry.records import RoutingParquet
-from probemon.types import InputSpec
-from probemon.windows import Reading, Window
 
 HUGE = {"10**30": 10**30, "10**400": 10**400, "-10**400": -(10**400), "10**5000": 10**5000}
 NO_NUMBER = {"text": "3", "bytes": b"3", "list": [3], "true": True, "false": False, "numpy bool": np.True_, "complex": 3j, "object": object(), "array": np.array([3, 4]), "nan": math.nan}

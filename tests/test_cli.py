@@ -16,10 +16,10 @@ from rich.console import Console
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
+from probemon.cli.live_view import LiveView, PlainView, path_text, printable, summary
 from probemon.errors import ConfigError
-from probemon.live import LiveView, PlainView, path_text, printable, summary
-from probemon.record import LAST
-from probemon.result import describe
+from probemon.monitor.result import describe
+from probemon.tracking.recording import LAST
 
 PACK = "probes/wordnet-smollm2-135m"
 CHAT = [{"role": "user", "content": "Name two animals."}]
@@ -234,5 +234,5 @@ def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
 
 def test_the_command_line_starts_without_torch():
     """It takes seconds, and help, errors and reports need none of it."""
-    done = subprocess.run([sys.executable, "-c", "import probemon.cli, sys; print('torch' in sys.modules)"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", "import probemon.cli.app, sys; print('torch' in sys.modules)"], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -16,13 +16,13 @@ from corpora import make_tokenizer, random_texts
 from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager
-from probemon.analysis import COUNTED, Analysis, schemas
-from probemon.cli_diff import diff
-from probemon.compare import _check_same, _resampled, _Sample, compare
+from probemon.cli.diff import diff
+from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
-from probemon.intervals import lower_bound, mean_interval
-from probemon.offline import analyze
-from probemon.significance import benjamini_hochberg, mann_whitney
+from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
+from probemon.offline.analyze import analyze
+from probemon.offline.compare import _check_same, _resampled, _Sample, compare
+from probemon.offline.significance import benjamini_hochberg, mann_whitney
 
 # c0 > c1 > c3, c0 > c2 > c4, c5 below both c1 and c2, c6 and c7 alone; c7 is nowhere over the floor.
 PARENTS = [[], [0], [0], [1], [2], [1, 2], [], []]
@@ -134,7 +134,7 @@ def test_of_more_p_is_close_to_counting(monkeypatch, n, m, zeros, others, tops):
         dealt = np.argsort(rng.gumbel(size=n + m) + pull * rank / (n + m))[:n]
         dominance = int(rank[dealt].sum()) - n * (n + m)
         for work in (1 << 60, 0):
-            monkeypatch.setattr("probemon.significance._COUNTED", work)
+            monkeypatch.setattr("probemon.offline.significance._COUNTED", work)
             found[dominance, work] = mann_whitney(dominance, ties, n, m)
     checked = [(exact, found[d, 0] / exact) for (d, work), exact in found.items() if work]
     assert all(ratio > 0.65 for _, ratio in checked)  # how ever small: never much smaller than it is
@@ -245,7 +245,7 @@ def test_numbers_are_those_of_all_pairs_of_documents(both, by):
 
 @pytest.mark.parametrize(("resamples", "confidence", "at"), [(39, 0.95, 0), (60, 0.9, 2), (99, 0.8, 9)])
 def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatch, resamples, confidence, at):
-    monkeypatch.setattr("probemon.compare._CHUNK", 7 * 40)  # several chunks, the last one short
+    monkeypatch.setattr("probemon.offline.compare._CHUNK", 7 * 40)  # several chunks, the last one short
     found = compare(*both, resamples=resamples, confidence=confidence, seed=5)
     samples = [_Sample.of(analysis, "share") for analysis in both]
     sides = sorted(samples, key=lambda one: one.documents)  # draws belong to the documents, not to the letter
@@ -421,7 +421,7 @@ def test_a_file_that_took_the_name_meanwhile_is_left_alone(both, tmp_path, monke
     with pytest.raises(ConfigError, match="exists: give another name"):
         found.write(out)
     out.write_text("mine")
-    monkeypatch.setattr("probemon.compare.check_new", lambda path: path)
+    monkeypatch.setattr("probemon.offline.compare.check_new", lambda path: path)
     with pytest.raises(ConfigError, match="cannot be made"):
         found.write(out)
     assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]

@@ -8,13 +8,13 @@ from nets import SHAPES, logit_net, oracle, weights
 from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.cascade import collect, descend, retain
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import input_dtype
+from probemon.engine.cascade import collect, descend, retain
+from probemon.engine.kernels import score_probes
 from probemon.errors import ProbeLoadError
-from probemon.hierarchy import ConceptTree
-from probemon.kernels import score_probes
-from probemon.types import input_dtype
 
-numba_cpu = pytest.importorskip("probemon.kernels.numba_cpu")
+numba_cpu = pytest.importorskip("probemon.engine.kernels.numba_cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

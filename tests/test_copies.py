@@ -13,10 +13,10 @@ import torch
 from conftest import HIDDEN, make_model, make_pack
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.delivery import Delivery
-from probemon.edit import merge
 from probemon.errors import PackError, SinkFailed
-from probemon.quantize import quantize
+from probemon.monitor.delivery import Delivery
+from probemon.packs.edit import merge
+from probemon.packs.quantize import quantize
 
 STATES = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
 MODES = {

@@ -15,6 +15,9 @@ import pytest
 import torch
 from nets import dequantized
 
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import CascadeConfig, InputSpec, input_dtype
+from probemon.engine.kernels import IMPLS, exhaustive_reference, prepare_input, score_probes
 from probemon.errors import (
     ConfigError,
     HierarchyError,
@@ -24,11 +27,8 @@ from probemon.errors import (
     UnknownConcept,
     UnknownSetting,
 )
-from probemon.hierarchy import ConceptTree
-from probemon.kernels import IMPLS, exhaustive_reference, prepare_input, score_probes
-from probemon.pack import ProbePack
-from probemon.quantize import quantize_weights
-from probemon.types import CascadeConfig, InputSpec, input_dtype
+from probemon.packs.pack import ProbePack
+from probemon.packs.quantize import quantize_weights
 
 SHIPPED = ["probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp"]
 

@@ -19,15 +19,16 @@ import torch
 from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 
-from probemon import DynamicProbeManager, offline
-from probemon import analysis as analysis_room
-from probemon.analysis import COUNTED, TABLES, Analysis
-from probemon.audit import Audit
-from probemon.corpus import CorpusScorer, score_documents
-from probemon.documents import read_documents
+from probemon import DynamicProbeManager
+from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, HostMismatch, SinkFailed
-from probemon.offline import analyze
-from probemon.windows import Reading, Tokens, Window, batches, cut, encode, shards
+from probemon.offline import analysis_folder as analysis_room
+from probemon.offline import analyze as offline
+from probemon.offline.analysis_folder import COUNTED, TABLES, Analysis
+from probemon.offline.analyze import analyze
+from probemon.offline.corpus import CorpusScorer, score_documents
+from probemon.offline.documents import read_documents
+from probemon.offline.windows import Reading, Tokens, Window, batches, cut, encode, shards
 
 SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
 PROGRAM = Path(__file__).parent / "programs" / "analyze_corpus.py"
@@ -45,7 +46,7 @@ def manager(pack):
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 7)
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 7)
 
 
 def corpus():
@@ -86,7 +87,7 @@ def test_batches_are_of_like_length_and_bounded():
 
 
 def test_shards_are_fixed_by_the_documents(monkeypatch):
-    monkeypatch.setattr("probemon.windows.SHARD_CHARS", 100)
+    monkeypatch.setattr("probemon.offline.windows.SHARD_CHARS", 100)
     made = list(shards(read_documents(corpus())))
     assert [d.index for shard in made for d in shard.documents] == list(range(32))
     assert all(len(s.documents) <= 7 and (len(s.documents) == 1 or sum(len(d.text) for d in s.documents) <= 100) for s in made)
@@ -436,7 +437,7 @@ def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager,
 
 
 def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 2)
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 2)
     texts, out = ["abc", "cab", "bac", "abcabc", "bb", "ccc"], tmp_path / "out"
     analyze(manager, model, tokenizer, texts[:4], out)
     replaced = []
@@ -480,7 +481,7 @@ def test_ranks_that_are_none_are_refused(model, manager, tokenizer, tmp_path, ra
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes itself another user")
 def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp_path, monkeypatch):
     here = offline.environment()  # another user may not read where it is installed
-    monkeypatch.setattr("probemon.offline.environment", lambda: here)
+    monkeypatch.setattr("probemon.offline.analyze.environment", lambda: here)
     for out in (tmp_path / "begun", tmp_path / "empty"):
         out.mkdir()
     analyze(manager, model, tokenizer, ["abc"], tmp_path / "begun", resume=True)

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from probemon import DynamicProbeManager
-from probemon.abilities import Abilities
 from probemon.bem import BemConfig, attach_bem
 from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
-from probemon.host import longest_input
+from probemon.host.abilities import Abilities
+from probemon.host.model import longest_input
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),

@@ -7,7 +7,7 @@ from conftest import EOS, HIDDEN, make_model, make_pack
 from test_arena import same
 
 from probemon import DynamicProbeManager
-from probemon.kernels.device_step import UnderWay
+from probemon.engine.device_steps import UnderWay
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]])
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}

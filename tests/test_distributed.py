@@ -8,11 +8,11 @@ from conftest import make_model
 from corpora import make_tokenizer, random_texts
 
 from probemon import DynamicProbeManager
-from probemon.analysis import TABLES, Analysis
-from probemon.distributed import Job, analyze_dataset
 from probemon.errors import ConfigError
-from probemon.offline import analyze
-from probemon.windows import Reading, Window
+from probemon.offline.analysis_folder import TABLES, Analysis
+from probemon.offline.analyze import analyze
+from probemon.offline.distributed import Job, analyze_dataset
+from probemon.offline.windows import Reading, Window
 
 ray = pytest.importorskip("ray")
 READING = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
@@ -36,7 +36,7 @@ def cluster():
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr("probemon.windows.SHARD_DOCUMENTS", 7)
+    monkeypatch.setattr("probemon.offline.windows.SHARD_DOCUMENTS", 7)
 
 
 def tables(analysis):

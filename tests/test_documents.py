@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from probemon.documents import count_documents, read_documents
 from probemon.errors import ConfigError
+from probemon.offline.documents import count_documents, read_documents
 
 
 def told(source, **options):
@@ -200,7 +200,7 @@ def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
 def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "secret").mkdir(mode=0)
-    program = "import os, sys; from probemon.documents import read_documents; os.setuid(65534); print([(d.id, d.reason) for d in read_documents(sys.argv[1])])"
+    program = "import os, sys; from probemon.offline.documents import read_documents; os.setuid(65534); print([(d.id, d.reason) for d in read_documents(sys.argv[1])])"
     for folder in (tmp_path, *(above for above in tmp_path.parents if "pytest" in above.name or "popen" in above.name)):
         folder.chmod(0o755)  # pytest makes its folders for one user alone
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
@@ -247,8 +247,8 @@ def zipped(path, parts):
 
 @pytest.mark.parametrize("part", [b"a" * (1 << 20), b"\n" * (1 << 20)], ids=["one line", "blank lines"])
 def test_what_decompresses_to_hundreds_of_times_its_size_is_told_and_not_read_to_its_end(tmp_path, part, monkeypatch):
-    monkeypatch.setattr("probemon.documents.ALWAYS_BYTES", 1 << 20)
-    monkeypatch.setattr("probemon.documents.MOST_TIMES", 20)
+    monkeypatch.setattr("probemon.offline.documents.ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr("probemon.offline.documents.MOST_TIMES", 20)
     path = zipped(tmp_path / "a.txt.gz", [b"one\n", *[part] * 10])
     read, real = [], gzip.GzipFile.read1
 
@@ -270,8 +270,8 @@ def test_long_texts_that_compress_well_are_read_to_their_end(tmp_path):
 
 @pytest.mark.parametrize("compression, size, words", [("zstd", 3_000_000, "decompresses to"), ("none", 3_000_000, "the dictionary of text has")])
 def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(tmp_path, monkeypatch, compression, size, words):
-    monkeypatch.setattr("probemon.documents.ALWAYS_BYTES", 1 << 20)
-    monkeypatch.setattr("probemon.documents.MAX_DICTIONARY_BYTES", 1 << 20)
+    monkeypatch.setattr("probemon.offline.documents.ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr("probemon.offline.documents.MAX_DICTIONARY_BYTES", 1 << 20)
     path = tmp_path / "a.parquet"
     schema = pa.schema([("text", pa.string())])
     with pq.ParquetWriter(path, schema, compression=compression, use_dictionary=True, dictionary_pagesize_limit=1 << 30) as writer:
@@ -286,5 +286,5 @@ def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatc
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [f"text {i % 7}" for i in range(50)], "id": list(range(50))}), path)
     whole = told(path)
-    monkeypatch.setattr("probemon.documents.LARGE_DICTIONARY_BYTES", 1)
+    monkeypatch.setattr("probemon.offline.documents.LARGE_DICTIONARY_BYTES", 1)
     assert told(path) == whole and len(whole) == 50

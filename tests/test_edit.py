@@ -8,15 +8,15 @@ import torch
 from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.cli import app
-from probemon.edit import merge, rename, subset
-from probemon.embed import common, embed
+from probemon.cli.app import app
+from probemon.core.scores import Architecture
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
-from probemon.kernels import exhaustive_reference
-from probemon.packdiff import pack_diff
-from probemon.quantize import quantize
-from probemon.regroup import propose, with_hierarchy
-from probemon.types import Architecture
+from probemon.packs.diff import pack_diff
+from probemon.packs.edit import merge, rename, subset
+from probemon.packs.hierarchies import propose, with_hierarchy
+from probemon.packs.quantize import quantize
+from probemon.packs.widen import common, embed
 
 D = 24
 SHAPES = {"linear": Architecture(D), "one": Architecture(D, (5,)), "two": Architecture(D, (6, 3))}
@@ -138,7 +138,7 @@ def test_a_subset_has_what_is_above_and_below_and_scores_the_same(tmp_path, rule
     wanted = {"a-0", "a-2", "a-6", "a-7", "a-14", "a-15", "a-16", "a-17"}  # of a-2: its parent, its children, theirs
     assert kept == wanted if rule == "independent" else wanted < kept
     assert all(float(made.alert_threshold[made.find(key)]) == float(pack.alert_threshold[pack.find(key)]) for key in kept)
-    assert made.manifest["provenance"]["made_by"] == "probemon.edit.subset" and made.manifest["quality"] == {}
+    assert made.manifest["provenance"]["made_by"] == "probemon.packs.edit.subset" and made.manifest["quality"] == {}
 
 
 def test_a_subset_without_what_is_above_begins_a_hierarchy_of_its_own(tmp_path):
@@ -504,7 +504,7 @@ def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
 
 
 def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
-    from probemon.calibrate import calibrate_alerts, write_calibrated
+    from probemon.offline.calibrate import calibrate_alerts, write_calibrated
 
     made = propose(alike(tmp_path / "alike")).write(tmp_path / "grouped")
     concepts = [i for i, concept in enumerate(made.concepts) if not concept.get("bounding")]

@@ -8,10 +8,13 @@ import pytest
 import torch
 from conftest import HIDDEN, make_pack
 
-from probemon import DynamicProbeManager, ProbePack, expansion
-from probemon.calibrate import write_calibrated
+from probemon import DynamicProbeManager, ProbePack
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.intervals import mean_interval
 from probemon.errors import CalibrationError, ConfigError
-from probemon.expansion import (
+from probemon.offline import expansion
+from probemon.offline.calibrate import write_calibrated
+from probemon.offline.expansion import (
     Family,
     Reach,
     calibrate_expansion,
@@ -20,8 +23,6 @@ from probemon.expansion import (
     measure_expansion,
     split,
 )
-from probemon.hierarchy import ConceptTree
-from probemon.intervals import mean_interval
 
 RULES, SHAPES = ["independent", "path"], ["tree", "dag"]
 

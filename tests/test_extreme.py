@@ -8,8 +8,8 @@ import torch
 from nets import dequantized
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.quantize import quantize_weights
-from probemon.types import input_dtype
+from probemon.core.scores import input_dtype
+from probemon.packs.quantize import quantize_weights
 
 D = 3
 NOT_FINITE, NO_SCORE = "hidden state is not finite", "its score is not a number: with a state this large, sums of an active probe overflow float32"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
-from probemon.packfile import sha256
+from probemon.packs.files import sha256
 
 
 def forge(pack, target, change):

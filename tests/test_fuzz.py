@@ -23,13 +23,13 @@ from fuzzing.case import Room
 from fuzzing.mutate import Link, write_tree
 from fuzzing.targets import TARGETS, Target
 from probemon import DynamicProbeManager, ProbePack, errors
-from probemon.cli_pack import read_object
-from probemon.edit import rename
+from probemon.cli.packs import read_object
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackCorrupt, PackError
 from probemon.importers.weights import Folder, load_plain
-from probemon.kernels import exhaustive_reference
-from probemon.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_concepts, read_manifest
-from probemon.packfile import MAX_CARD_BYTES, sha256
+from probemon.packs.edit import rename
+from probemon.packs.files import MAX_CARD_BYTES, sha256
+from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_concepts, read_manifest
 
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.json"
 EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}
@@ -159,7 +159,7 @@ def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch
 
 
 def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
-    from probemon import heldfile
+    from probemon.packs import held_file as heldfile
 
     room.seeds("pack")
     monkeypatch.setattr(heldfile, "inside", lambda path: path)
@@ -322,7 +322,7 @@ def test_an_eps_is_a_number_of_fp32_or_refused(pack, tmp_path, eps):
 def test_golden_states_are_replayed_in_blocks_with_the_same_scores(pack, monkeypatch):
     hidden = dict.fromkeys(pack.sites, torch.randn(3, HIDDEN))
     whole = exhaustive_reference(hidden, pack)
-    monkeypatch.setattr("probemon.kernels._BLOCK_BYTES", 3 * 4 * pack.architecture.parameters_per_probe())
+    monkeypatch.setattr("probemon.engine.kernels._BLOCK_BYTES", 3 * 4 * pack.architecture.parameters_per_probe())
     assert torch.equal(exhaustive_reference(hidden, pack), whole)
 
 

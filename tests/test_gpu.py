@@ -10,8 +10,8 @@ from nets import SHAPES, oracle, weights
 from transformers import CompileConfig
 
 from probemon import DynamicProbeManager
-from probemon.kernels import prepare_input, score_probes, triton_fused
-from probemon.types import InputSpec, input_dtype
+from probemon.core.scores import InputSpec, input_dtype
+from probemon.engine.kernels import prepare_input, score_probes, triton_fused
 
 pytestmark = [
     pytest.mark.gpu,

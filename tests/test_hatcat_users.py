@@ -19,10 +19,11 @@ from conftest import HIDDEN, make_model, make_pack
 from hatcat_packs import modules
 from rich.console import Console
 
-from probemon import DynamicProbeManager, cli
+from probemon import DynamicProbeManager
+from probemon.cli import app as cli
+from probemon.cli.live_view import LiveView, PlainView, summary
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat import import_pack
-from probemon.live import LiveView, PlainView, summary
 
 D = 24
 

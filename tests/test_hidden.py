@@ -8,14 +8,14 @@ from corpora import make_tokenizer
 from nets import SHAPES, weights
 
 from probemon import DynamicProbeManager
-from probemon.corpus import CorpusScorer, score_documents
-from probemon.documents import Document
+from probemon.core.reference import score_reference
+from probemon.core.scores import InputSpec
+from probemon.engine.kernels import prepare_input, score_probes
+from probemon.engine.kernels.cpu import score_cpu
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.kernels import prepare_input, score_probes
-from probemon.kernels.cpu import score_cpu
-from probemon.kernels.reference import score_reference
-from probemon.types import InputSpec
-from probemon.windows import Reading, shards
+from probemon.offline.corpus import CorpusScorer, score_documents
+from probemon.offline.documents import Document
+from probemon.offline.windows import Reading, shards
 
 IMPLS = ("reference", "cpu", "numba", "triton")
 STATES = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -59,8 +59,8 @@ def test_sites_of_different_lengths_and_states_of_others_are_named(two_sites):
 
 
 def launchers():
-    from probemon.kernels.numba_cpu import score_numba
-    from probemon.kernels.triton_fused import score_triton
+    from probemon.engine.kernels.numba_cpu import score_numba
+    from probemon.engine.kernels.triton_pairs import score_triton
 
     lower = {"reference": score_reference, "cpu": score_cpu, "numba": score_numba, "triton": score_triton}
     whole = {impl: (lambda *pairs, impl=impl: score_probes(*pairs, impl=impl)) for impl in IMPLS}
@@ -95,7 +95,7 @@ def test_every_launcher_refuses_what_it_would_read_outside_of(shape):
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
     """On a GPU the numbers are not looked at beforehand."""
-    from probemon.kernels import triton_fused
+    from probemon.engine.kernels import triton_fused
 
     net = weights(shape, HIDDEN, torch.float32)
     rows = torch.tensor([0, 1, 2, 3, 0, 1, 2, 4, 0, 1, -1, 3, 3])
@@ -108,8 +108,8 @@ def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
 
 
 def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
-    from probemon.kernels.triton_cascade import DeviceCascade
-    from probemon.kernels.triton_fused import normalise_triton
+    from probemon.engine.kernels.triton_cascade import DeviceCascade
+    from probemon.engine.kernels.triton_pairs import normalise_triton
 
     manager = DynamicProbeManager(two_sites, impl="numba", strategy="descent")
     engine, plan, tree = manager.engine, manager.plan, two_sites.tree

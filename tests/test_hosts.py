@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.fingerprint import fingerprint
-from probemon.host import find_layers, host_state, unwrap
+from probemon.host.fingerprint import fingerprint
+from probemon.host.model import find_layers, host_state, unwrap
 
 ENCODED = torch.tensor([[1, 5, 9, 13, 7], [1, 44, 3, PAD, PAD]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None, "attention_mask": (ENCODED != PAD).long()}

@@ -13,9 +13,10 @@ from conftest import make_pack
 from hub_stand_in import HubStandIn
 from huggingface_hub import HfApi, ModelCard, constants
 
-from probemon import ProbePack, packfile
-from probemon.cli import main
+from probemon import ProbePack
+from probemon.cli.app import main
 from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.packs import files as packfile
 
 # huggingface_hub's own uploads without Xet use its HTTP client in a way that the client deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression
 
 from probemon import DynamicProbeManager
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ConfigError, ImportRefused, UnknownSetting
 from probemon.importers.generic import import_safetensors, import_weights
 from probemon.importers.hallucination import import_head
@@ -19,7 +20,6 @@ from probemon.importers.probelab import import_files as import_probelab
 from probemon.importers.saelens import import_sae
 from probemon.importers.sklearn import import_estimators
 from probemon.importers.steerkit import import_files as import_steerkit
-from probemon.kernels import exhaustive_reference
 
 D, SITE = foreign.D, "resid_post.1"
 X = foreign.states()
@@ -308,7 +308,7 @@ def test_the_hosts_that_add_what_their_parts_give_are_those(family, name, settin
     """A block's output is its input and what attention and feed-forward give, where nothing stands between: measured, of each family that is listed."""
     import transformers
 
-    from probemon.host import find_layers, site_module
+    from probemon.host.model import find_layers, site_module
     from probemon.importers import saelens
 
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from probemon import DynamicProbeManager, ProbePack
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import HierarchyError, ImportRefused, PackError
 from probemon.importers import flat
 from probemon.importers.generic import import_safetensors, import_weights
@@ -21,7 +22,6 @@ from probemon.importers.probekit import import_collection, import_file, import_p
 from probemon.importers.probelab import import_files as import_probelab
 from probemon.importers.saelens import import_sae
 from probemon.importers.steerkit import import_files as import_steerkit
-from probemon.kernels import exhaustive_reference
 
 D, SITE = foreign.D, "resid_post.1"
 READ = {"site": SITE, "normalize": "none"}

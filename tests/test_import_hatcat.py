@@ -14,10 +14,10 @@ import torch
 from hatcat_packs import KEYS, TREE, modules
 
 from probemon import DynamicProbeManager, ProbePack
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackError
 from probemon.importers.hatcat import import_pack
 from probemon.importers.weights import Folder, load_bank, load_state_dict
-from probemon.kernels import exhaustive_reference
 
 D = 24
 VARIANTS = {"plain": ("plain",), "LayerNorm": ("LayerNorm",), "linear": ("linear",), "mixed": ("plain", "LayerNorm", "linear")}

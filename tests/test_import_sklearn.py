@@ -22,10 +22,10 @@ from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, PolynomialFeatures
 from sklearn.svm import SVC, LinearSVC
 
 from probemon import DynamicProbeManager
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ImportRefused, PackError
 from probemon.importers.generic import import_weights
 from probemon.importers.sklearn import import_estimators
-from probemon.kernels import exhaustive_reference
 
 RNG = np.random.default_rng(0)
 D, SITE = 11, "resid_post.1"

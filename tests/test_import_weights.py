@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from probemon.cli_pack import read_object
+from probemon.cli.packs import read_object
+from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat import import_pack
 from probemon.importers.sources import parse_json, read_json
 from probemon.importers.weights import Folder, load_bank, load_state_dict
-from probemon.strict_json import loads
 
 TWICE = '{"parent_to_children": {"A:0": ["B:1"], "A:0": ["C:1"]}}'
 

@@ -25,14 +25,17 @@ from test_forged import forge
 from fuzzing import changes, tensorfile
 from fuzzing.changes import CHANGES, KEPT, PROBES, WHOLE, aged, judge_one, size_in_memory
 from fuzzing.target import Wrong
-from probemon import DynamicProbeManager, ProbePack, heldfile, manifest, packfile
-from probemon.edit import merge, rename, subset
+from probemon import DynamicProbeManager, ProbePack
+from probemon.core.scores import Architecture, CascadeConfig
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, PackVersionError, ProbemonError
-from probemon.heldfile import read_whole
-from probemon.heldtensors import HeldTensors
-from probemon.packwriter import PackWriter
-from probemon.quantize import quantize
-from probemon.types import Architecture, CascadeConfig
+from probemon.packs import files as packfile
+from probemon.packs import held_file as heldfile
+from probemon.packs import manifest
+from probemon.packs.edit import merge, rename, subset
+from probemon.packs.held_file import read_whole
+from probemon.packs.held_tensors import HeldTensors
+from probemon.packs.quantize import quantize
+from probemon.packs.writer import PackWriter
 
 SCRIPT = Path(__file__).parent / "pack_changes.py"
 
@@ -123,7 +126,7 @@ def test_a_pack_that_is_replaced_again_and_again_is_a_typed_error(two, tmp_path)
 
 @pytest.mark.parametrize("make", [lambda pack, out: rename(pack, out, name="new"), lambda pack, out: merge({"a": pack, "b": pack}, out, name="both"), quantize, lambda pack, out: pack.save_pretrained(out)])
 def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_leaves_nothing(two, tmp_path, make, monkeypatch):
-    monkeypatch.setattr("probemon.pack._BLOCK_BYTES", 2000)
+    monkeypatch.setattr("probemon.packs.pack._BLOCK_BYTES", 2000)
     folder, counted, real = aged(two[0], tmp_path / "pack"), [], ProbePack.check_unchanged
 
     def counting(pack):

@@ -16,9 +16,9 @@ from nets import SHAPES, oracle, weights
 from safetensors.torch import load_file, save_file
 
 from probemon import ProbePack
+from probemon.core.scores import Architecture
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError
-from probemon.packwriter import PackWriter
-from probemon.types import Architecture
+from probemon.packs.writer import PackWriter
 
 N, D = 11, 13
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def test_put_says_how_the_probe_scores_the_golden_states(tmp_path):
 def test_blocks_smaller_than_a_slice_change_nothing(tmp_path, monkeypatch):
     net = weights((4, 3), D, torch.float32, N)
     ProbePack.write(tmp_path / "whole", weights=net, **arguments())
-    monkeypatch.setattr("probemon.packwriter._BLOCK_BYTES", 700)
+    monkeypatch.setattr("probemon.packs.writer._BLOCK_BYTES", 700)
     ProbePack.write(tmp_path / "blocks", weights=net, **arguments())
     assert files(tmp_path / "whole") == files(tmp_path / "blocks")
 
@@ -193,8 +193,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 def test_memory_is_that_of_what_is_put_not_of_the_pack(tmp_path):
     program = f"""
 import resource, sys, torch
-from probemon.packwriter import PackWriter
-from probemon.types import Architecture
+from probemon.packs.writer import PackWriter
+from probemon.core.scores import Architecture
 n, d = 32, 16384
 concepts = [{{"id": str(i), "name": str(i), "parents": []}} for i in range(n)]
 probe = {{"w1": torch.ones(64, d), "b1": torch.zeros(64), "w3": torch.ones(64), "b3": torch.zeros(())}}
@@ -214,7 +214,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_one_value_of_an_odd_stride_is_written_like_any_other():
-    from probemon.packwriter import _bytes_of
+    from probemon.packs.writer import _bytes_of
 
     odd = torch.arange(9)[4:5].as_strided((1,), (3,), 4)
     assert odd.is_contiguous() and bytes(_bytes_of(odd)) == (4).to_bytes(8, "little")

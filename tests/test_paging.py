@@ -10,13 +10,13 @@ from conftest import HIDDEN, make_pack
 from test_arena import CPU, ONE, PACK, fetch, same
 
 from probemon import DynamicProbeManager
-from probemon.arena import PagedArena
+from probemon.engine.memory.arena import PagedArena
+from probemon.engine.memory.fetcher import Fetcher
+from probemon.engine.memory.slab import Layout, Record, Slab, runs_of
+from probemon.engine.memory.store import PackSource, ProbeStore
+from probemon.engine.memory.uploads import Direct, Staged
 from probemon.errors import ConfigError, ProbeLoadError
-from probemon.paging import Fetcher
-from probemon.quantize import quantize_weights
-from probemon.records import Layout, Record, Slab, runs_of
-from probemon.store import PackSource, ProbeStore
-from probemon.uploads import Direct, Staged
+from probemon.packs.quantize import quantize_weights
 
 STATES = PACK.golden_hidden[:, 0]
 

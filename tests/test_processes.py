@@ -16,7 +16,7 @@ import pytest
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
 
-from probemon.analysis import TABLES, Analysis
+from probemon.offline.analysis_folder import TABLES, Analysis
 
 
 def tables(folder):

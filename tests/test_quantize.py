@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.cli import app
+from probemon.cli.app import app
+from probemon.engine.kernels import IMPLS
 from probemon.errors import ConfigError, PackCorrupt, PackError
-from probemon.kernels import IMPLS
-from probemon.packfile import sha256
-from probemon.quantize import quantize, quantize_weights
+from probemon.packs.files import sha256
+from probemon.packs.quantize import quantize, quantize_weights
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from reports import write_analysis
 from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager
-from probemon.analysis import Analysis
-from probemon.cli_report import report
+from probemon.cli.report import report
 from probemon.errors import ConfigError
-from probemon.offline import analyze
-from probemon.report import embed, write_report
+from probemon.offline.analysis_folder import Analysis
+from probemon.offline.analyze import analyze
+from probemon.offline.report import embed, write_report
 
 in_browser = pytest.mark.skipif(find() is None, reason="NO BROWSER: the report's page is not tested. Install chromium, or name one in PROBEMON_CHROMIUM")
 VIEWS = ("", "#view=hierarchy", "#view=concepts", "#view=documents")

@@ -13,10 +13,10 @@ from rich.console import Console
 from test_routing import GREEDY, PROMPT, make_moe
 from test_routing_adapters import make_bem
 
-from probemon import cli as command_line
+from probemon.cli import app as command_line
+from probemon.cli.routing_view import LiveRouting, PlainRouting, load_bars, summary
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.alerts import Rule
-from probemon.telemetry.view import LiveRouting, PlainRouting, load_bars, summary
 
 SAY = "w1 w44 w3 w17 w8"
 

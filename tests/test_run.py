@@ -373,8 +373,8 @@ def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model
 def test_without_pyarrow_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "import torch\nfrom probemon import DynamicProbeManager, ProbePack\nfrom probemon.record import Tokens\n"
-        "from probemon.result import Result\nimport numpy as np\n"
+        "import torch\nfrom probemon import DynamicProbeManager, ProbePack\nfrom probemon.tracking.recording import Tokens\n"
+        "from probemon.monitor.result import Result\nimport numpy as np\n"
         "pack = ProbePack.open('probes/wordnet-smollm2-135m')\n"
         "scores = DynamicProbeManager(pack).score_tokens(pack.golden_hidden[:1, 0])\n"
         "z = np.zeros(1, int)\n"

@@ -13,17 +13,18 @@ from nets import weights
 from test_arena import same
 from typer.testing import CliRunner
 
-from probemon import DynamicProbeManager, scoring
-from probemon.analysis import Analysis
-from probemon.arena import PagedArena
-from probemon.cli import app
-from probemon.engine import Engine
+from probemon import DynamicProbeManager
+from probemon.cli.app import app
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import COUNTS
+from probemon.engine import pairs as scoring
+from probemon.engine.engine import Engine
+from probemon.engine.memory.arena import PagedArena
 from probemon.errors import ArenaFull, ConfigError, HostMismatch, UnknownConcept, UnknownSetting
-from probemon.group import PackGroup
-from probemon.hierarchy import ConceptTree
-from probemon.offline import analyze
-from probemon.types import COUNTS
-from probemon.windows import Reading, Window
+from probemon.offline.analysis_folder import Analysis
+from probemon.offline.analyze import analyze
+from probemon.offline.windows import Reading, Window
+from probemon.packs.group import PackGroup
 
 # name: rule, sites, hidden layers, probes. "c" and "d" are of one architecture, as are "a" and "e".
 KINDS = {
@@ -232,7 +233,7 @@ def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
     alone = [DynamicProbeManager(pack, load_threshold=0.2, impl=more["impl"], strategy="descent") for pack in chosen]
     hidden = random_states(17 if case == "paged" else 1)
     if case == "triton":
-        monkeypatch.setattr("probemon.engine._FEW", 1)  # no row goes by the device's own path
+        monkeypatch.setattr("probemon.engine.engine._FEW", 1)  # no row goes by the device's own path
     else:
         together.score_tokens(hidden), together.score_tokens(hidden)  # what is paged is there now
     found = counted(monkeypatch, together, lambda: together.score_tokens(hidden))

@@ -10,7 +10,7 @@ from hub_stand_in import HubStandIn
 from huggingface_hub import constants
 
 from probemon import ProbePack
-from probemon.cli import main
+from probemon.cli.app import main
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/sharing.md").read_text(encoding="utf-8")

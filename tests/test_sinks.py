@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from probemon.delivery import Delivery, SinkStats
+from probemon.core.scores import AUDITED, GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
+from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
-from probemon.types import AUDITED, GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 
 P = 7
 CONCEPTS = [f"cöncept.{i}" for i in range(P)]

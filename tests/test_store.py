@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from probemon import ProbePack
+from probemon.engine.memory.store import FileSource, PackSource, ProbeStore
 from probemon.errors import ConfigError, ProbeLoadError
-from probemon.store import FileSource, PackSource, ProbeStore
 
 PACK = ProbePack.open("probes/wordnet-smollm2-135m-mlp")
 ONE = sum(t[0].numel() * t.element_size() for t in PACK.weights.values())

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon.errors import ConfigError
-from probemon.tap import Tap
+from probemon.host.tap import Tap
 
 
 @pytest.fixture(scope="module")

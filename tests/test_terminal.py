@@ -27,13 +27,14 @@ from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 import probemon
-from probemon import ProbePack, cli
-from probemon.calibrate import write_calibrated
-from probemon.expansion import Expansion
-from probemon.live import LiveView
-from probemon.packfile import sha256
-from probemon.telemetry.view import LiveRouting
-from probemon.terminal import Bordered, answer, border, harmless, say, terminal
+from probemon import ProbePack
+from probemon.cli import app as cli
+from probemon.cli.live_view import LiveView
+from probemon.cli.routing_view import LiveRouting
+from probemon.cli.terminal import Bordered, answer, border, harmless, say, terminal
+from probemon.offline.calibrate import write_calibrated
+from probemon.offline.expansion import Expansion
+from probemon.packs.files import sha256
 
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x9b31m\r\b\x7f"
@@ -635,7 +636,8 @@ def test_views_are_harmless_on_any_console():
 
 CALLBACK = """
 import ctypes, os, signal, sys, time
-from probemon import cli, signals
+from probemon.cli import app as cli
+from probemon.cli import signals
 if {where!r} == "callback":
     @ctypes.CFUNCTYPE(None)
     def called():

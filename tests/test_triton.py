@@ -14,11 +14,11 @@ from nets import logit_net, oracle, weights
 from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager
-from probemon.cascade import CascadePlan, descend, retain
-from probemon.hierarchy import ConceptTree
-from probemon.kernels import prepare_input, score_probes, triton_fused
-from probemon.kernels.triton_cascade import DeviceCascade
-from probemon.types import CascadeConfig, InputSpec, input_dtype
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import CascadeConfig, InputSpec, input_dtype
+from probemon.engine.cascade import CascadePlan, descend, retain
+from probemon.engine.kernels import prepare_input, score_probes, triton_fused
+from probemon.engine.kernels.triton_cascade import DeviceCascade
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
 # Shared memory that one program may have, in bytes, by compute capability.

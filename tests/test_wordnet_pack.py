@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "scripts") not in sys.path:
     sys.path.insert(0, str(ROOT / "scripts"))
 
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 from wordnet_pack import build as building
 from wordnet_pack import wordnet as wn
 from wordnet_pack.build import Standard, choose_shift, fold, shifted

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from probemon.adapters import OWN
 from probemon.bem.config import BemConfig
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.fallback import CircuitBreaker, FallbackGuard, FallbackPolicy, Fallbacks, choose_impl
@@ -40,9 +39,10 @@ from probemon.bem.sites import Site, SiteUpdate, device_of, find_sites, make_upd
 from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
 from probemon.errors import AlignmentError, BemError, BemStateError, ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.host import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
-from probemon.reading import _n_cached as n_cached
-from probemon.shadow import shadow
+from probemon.host.adapters import OWN
+from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
+from probemon.host.shadow import shadow
+from probemon.tracking.forward_call import _n_cached as n_cached
 
 LOG = logging.getLogger("probemon")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.checks import is_int, is_number, plain, shown
+from probemon.core.checks import is_int, is_number, plain, shown
 from probemon.errors import ConfigError, UnknownSetting, closest
 
 LEVELS = ("prefix", "chunk", "token")

@@ -109,7 +109,7 @@ class Controller(nn.Module):
 
     `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden states and the
     codes is computed again in the backward pass and not kept (Chen et al. 2016). `fused`: a forward of one column is one step of
-    `probemon.kernels.bem_controller`, in Triton; not where it is checkpointed.
+    `probemon.bem.kernels.controller`, in Triton; not where it is checkpointed.
     """
 
     guard: Guard | None = None
@@ -183,7 +183,7 @@ class Controller(nn.Module):
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
         """As `_route`, of one column, by the kernel."""
-        kernel: Any = importlib.import_module("probemon.kernels.bem_controller")
+        kernel: Any = importlib.import_module("probemon.bem.kernels.controller")
         config = self.config
         under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
         settings = kernel.StepSettings(config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over)

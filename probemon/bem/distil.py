@@ -53,8 +53,8 @@ from probemon.bem.losses import (
 from probemon.bem.sites import Site, SiteUpdate, device_of
 from probemon.bem.training import History, TrainSettings, fit
 from probemon.errors import BemError, BemFileError, ConfigError, NotSupportedHost
-from probemon.host import find_layers
-from probemon.packfile import save_tensors, write_text_atomically
+from probemon.host.model import find_layers
+from probemon.packs.files import save_tensors, write_text_atomically
 
 METHODS = ("constant", "mean", "least_squares")
 STARTS = ("nearest", "fresh")

@@ -38,7 +38,7 @@ from probemon.bem.controller import Codes, Controller
 from probemon.bem.memory import is_out_of_memory
 from probemon.bem.state import Carry, ControllerState
 from probemon.bem.update import check_update_impl, generated_update
-from probemon.checks import is_int, is_number, shown
+from probemon.core.checks import is_int, is_number, shown
 from probemon.errors import ConfigError, KernelUnavailable, ProbemonError
 
 LOG = logging.getLogger("probemon")

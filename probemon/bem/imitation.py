@@ -20,7 +20,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.losses import Batch, chosen, codes_taken, frozen, host_inputs, host_of, learner, watched
 from probemon.bem.training import History, TrainSettings, check_lessons, fit
 from probemon.errors import ConfigError
-from probemon.host import find_layers
+from probemon.host.model import find_layers
 
 
 def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> History:

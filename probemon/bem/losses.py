@@ -33,7 +33,7 @@ from probemon.bem.attached import Bem
 from probemon.bem.controller import Codes
 from probemon.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.bem.sites import SiteUpdate
-from probemon.checks import check_number
+from probemon.core.checks import check_number
 from probemon.errors import BemError, ConfigError
 
 Batch = Mapping[str, Tensor]

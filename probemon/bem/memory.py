@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from probemon.checks import is_int, is_number, shown
+from probemon.core.checks import is_int, is_number, shown
 from probemon.errors import ConfigError
 
 LOG = logging.getLogger("probemon")

@@ -29,7 +29,7 @@ from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
 from probemon.bem.losses import Batch, chosen, frozen, host_inputs, host_of, learner, on_codes
 from probemon.bem.training import History, TrainSettings, check_lessons, fit
-from probemon.checks import is_number, shown
+from probemon.core.checks import is_number, shown
 from probemon.errors import BemError, ConfigError
 
 Reward = Callable[[Batch, Any], Tensor]

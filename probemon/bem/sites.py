@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from probemon.bem.config import CHUNK_KINDS, BemConfig
 from probemon.errors import ConfigError, NotSupportedHost
-from probemon.host import find_layers, hidden_size, site_module
+from probemon.host.model import find_layers, hidden_size, site_module
 
 # What hosts call the linear layers of each kind, inside their attention and feed-forward blocks.
 _NAMES = {

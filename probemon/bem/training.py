@@ -35,7 +35,7 @@ from probemon.bem.losses import (
     real_tokens,
 )
 from probemon.bem.saved import STATED, settings_tensor
-from probemon.checks import is_int, is_number, shown
+from probemon.core.checks import is_int, is_number, shown
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]

@@ -40,7 +40,7 @@ def reference(x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, b
 
 
 def _triton() -> Update:
-    kernel: Update = importlib.import_module("probemon.kernels.bem_triton").generated_update
+    kernel: Update = importlib.import_module("probemon.bem.kernels.update").generated_update
 
 
     def fused(x: Tensor, *given: object, base: Tensor | None, eps: float | None) -> Tensor:

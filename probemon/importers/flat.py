@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.checks import is_missing, is_number
-from probemon.embed import common, embed
+from probemon.core.checks import is_missing, is_number
+from probemon.core.scores import NORMS, Architecture, CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
-from probemon.host import parse_site
+from probemon.host.model import parse_site
 from probemon.importers.sources import as_path
-from probemon.pack import ProbePack
-from probemon.packwriter import check_target
-from probemon.types import NORMS, Architecture, CascadeConfig
+from probemon.packs.pack import ProbePack
+from probemon.packs.widen import common, embed
+from probemon.packs.writer import check_target
 
 Layer = tuple[Tensor, Tensor]
 MAX_PACK_BYTES = 8 << 30  # of fp32 weights; what is stacked is held in memory a few times over
@@ -122,7 +122,7 @@ def _bounded(n_weights: int) -> None:
 
 
 def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
-    """Stacked tensors `[P, ...]` of probes of one hidden size, smaller ones embedded in the largest (`probemon.embed`). Raises `ImportRefused`."""
+    """Stacked tensors `[P, ...]` of probes of one hidden size, smaller ones embedded in the largest (`probemon.packs.widen`). Raises `ImportRefused`."""
     if not probes:
         raise ImportRefused("there is no probe to import: the source is empty")
     for probe in probes:

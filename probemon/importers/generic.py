@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.scores import NORMS
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, sha256, write_flat
 from probemon.importers.sources import as_path, field, read_json, read_safetensors, tensor_of
-from probemon.pack import ProbePack
-from probemon.types import NORMS
+from probemon.packs.pack import ProbePack
 
 Pair = tuple[Any, Any]
 _MAPPING = ("site", "normalize", "eps", "model", "n_layers", "licence", "probes", "standardize")

@@ -17,7 +17,7 @@ from probemon.errors import ImportRefused
 from probemon.importers.flat import check_options, linear, sha256, write_flat
 from probemon.importers.sources import as_path, field, only_tensors, tensor_of
 from probemon.importers.weights import Folder, load_state_dict
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 CONFIG, HEADS, ADAPTER = "probe_config.json", ("probe_head.bin", "probe_head.safetensors"), "adapter_config.json"
 

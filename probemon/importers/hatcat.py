@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.core.scores import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
-from probemon.host import parse_site
+from probemon.host.model import parse_site
 from probemon.importers.hatcat_files import Source, Stored
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
 from probemon.importers.hatcat_tree import Graph, Node, Placed, hierarchies, key_of, read_graph
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
-from probemon.pack import ProbePack
-from probemon.packwriter import PackWriter, check_target
-from probemon.types import CascadeConfig
+from probemon.packs.pack import ProbePack
+from probemon.packs.writer import PackWriter, check_target
 
 Progress = Callable[[int, int], None]
 NORMALIZE = ("none", "layernorm")

@@ -5,7 +5,7 @@
     score = evaluate(state, kind, hidden, inputs)      # the state dict as it was meant, for comparison
 
 Variants: a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe; three-way "tripole" heads are none, being no sigmoid of
-one logit. Embedding in a larger shape is exact (`probemon.embed`). A LayerNorm's affine part goes into the first layer in fp32, before rounding.
+one logit. Embedding in a larger shape is exact (`probemon.packs.widen`). A LayerNorm's affine part goes into the first layer in fp32, before rounding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from probemon.embed import common
-from probemon.embed import embed as widened
-from probemon.types import Architecture, InputSpec
+from probemon.core.scores import Architecture, InputSpec
+from probemon.packs.widen import common
+from probemon.packs.widen import embed as widened
 
 NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

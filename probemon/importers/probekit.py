@@ -23,7 +23,7 @@ from torch import Tensor
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import as_path, field, read_json
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 _KEYS = ("weights", "bias", "normalization", "metadata")
 _FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1

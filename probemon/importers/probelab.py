@@ -22,7 +22,7 @@ from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import MAX_BYTES, field, named_files, only_tensors, tensor_of
 from probemon.importers.weights import load_plain
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 _SUPPORTED = ("Logistic", "MassMean", "MLP", "EEMLP")
 _SCALER = ("scaler_mean", "scaler_std")

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.checks import check_number
+from probemon.core.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import check_options, sha256, write_stacked
 from probemon.importers.sources import as_path, field, read_safetensors, site_of, tensor_of
 from probemon.importers.weights import Folder
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _THRESHOLDED = ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder")
@@ -38,7 +38,7 @@ _NORMS = {"none": "none", "expected_average_only_in": "none", "layer_norm": "lay
 _RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
 _PART = re.compile(r"blocks\.(\d{1,4})\.hook_(attn_out|mlp_out)")
 # Hosts, by how their names begin, that add to the stream what attention and feed-forward give, and hosts that normalise it first. TransformerLens's hook is what
-# is added, a site of probemon what the module gives (`probemon.host`): the same only for the first.
+# is added, a site of probemon what the module gives (`probemon.host.model`): the same only for the first.
 _ADDED_AS_GIVEN = re.compile(r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE)
 _NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
 _FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}  # beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, Layer, check_options, write_flat
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 # Those whose decision function is linear, and of these the ones whose probability is its sigmoid.
 _LINEAR = ("LogisticRegression", "LogisticRegressionCV", "SGDClassifier", "LinearDiscriminantAnalysis", "LinearSVC", "RidgeClassifier", "RidgeClassifierCV", "Perceptron", "SVC", "NuSVC")

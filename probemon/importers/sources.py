@@ -18,9 +18,9 @@ import safetensors
 import torch
 from torch import Tensor
 
+from probemon.core.strict_json import RepeatedKey, loads, no_constant
 from probemon.errors import ImportRefused
 from probemon.importers import weights
-from probemon.strict_json import RepeatedKey, loads, no_constant
 
 MAX_BYTES = 8 << 30
 _LARGEST = 1e300  # an integer of JSON can be larger than any float

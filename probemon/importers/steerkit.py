@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from probemon.checks import check_number
+from probemon.core.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
 from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
-from probemon.pack import ProbePack
+from probemon.packs.pack import ProbePack
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")
 _ABOUT = 1e-2  # a direction that was rounded to bf16 is off by less

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ImportRefused
-from probemon.strict_json import RepeatedKey, loads
 
 MAX_BYTES = 256 << 20
 MAX_JSON_BYTES = 64 << 20

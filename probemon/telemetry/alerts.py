@@ -19,9 +19,9 @@ from dataclasses import InitVar, dataclass, field, replace
 import numpy as np
 
 from probemon.bem.config import LEVELS
-from probemon.checks import is_int, is_number, shown
+from probemon.core.checks import is_int, is_number, shown
+from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.hierarchy import Ints, Mask
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
 from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from probemon.bem.config import LEVELS
 from probemon.errors import ConfigError
-from probemon.packfile import write_text_atomically
+from probemon.packs.files import write_text_atomically
 from probemon.telemetry.alerts import Baseline, Rule
 from probemon.telemetry.decisions import BEM, Stream
-from probemon.telemetry.sources import Source
+from probemon.telemetry.routers import Source
 
 _KINDS = {"source": str, "site": str, "layer": Integral, "level": str, "metric": str, "tokens": Integral, "value": Real}
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.bem.config import MAX_NORM
-from probemon.hierarchy import Ints, Mask
+from probemon.core.hierarchy import Ints, Mask
 
 Numbers = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.align import Placed
-from probemon.audit import Audit
+from probemon.core.scores import COUNTS, PROMPT, Scores
+from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
-from probemon.types import COUNTS, PROMPT, Scores
+from probemon.tracking.align import Placed
 
 if TYPE_CHECKING:
-    from probemon.run import MonitorRun
+    from probemon.monitor.run import MonitorRun
 
 _PERCENTILES = (50, 95, 99)
 _ARENA = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
@@ -99,7 +99,7 @@ class RunMetrics:
             for probe, count in zip(self._probes, fired, strict=True):
                 family.add_metric([self._pack.concepts[probe]["id"]], count)
             yield family
-        family = CounterMetricFamily("probemon_audit", "Sums over audited tokens: see probemon.audit.Audit", labels=["sum"])
+        family = CounterMetricFamily("probemon_audit", "Sums over audited tokens: see probemon.engine.audit.Audit", labels=["sum"])
         for name, value in audit.as_dict().items():
             if name != "n_probes":
                 family.add_metric([name.removeprefix("n_")], value)

@@ -11,7 +11,7 @@
     with manager.attach(model, tokenizer, routing=RoutingSettings(bem=bem)) as run: ...   # and those of a BEM adapter
 
 Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which those are is found out
-by what watches for probes (`probemon.watcher`): a router is one more site of it.
+by what watches for probes (`probemon.tracking.watcher`): a router is one more site of it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from probemon.align import Placed
+from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
-from probemon.host import unwrap
-from probemon.record import Recording, keep_newest
-from probemon.running import Generation, States
+from probemon.host.model import unwrap
 from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
-from probemon.types import Gap
-from probemon.watcher import Watcher
+from probemon.tracking.align import Placed
+from probemon.tracking.generation import Generation, States
+from probemon.tracking.recording import Recording, keep_newest
+from probemon.tracking.watcher import Watcher
 
 LOG = logging.getLogger("probemon")
 

@@ -23,24 +23,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.align import Placed
-from probemon.checks import check_count
-from probemon.delivery import Delivery
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints
+from probemon.core.scores import GENERATED, PHASES, PROMPT
 from probemon.errors import ConfigError, UnknownSetting, closest
-from probemon.forwards import Report, ScoreTokens
-from probemon.hierarchy import Ints
-from probemon.record import Recording
-from probemon.running import Generation, States
-from probemon.tap import Site
+from probemon.host.tap import Site
+from probemon.monitor.delivery import Delivery
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.telemetry.decisions import MOE, Decisions, History, Singles, Stream, Told
 from probemon.telemetry.records import RoutingRecord
+from probemon.telemetry.routers import Source, find_sources
 from probemon.telemetry.sketch import LogSketch
-from probemon.telemetry.sources import Source, find_sources
 from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
 from probemon.telemetry.tally import WINDOW, Memory, Tally, memory_of
-from probemon.types import GENERATED, PHASES, PROMPT
+from probemon.tracking.align import Placed
+from probemon.tracking.decoder_hooks import Report, ScoreTokens
+from probemon.tracking.generation import Generation, States
+from probemon.tracking.recording import Recording
 
 Listener = Callable[[Placed, Decisions, RoutingRecord], object]
 LOG = logging.getLogger("probemon")

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probemon.checks import check_count
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import MissingExtra
-from probemon.hierarchy import Ints, Mask
 from probemon.sinks import _FileSink
 from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy, norms
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.hierarchy import Ints, Mask
 from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy, norms
 from probemon.telemetry.sketch import LogSketch
 

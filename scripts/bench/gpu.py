@@ -22,16 +22,16 @@ from torch import Tensor
 
 from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward, exact_scores, widened
 from bench.timing import interleaved, rows_of, wall_clock
-from probemon.cascade import CascadePlan, descend
-from probemon.hierarchy import ConceptTree
-from probemon.kernels import score_probes
-from probemon.kernels.device_step import DeviceSteps
-from probemon.kernels.triton_cascade import DeviceCascade
-from probemon.kernels.triton_fused import normalise_triton
-from probemon.quantize import quantize_weights
-from probemon.records import Layout, Record, Slab
-from probemon.types import CascadeConfig
-from probemon.uploads import Staged
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.scores import CascadeConfig
+from probemon.engine.cascade import CascadePlan, descend
+from probemon.engine.device_steps import DeviceSteps
+from probemon.engine.kernels import score_probes
+from probemon.engine.kernels.triton_cascade import DeviceCascade
+from probemon.engine.kernels.triton_pairs import normalise_triton
+from probemon.engine.memory.slab import Layout, Record, Slab
+from probemon.engine.memory.uploads import Staged
+from probemon.packs.quantize import quantize_weights
 
 N_SETS = 8
 CELLS = tuple(Cell(d, "bfloat16", batch, 64) for d in (2560, 4096) for batch in (1, 8, 64))

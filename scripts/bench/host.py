@@ -16,8 +16,8 @@ from bench.timing import summary
 from cascade_profile.world import PASSAGE
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.measure import overhead
-from probemon.stream import encode
+from probemon.monitor.overhead import overhead
+from probemon.monitor.stream import encode
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.timing import interleaved, rows_of
-from probemon.kernels import score_probes
-from probemon.quantize import quantize_weights
+from probemon.engine.kernels import score_probes
+from probemon.packs.quantize import quantize_weights
 
 H1, H2 = 128, 64
 BANK_BYTES = 160 << 20  # several times a last-level cache

@@ -25,7 +25,7 @@ import torch
 from bench.timing import interleaved, rows_of, summary
 from cascade_profile.world import LOAD_THRESHOLD, World, make_world, write_files, write_pack
 from probemon import DynamicProbeManager, ProbePack
-from probemon.types import RowState
+from probemon.core.scores import RowState
 from profile_cascade import Pair, Setting, SlowTwin, check_agreement
 
 TOP_30 = Setting("top_30", (0,), 30)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.kernels import score_probes
-from probemon.store import PackSource, ProbeStore
-from probemon.types import RowState, Scores
+from probemon.core.scores import RowState, Scores
+from probemon.engine.kernels import score_probes
+from probemon.engine.memory.store import PackSource, ProbeStore
 
 CACHE_SWEEP_BYTES = 64 << 20  # larger than a last-level cache's share: what a host model's forward does to it
 

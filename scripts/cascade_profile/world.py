@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from probemon.errors import MissingExtra
-from probemon.pack import ProbePack
-from probemon.tap import Tap
+from probemon.host.tap import Tap
+from probemon.packs.pack import ProbePack
 
 SITE = "resid_post.15"
 MODEL_HIDDEN_SIZE = 576

@@ -26,11 +26,13 @@ from torch import Tensor
 from fuzzing import independent, seeds
 from fuzzing.mutate import Tree
 from fuzzing.target import Call, Target, Wrong
-from probemon import heldfile, heldtensors, packfile
-from probemon.edit import merge, rename, subset
 from probemon.errors import ConfigError, ProbemonError
-from probemon.pack import ProbePack
-from probemon.quantize import quantize
+from probemon.packs import files as packfile
+from probemon.packs import held_file as heldfile
+from probemon.packs import held_tensors as heldtensors
+from probemon.packs.edit import merge, rename, subset
+from probemon.packs.pack import ProbePack
+from probemon.packs.quantize import quantize
 
 PROBES = "probes.safetensors"
 _WAYS = 5  # of making a pack of a pack
@@ -135,7 +137,7 @@ def size_in_memory(n_bytes: int) -> Iterator[None]:
 
 
 class System:
-    """`os` for `probemon.heldfile`, which does something before one of its calls; then it is `done`."""
+    """`os` for `probemon.packs.held_file`, which does something before one of its calls; then it is `done`."""
 
     def __init__(self, at: int, action: Callable[[], None]) -> None:
         self._left, self._action, self.done = at, action, False

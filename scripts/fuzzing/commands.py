@@ -24,7 +24,7 @@ from typing import Any
 import typer
 
 from fuzzing.mutate import Tree
-from probemon import cli
+from probemon.cli import app as cli
 from probemon.errors import ConfigError
 
 _DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

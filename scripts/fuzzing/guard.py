@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from probemon.heldfile import HeldFile
+from probemon.packs.held_file import HeldFile
 
 _FORBIDDEN = (
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.startfile", "subprocess.Popen", "pickle.find_class", "socket.", "urllib.Request", "http.client.",

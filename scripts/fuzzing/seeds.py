@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fuzzing.mutate import Tree, read_tree
-from probemon.pack import ProbePack
-from probemon.quantize import quantize_weights
+from probemon.packs.pack import ProbePack
+from probemon.packs.quantize import quantize_weights
 
 D, N = 6, 7
 SITES = ("resid_post.1", "resid_post.0")

@@ -20,10 +20,8 @@ import torch
 from fuzzing import changes, commands, independent, seeds
 from fuzzing.independent import Net, Unreadable
 from fuzzing.target import Call, Target, Wrong
-from probemon.cli_pack import read_object
-from probemon.edit import merge, rename, subset
-from probemon.heldfile import read_whole
-from probemon.heldtensors import HeldTensors
+from probemon.cli.packs import read_object
+from probemon.engine.kernels import exhaustive_reference
 from probemon.importers.generic import import_safetensors
 from probemon.importers.hallucination import import_head
 from probemon.importers.hatcat import import_pack
@@ -32,10 +30,12 @@ from probemon.importers.probelab import import_files as import_probelab
 from probemon.importers.saelens import import_sae
 from probemon.importers.steerkit import import_files as import_steerkit
 from probemon.importers.weights import load_plain
-from probemon.kernels import exhaustive_reference
-from probemon.manifest import read_concepts, read_manifest
-from probemon.pack import ProbePack
-from probemon.regroup import propose, with_hierarchy
+from probemon.packs.edit import merge, rename, subset
+from probemon.packs.held_file import read_whole
+from probemon.packs.held_tensors import HeldTensors
+from probemon.packs.hierarchies import propose, with_hierarchy
+from probemon.packs.manifest import read_concepts, read_manifest
+from probemon.packs.pack import ProbePack
 
 SITE = "resid_post.1"
 SCALE = 3.0

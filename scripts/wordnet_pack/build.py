@@ -175,7 +175,7 @@ def golden_rows(data: Dataset) -> torch.Tensor:
 
 def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, versions: dict[str, str]) -> Any:
     """The pack as `ProbePack` opens it: trained, calibrated, written, measured as written, written with its quality."""
-    from probemon.pack import ProbePack
+    from probemon.packs.pack import ProbePack
 
     bank = Bank.of(data, data.states)
     concepts, weights, areas, dropped = select(bank, choice)

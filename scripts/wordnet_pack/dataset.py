@@ -70,7 +70,7 @@ def rmsnorm(hidden: torch.Tensor) -> torch.Tensor:
 def prepare(source: Source) -> Dataset:
     """Find WordNet, load the host model, let it write some text, collect the points and read their states."""
     from probemon.bundled import MODEL_ID, REVISION, cache_dir, load_bundled
-    from probemon.fingerprint import fingerprint
+    from probemon.host.fingerprint import fingerprint
 
     folder = find_wordnet(source.wordnet)
     cache = cache_dir() / "wordnet-pack"

@@ -22,12 +22,12 @@ from sae_lens import (
 from sklearn.linear_model import LogisticRegression
 from steerkit.probe import MultinomialProbe, Probe, _split_pair_indices, _stack_xy
 
+from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ImportRefused
 from probemon.importers.probekit import import_collection, import_file, import_probes
 from probemon.importers.probelab import import_files as import_probelab
 from probemon.importers.saelens import import_sae
 from probemon.importers.steerkit import import_files as import_steerkit
-from probemon.kernels import exhaustive_reference
 
 D, READ = 16, {"site": "resid_post.1", "normalize": "none"}
 G = torch.Generator().manual_seed(0)

@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import make_model, make_pack
 from corpora import make_tokenizer, random_texts
 
-import probemon.windows
+import probemon.offline.windows
 from probemon import DynamicProbeManager
 
-probemon.windows.SHARD_DOCUMENTS = 20
+probemon.offline.windows.SHARD_DOCUMENTS = 20
 model = make_model()
 with tempfile.TemporaryDirectory() as folder:
     pack = make_pack(Path(folder) / "pack", model)

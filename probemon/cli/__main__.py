@@ -1,0 +1,5 @@
+"""`python -m probemon.cli COMMAND`."""
+
+from probemon.cli import main
+
+main()

@@ -1,0 +1,198 @@
+"""The live view: each token with its leading concepts, each concept with its path from the root. Of packs without any alert threshold, in
+which nothing fires, it shows the best-ranked concepts, and says that they are that.
+
+    with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
+        for event in manager.stream(...):
+            view.show(event)
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from probemon.cli.terminal import harmless
+from probemon.monitor.result import ConceptScore, Result, without_thresholds
+from probemon.monitor.stream import TokenEvent
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
+_CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
+RANKED = "ranked, not firing"
+_BAR = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    """Shows token events as they come."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        ...
+
+
+class PlainView:
+    """One line a token, no control characters: for pipes and logs."""
+
+    def __init__(self, console: Console, *, n_concepts: int = 3) -> None:
+        self._console, self._k = console, n_concepts
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        token = printable(event.token)
+        found = "; ".join(f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k))
+        if best := event.ranked(self._k):
+            found = "; ".join([*([found] if found else []), f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in best)])
+        self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True)
+
+
+class LiveView:
+    """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
+
+    def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
+        self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
+        self._text = Text()
+        self._n_rows = n_rows
+        self._events: deque[TokenEvent] = deque(maxlen=n_rows)
+        self._n_tokens = self._n_active = 0
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, event: TokenEvent) -> None:
+        """One more token."""
+        found = event.leading(1)
+        self._text.append(harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
+        self._events.append(event)
+        if not event.unseen:
+            self._n_tokens += 1
+            self._n_active += int(event.coverage.active[0])
+        self._live.update(self.render(), refresh=True)
+
+    def render(self) -> RenderableType:
+        """The view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
+        tail = self._text[-4 * max(20, self._console.width - 4) :]
+        n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
+        room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
+        shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
+        for event in reversed(self._events):
+            found = [*event.leading(self._k), *event.ranked(self._k)]
+            room -= max(1, len(found))
+            if room < 0:
+                break
+            shown.insert(0, (event, found))
+        table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+        table.add_column("token", width=14, no_wrap=True)
+        table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column("score", width=5, justify="right")
+        table.add_column("alert", width=5, justify="right", style="dim")
+        table.add_column("strength", width=10)
+        width = self._console.width - 46  # what the other columns, gaps and the frame leave
+        of_ranks = any(math.isnan(concept.threshold) for _, found in shown for concept in found)
+        if of_ranks:
+            table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
+        for event, found in shown:
+            if not found:
+                table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
+            for i, concept in enumerate(found):
+                is_ranked = math.isnan(concept.threshold)
+                alert, strength = ("-", Text("not firing", style="dim")) if is_ranked else (f"{concept.threshold:.2f}", strength_bar(concept))
+                token = Text(printable(event.token) if i == 0 else "", style="" if math.isnan(found[0].threshold) else style(found[0]))
+                table.add_row(token, path_text(concept, width), f"{concept.score:.2f}", alert, strength)
+        per_token = self._n_active / max(1, self._n_tokens)
+        foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
+        return Panel(Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
+
+
+def colour(concept: ConceptScore) -> str:
+    """One colour for everything under a root, the same in every run."""
+    return _COLOURS[zlib.crc32(concept.path[0].encode()) % len(_COLOURS)]
+
+
+def style(concept: ConceptScore) -> str:
+    """Its colour, bold where it is clearly over its threshold."""
+    return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
+
+
+def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
+    """The way from the root in grey, the concept itself in its colour; where it is wider than `width` the middle goes first."""
+    above = list(concept.path[:-1])
+    kept = len(above)
+    while kept > 1 and sum(map(len, above)) + 3 * len(above) + len(concept.name) > width:
+        kept -= 1
+        above = [concept.path[0], "…", *concept.path[len(concept.path) - kept : -1]]
+    text = Text()
+    for name in above:
+        text.append(harmless(f"{name} > "), style="dim")
+    return text.append(harmless(concept.path[-1]), style=style(concept))
+
+
+def strength_bar(concept: ConceptScore) -> Text:
+    """Strength over the threshold, full at 4 (a score whose odds are e**4 times those of the threshold)."""
+    step = min(7, int(max(0.0, concept.strength) * 2))
+    return Text(f"{_BAR[step] * 3} {concept.strength:+.1f}", style=colour(concept))
+
+
+def unseen(event: TokenEvent) -> str:
+    """What to show for a token that has no scores."""
+    return f"unseen: {event.unseen}" if event.unseen else ""
+
+
+def printable(token: str) -> str:
+    """A token on one line: spaces and line breaks made visible at its ends, control characters escaped."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+    return shown if shown.strip() else repr(shown)
+
+
+def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
+    """The strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left")
+    table.add_column("token", no_wrap=True)
+    table.add_column("concept, from the root", overflow="fold")
+    for name in ("score", "alert", "strength"):
+        table.add_column(name, justify="right", no_wrap=True)
+    tree = result.pack.tree
+    chosen: list[ConceptScore] = []
+    for concept in result.top(result.pack.n_probes, row=0, phase="generated"):
+        near = tree.ancestors(concept.probe)
+        related = any(c.probe in near or concept.probe in tree.ancestors(c.probe) for c in chosen)
+        if concept.fired and not related and len(chosen) < k:
+            chosen.append(concept)
+    for concept in chosen:
+        table.add_row(
+            Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}", f"{concept.threshold:.2f}", f"{concept.strength:+.1f}"
+        )
+    mute = without_thresholds(result.pack)
+    if table.rows or not mute.all():
+        console.print(table if table.rows else "no concept fired on a generated token")
+    if mute.any():
+        best = Table(box=None, pad_edge=False, header_style="dim", title=f"{RANKED}: highest scores over the generated tokens", title_justify="left")
+        for name in ("token", "concept, from the root", "score"):
+            best.add_column(name, justify="right" if name == "score" else "left", no_wrap=name != "concept, from the root")
+        for concept in [one for one in result.top(result.pack.n_probes, row=0, phase="generated") if mute[one.probe]][: k + 2]:
+            best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
+        console.print(best)
+    for line in lines:
+        console.print(Text(harmless(line)), soft_wrap=True)

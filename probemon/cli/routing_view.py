@@ -1,0 +1,176 @@
+"""The live view of routing: the text so far, each router's entropies and load, alerts.
+
+    with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
+        view.show(token, record, recorder.report)            # with every record
+    summary(console, recorder.report())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from probemon.cli.live_view import printable
+from probemon.cli.terminal import harmless
+from probemon.telemetry.alerts import Alert
+from probemon.telemetry.decisions import BEM
+from probemon.telemetry.records import RoutingRecord
+
+_BAR = "▁▂▃▄▅▆▇█"
+_WIDE = 32  # bars of a load; more experts share them
+_ROUTERS = 3  # of one token, in a plain line
+# Heading, metric, and how it is written.
+_DISTRIBUTION = (
+    ("decision", "decision_entropy", ".2f"), ("marginal", "marginal_entropy", ".2f"), ("MI", "mutual_information", ".2f"),
+    ("experts", "effective_experts", ".1f"), ("flips", "flip_rate", ".2f"), ("MaxVio", "max_vio", ".2f"),
+)  # fmt: skip
+_CODES = (
+    ("rank", "effective_rank", ".1f"), ("varies", "variation", ".2f"), ("norm", "code_norm", ".2f"), ("sure", "confidence", ".2f"),
+    ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
+)  # fmt: skip
+
+
+class RoutingView(Protocol):
+    """Shows tokens with their decisions as they come."""
+
+    def __enter__(self) -> RoutingView: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
+        """One more batch of decisions; `token`: the text of a token by its position."""
+        ...
+
+    def tell(self, alert: Alert) -> None:
+        """An alert was raised or cleared."""
+        ...
+
+
+class PlainRouting:
+    """One line a token, no control characters: for pipes and logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> PlainRouting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
+        """A line for each token: what the first routers chose, with their weights and entropy."""
+        decisions = list(record.lines())
+        for position in sorted({line["pos_start"] for line in decisions}):
+            mine = [line for line in decisions if line["pos_start"] == position]
+            parts = [_decision(line) for line in mine[:_ROUTERS]]
+            if len(mine) > _ROUTERS:
+                parts.append(f"and {len(mine) - _ROUTERS} more routers")
+            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+
+    def tell(self, alert: Alert) -> None:
+        """A line of its own."""
+        self._print(f"alert: {alert}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(harmless(line)), soft_wrap=True)
+
+
+class LiveRouting:
+    """The text over a table of routers, over what it costs and the alerts that hold."""
+
+    def __init__(self, console: Console, *, title: str) -> None:
+        self._console, self._title = console, Text(harmless(title))
+        self._text = ""
+        self._shown: set[int] = set()
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> LiveRouting:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
+        """What is known now, with the text to the newest token."""
+        for position in sorted({int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)} - self._shown):
+            self._shown.add(position)
+            self._text += harmless(token(position), keep="\n")
+        self._live.update(self.render(report()), refresh=True)
+
+    def tell(self, alert: Alert) -> None:
+        """It is in what is shown next."""
+
+    def render(self, report: Mapping[str, Any]) -> RenderableType:
+        """The frame: the end of the text, and as many routers as there are lines for."""
+        tail = Text(self._text[-3 * max(20, self._console.width - 4) :])
+        n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
+        room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
+        return Panel(Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)), title=self._title, title_align="left", border_style="dim")
+
+
+def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
+    """Routers with their metrics, at most so many of each kind: those that choose experts, those that give codes."""
+    found: list[RenderableType] = []
+    broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
+    for columns, mine, bars in (
+        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")), (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
+    ):  # fmt: skip
+        if not mine:
+            continue
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("router", no_wrap=True)
+        for heading, *_ in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(bars[0], no_wrap=True)
+        for stream in mine[:room]:
+            values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
+            table.add_row(Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]]))
+        found.append(table)
+        if len(mine) > room:
+            found.append(Text(f"and {len(mine) - room} more routers", style="dim"))
+    return found
+
+
+def load_bars(load: Sequence[float]) -> Text:
+    """A bar for each expert, a full one for twice the mean or more, a dot for none; of more than 32, each bar stands for several."""
+    n = min(_WIDE, len(load))
+    groups = [load[i * len(load) // n : (i + 1) * len(load) // n] for i in range(n)]
+    means = [sum(group) / len(group) for group in groups]
+    whole = sum(load) / len(load)
+    text = Text()
+    for mean in means:
+        level = min(7, int(4 * mean / whole)) if whole else 0
+        text.append(_BAR[level] if mean else "·", style="red" if not mean else "yellow" if level == 7 else "cyan")
+    return text
+
+
+def summary(console: Console, report: Mapping[str, Any]) -> None:
+    """Every router and the foot."""
+    for part in (*tables(report["streams"]), *_foot(report)):
+        console.print(part, soft_wrap=True)
+
+
+def _foot(report: Mapping[str, Any]) -> list[Text]:
+    times = ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
+    line = f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most {report['memory_watermark_bytes'] / 1e6:.0f} MB"
+    alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
+    if report["unjudged"]:  # no alert is no news while nothing could be seen
+        needed = ", ".join(f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1]))
+        alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))
+    return [Text(line, style="dim"), *alerts]
+
+
+def _decision(line: Mapping[str, Any]) -> str:
+    weights = ["not finite" if weight is None else f"{weight:.2f}" for weight in line["top_w"]]
+    chosen = ", ".join(f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True))
+    entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
+    return f"{line['site']} {line['level']}".strip() + f" {chosen}{entropy}{', reused' if line['reused'] else ''}"

@@ -1,0 +1,176 @@
+"""Parts of a manager: each pack with the settings that hold for it, and the engines that score them within budgets of bytes.
+
+    part = Part.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
+    plan = part.plan_with(["weapon"])
+    [engine] = engines_of([part], device, impl, arena_bytes=None, cache_bytes=256 << 20)
+
+Packs of one architecture and dtype share an arena wherever their weights are copied anyhow: on a GPU, and where they are paged. On a CPU that
+holds them all, each is read where it is mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from probemon.core.checks import check_bool, check_choice, check_count, check_number
+from probemon.core.hierarchy import Ints
+from probemon.core.scores import CascadeConfig, Floats
+from probemon.engine.cascade import CascadePlan, expand_thresholds
+from probemon.engine.engine import Engine
+from probemon.engine.kernels import IMPLS, check_impl, choose_impl
+from probemon.engine.memory.arena import Arena, PagedArena, ResidentArena
+from probemon.engine.memory.slab import Layout
+from probemon.engine.memory.store import JoinedSource, PackSource, ProbeStore
+from probemon.engine.pairs import PairScorer
+from probemon.errors import ConfigError, KernelUnavailable
+from probemon.packs.group import PackGroup
+from probemon.packs.pack import ProbePack
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pack, its settings, and its expand thresholds `[P]` by them."""
+
+    pack: ProbePack
+    config: CascadeConfig
+    thresholds: Floats
+
+    @classmethod
+    def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> Part:
+        """With the pack's recommendation for what is not given. Raises `ConfigError` (`UnknownSetting` for a typo)."""
+        recommended = {name: value for name, value in pack.recommended.items() if name != "load_threshold"}  # that one is what "auto" means
+        config = CascadeConfig.of({**recommended, **settings})
+        thresholds = expand_thresholds(
+            pack.tree, pack.score_rule, config.load_threshold, pack.alert_threshold.numpy(), pack.expand_threshold.numpy(),
+            pack.recommended.get("load_threshold"),
+        )  # fmt: skip
+        return cls(pack, config, thresholds)
+
+    def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
+        """A plan with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
+        always_on = [self.pack.find(concept) for concept in (*self.config.always_on, *extra)]
+        return CascadePlan.of(self.pack.tree, self.pack.score_rule, self.config, self.thresholds, always_on)
+
+
+def parts_of(group: PackGroup, settings: Mapping[str, Any]) -> list[Part]:
+    """Every pack of a group with the settings given; `always_on` names concepts of the group. An error says of which pack it is."""
+    always_on = CascadeConfig.of(settings).always_on
+    own = group.split([group.find(concept) for concept in always_on])
+    made = []
+    for (name, pack), mine in zip(group.packs.items(), own, strict=True):
+        given = {**settings, "always_on": mine.tolist()} if "always_on" in settings else settings
+        with named(name):
+            part = Part.of(pack, given)
+            part.plan_with(())  # what does not fit the hierarchy is told here, too
+        made.append(part)
+    return made
+
+
+def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
+    """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it. Raises `KernelUnavailable`, `ConfigError`."""
+    if impl is not None:
+        impl = check_choice("impl", impl, IMPLS)
+    largest = max(packs, key=ProbePack.weight_bytes)
+    chosen, why = (impl, "as asked") if impl else choose_impl(device, largest.weights)
+    for pack in packs:
+        try:
+            check_impl(chosen, device, pack.dtype)
+        except KernelUnavailable as error:
+            if impl:
+                raise
+            chosen, why = "cpu", f"of another: {error}"
+    return chosen, why
+
+
+def engines_of(
+    parts: Sequence[Part], device: torch.device, impl: str, *, arena_bytes: int | None, cache_bytes: int, late: bool = False, prefetch: float = 0.0
+) -> list[Engine]:
+    """An engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
+    packs = [part.pack for part in parts]
+    if arena_bytes is not None:
+        arena_bytes = check_count("arena_bytes", arena_bytes, remedy="give a whole number of bytes, or None to hold the whole pack")
+    cache_bytes = check_count("cache_bytes", cache_bytes, remedy="give a whole number of bytes, 0 to keep nothing")
+    resident = arena_bytes is None or arena_bytes >= sum(pack.weight_bytes() for pack in packs)
+    prefetch = check_number("prefetch", prefetch, low=0, high=1, remedy="give a margin of score from 0 (nothing is prefetched) to 1")
+    late = check_bool("late", late)
+    if (late or prefetch) and resident:
+        raise ConfigError("late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower arena_bytes")
+    copied = not resident or device.type != "cpu" or impl == "triton"
+    kinds: dict[Any, list[int]] = {}
+    for i, pack in enumerate(packs):
+        kinds.setdefault((pack.architecture, pack.dtype) if copied else i, []).append(i)
+    groups = [_Kind([parts[i] for i in members]) for members in kinds.values()]
+    shares = [None] * len(groups) if resident else _divided(groups, arena_bytes or 0)
+    engines: dict[int, Engine] = {}
+    for members, kind, share in zip(kinds.values(), groups, shares, strict=True):
+        arena = kind.resident(device) if share is None else kind.paged(share, cache_bytes * kind.n_bytes // sum(other.n_bytes for other in groups), device)
+        scorer = PairScorer([parts[i].pack for i in members], arena, device, impl, resident=resident, late=late, prefetch=prefetch)
+        for i, first in zip(members, kind.firsts, strict=True):
+            engines[i] = Engine(packs[i], scorer, first)
+    return [engines[i] for i in range(len(parts))]
+
+
+class _Kind:
+    """Parts whose probes lie in one arena, one pack after another."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.packs = [part.pack for part in parts]
+        sizes = [pack.n_probes for pack in self.packs]
+        self.n_probes = sum(sizes)
+        self.firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.n_bytes = sum(pack.weight_bytes() for pack in self.packs)
+        self.one = -(-self.n_bytes // self.n_probes)
+        self.always: Ints = np.concatenate([part.plan_with(()).start + first for part, first in zip(parts, self.firsts, strict=True)])
+        self.needed = min((len(self.always) + 1) * self.one, self.n_bytes)
+
+    def resident(self, device: torch.device) -> Arena:
+        mapped = [pack for pack in self.packs if not pack.in_memory]
+
+        def unchanged() -> None:
+            for pack in mapped:
+                pack.check_unchanged()
+
+        return ResidentArena([pack.weights for pack in self.packs], device, self._check, unchanged if mapped else None)
+
+    def paged(self, n_bytes: int, cache_bytes: int, device: torch.device) -> Arena:
+        n_registered = cache_bytes // Layout.of(self.packs[0].weights).n_bytes if device.type == "cuda" else 0
+        sources = [PackSource(pack, n_registered=min(pack.n_probes, n_registered * pack.n_probes // self.n_probes)) for pack in self.packs]
+        source = sources[0] if len(sources) == 1 else JoinedSource(sources, [pack.n_probes for pack in self.packs])
+        like = {name: tensor[:1].expand(self.n_probes, *tensor.shape[1:]) for name, tensor in self.packs[0].weights.items()}
+        arena = PagedArena(ProbeStore(source, max_bytes=cache_bytes), like=like, n_slots=n_bytes // self.one, device=device)
+        arena.pin(self.always)
+        return arena
+
+    def _check(self, probes: Ints) -> None:
+        for pack, first in zip(self.packs, self.firsts, strict=True):
+            mine = probes[(probes >= first) & (probes < first + pack.n_probes)] - first
+            if len(mine):
+                pack.check_finite(mine)
+
+
+def _divided(kinds: Sequence[_Kind], arena_bytes: int) -> list[int]:
+    """Bytes of each kind's arena: room for what is always active and one probe more, and of the rest a share by what is left of its weights."""
+    needed = sum(kind.needed for kind in kinds)
+    if arena_bytes < needed:
+        n_always, more = sum(len(kind.always) for kind in kinds), "one more" if len(kinds) == 1 else f"one more of each of {len(kinds)} architectures"
+        raise ConfigError(
+            f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(kind.one for kind in kinds)} probes; {n_always} are always active and {more} "
+            f"is needed: give at least {needed}"
+        )
+    left = [kind.n_bytes - kind.needed for kind in kinds]
+    return [kind.needed + (arena_bytes - needed) * here // max(1, sum(left)) for kind, here in zip(kinds, left, strict=True)]
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """A `ConfigError` of the block begins with a pack's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{name}: {error}") from error

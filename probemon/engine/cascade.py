@@ -1,0 +1,260 @@
+"""The descent of the hierarchy: which probes are active, fired and retained. Pure functions over arrays.
+
+    plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
+    step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
+    step.active, step.scores, step.dropped, retain(plan, step)
+    asking = descending(plan, n_rows, retained)         # the same, asked for its pairs round by round: several can go in step
+
+N rows are descended together, round by round, as masks `[N, P]`. Only a row that meets
+`max_loaded_probes` is admitted probe by probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.hierarchy import ConceptTree, Ints, Mask
+from probemon.core.scores import CascadeConfig, Floats, check_load_threshold
+from probemon.errors import ConfigError
+
+# Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.
+ScorePairs = Callable[[Ints, Ints], Floats]
+Made = TypeVar("Made")
+# What yields (rows, probes), is sent the own scores of these pairs, and in the end returns what it made of them.
+Asking = Generator[tuple[Ints, Ints], Floats, Made]
+
+
+@dataclass(frozen=True)
+class CascadePlan:
+    """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained."""
+
+    tree: ConceptTree
+    path_rule: bool
+    config: CascadeConfig
+    expand_threshold: Floats
+    always: npt.NDArray[np.bool_]
+    exempt: npt.NDArray[np.bool_]
+
+    @cached_property
+    def start(self) -> Ints:
+        """Ascending ids of `always`."""
+        return np.flatnonzero(self.always)
+
+    def reaching(self, floor: float) -> CascadePlan:
+        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score never rises downward."""
+        return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor))) if self.path_rule else self
+
+    @classmethod
+    def of(
+        cls, tree: ConceptTree, score_rule: str, config: CascadeConfig, expand_threshold: Floats, always_on: Iterable[int]
+    ) -> CascadePlan:
+        """Check that the settings fit the hierarchy. Raises `ConfigError`."""
+        present = set(tree.level.tolist())
+        missing = [level for level in config.base_layers if level not in present]
+        if missing:
+            raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
+        path_rule = score_rule == "path"
+        exempt, always = begins(tree, path_rule, config.base_layers, always_on)
+        if not always.any():
+            raise ConfigError("nothing would ever be scored: give base_layers or always_on")
+        if always.sum() > config.max_loaded_probes:
+            raise ConfigError(
+                f"base and always_on probes (with ancestors) are {int(always.sum())}, max_loaded_probes is "
+                f"{config.max_loaded_probes}: raise it, or choose fewer base_layers"
+            )
+        return cls(tree, path_rule, config, expand_threshold, always, exempt)
+
+
+def begins(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
+    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with the roots and with what is above."""
+    exempt: Mask = np.isin(tree.level, list(base_layers))
+    exempt[list(always_on)] = True
+    always = exempt.copy()
+    if path_rule:
+        always[tree.roots] = True
+        always = tree.close(always[None])[0]
+    return exempt, always
+
+
+def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:
+    """What `load_threshold="auto"` means for a pack."""
+    fallback = "exact" if score_rule == "path" and not np.isnan(alert).any() else 0.3
+    return fallback if recommended is None else recommended
+
+
+def expand_thresholds(
+    tree: ConceptTree, score_rule: str, rule: float | str, alert: Floats, calibrated: Floats, recommended: float | str | None
+) -> Floats:
+    """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it needs."""
+    if rule == "auto":
+        rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))  # a pack may recommend anything
+    if rule == "auto":
+        raise ConfigError("load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or 'calibrated'")
+    if rule == "exact":
+        if score_rule != "path":
+            raise ConfigError("load_threshold='exact' needs the path rule, this pack's scores are independent: give a number")
+        if np.isnan(alert).any():
+            raise ConfigError(
+                f"load_threshold='exact' needs every alert threshold, {int(np.isnan(alert).sum())} are not calibrated: give a number"
+            )
+        return tree.min_over_descendants(alert)
+    if rule == "calibrated":
+        lacking = np.isnan(calibrated) & tree.has_children
+        if lacking.any():
+            raise ConfigError(
+                f"load_threshold='calibrated': {int(lacking.sum())} probes with children have no expand threshold: calibrate the pack"
+            )
+        return calibrated
+    with np.errstate(over="ignore"):  # what fp32 does not hold is over, or under, every score all the same
+        return np.full(tree.n, rule, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One descent of N rows: `active`, `dropped` `[N, P]` bool and `scores [N, P]` fp32, 0 where not active."""
+
+    active: Mask
+    dropped: Mask
+    scores: Floats
+
+
+def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
+    """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or `max_rounds`."""
+    return driven(descending(plan, n_rows, retained), score)
+
+
+def driven(asking: Asking[Made], score: ScorePairs) -> Made:
+    """What comes of it when every pair that it asks for is scored by `score`."""
+    try:
+        pairs = next(asking)
+        while True:
+            pairs = asking.send(score(*pairs))
+    except StopIteration as done:
+        made: Made = done.value
+        return made
+
+
+def descending(plan: CascadePlan, n_rows: int, retained: Mask | None) -> Asking[Descent]:
+    """`descend`, for whom it asks: the pairs of one round are yielded at once."""
+    scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
+
+    def fill(which: Mask) -> Asking[None]:
+        rows, probes = np.nonzero(which)
+        if len(rows):
+            scores[rows, probes] = yield rows, probes
+            if plan.path_rule:
+                plan.tree.times_best_parent_of(scores, rows, probes)
+
+    active, dropped = yield from _rounds(plan, n_rows, retained, scores, fill)
+    return Descent(active, dropped, scores)
+
+
+def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
+    """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the search."""
+
+    def known(which: Mask) -> Asking[None]:
+        yield from ()
+
+    active, dropped = driven(_rounds(plan, len(everything), retained, everything, known), _nobody)
+    return Descent(active, dropped, np.where(active, everything, np.float32(0)))
+
+
+def _nobody(rows: Ints, probes: Ints) -> Floats:
+    raise AssertionError("every score is known")
+
+
+def _rounds(
+    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], Asking[None]]
+) -> Asking[tuple[Mask, Mask]]:
+    """Active and dropped probes; `fill(mask)` makes the scores of newly active ones present in `scores`."""
+    tree, config = plan.tree, plan.config
+    active = np.repeat(plan.always[None], n_rows, axis=0)
+    if retained is not None:
+        active |= retained
+        if plan.path_rule:
+            active = tree.close(active)
+    dropped = np.zeros_like(active)
+    yield from fill(active)
+    frontier = active
+    rounds = 0
+    while config.max_rounds is None or rounds < config.max_rounds:
+        expanded = frontier & (scores > plan.expand_threshold)
+        new = tree.children_of(expanded)
+        new &= ~active
+        if not new.any():
+            break
+        wanted = tree.close(new) & ~active if plan.path_rule and not tree.is_tree else new
+        if tree.n > config.max_loaded_probes:
+            over = active.sum(axis=1) + wanted.sum(axis=1) > config.max_loaded_probes
+            for row in np.flatnonzero(over):
+                wanted[row] = _admit(plan, new[row].copy(), active[row], expanded[row], scores[row], dropped[row])
+        active = active | wanted
+        dropped &= ~active
+        yield from fill(wanted)
+        frontier = wanted
+        rounds += 1
+    return active, dropped
+
+
+def _admit(
+    plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: Floats, dropped: Mask
+) -> npt.NDArray[np.bool_]:
+    """Best first by the best expanding parent's score, ties to the lower id; marks in `dropped` what did not fit."""
+    tree = plan.tree
+    candidates = np.flatnonzero(new)
+    best = np.asarray([scores[[p for p in tree.parents(c) if expanded[p]]].max() for c in candidates.tolist()])
+    admitted = np.zeros_like(active)
+    room = plan.config.max_loaded_probes - int(active.sum())
+    for child in candidates[np.lexsort((candidates, -best))].tolist():
+        bundle = [child, *tree.ancestors(child)] if plan.path_rule else [child]
+        bundle = [p for p in bundle if not active[p] and not admitted[p]]
+        if len(bundle) <= room:
+            admitted[bundle] = True
+            room -= len(bundle)
+        else:
+            dropped[child] = True
+    return admitted
+
+
+def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints]:
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were dropped `[N]`."""
+    rows, probes = np.nonzero(step.active)
+    values = step.scores[rows, probes]
+    ptr = np.concatenate([[0], np.cumsum(step.active.sum(axis=1))])
+    return ptr, probes.astype(np.int32), values, values > alert[probes], step.dropped.sum(axis=1)
+
+
+def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
+    """The next step's retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
+    config = plan.config
+    kept = step.active[rows] & ~plan.exempt
+    released = np.zeros(len(kept), dtype=np.int64)
+    for i, row in enumerate(rows.tolist()):
+        n_dropped = int(np.count_nonzero(step.dropped[row]))
+        if not n_dropped and (not config.aggressive_pruning or np.count_nonzero(kept[i]) <= config.keep_top_k):
+            continue
+        probes = np.flatnonzero(kept[i])
+        order = probes[np.argsort(-step.scores[row, probes], kind="stable")]  # stable: ties to the lower id
+        if config.aggressive_pruning:
+            order = order[: config.keep_top_k]
+        if n_dropped:
+            before = len(order)
+            order = order[step.scores[row, order] >= config.unload_threshold]
+            while len(order) and _start_size(plan, order) + n_dropped > config.max_loaded_probes:
+                order = order[:-1]
+            released[i] = before - len(order)
+        kept[i] = False
+        kept[i, order] = True
+    return kept, released
+
+
+def _start_size(plan: CascadePlan, retained: Ints) -> int:
+    mask = plan.always.copy()
+    mask[retained] = True
+    return int((plan.tree.close(mask[None]) if plan.path_rule else mask).sum())

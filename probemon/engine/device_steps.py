@@ -1,0 +1,189 @@
+"""DeviceSteps: steps of a few rows on a GPU, beside the host model: enqueued at the tap, read when their results have arrived.
+
+    steps = DeviceSteps(cascade)
+    with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
+        under_way = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
+    found = under_way.wait()                        # numpy arrays
+
+After a few steps of one size the descent is captured as a graph and replayed. Results are copied to pinned memory. What a step
+retains stays on the device for the next one, which uploads retained sets only where it is given others. Without a GPU (Triton's
+interpreter) the same code runs in order, without streams and graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import largest_values
+from probemon.core.scores import Floats
+from probemon.engine.kernels.triton_cascade import DeviceCascade, Found
+
+LOG = logging.getLogger("probemon")
+_WARM = 3  # steps of one size before it is captured: Triton compiles in the first
+# Held while anything is put on our streams: only one capture may be under way in a process, and what others enqueue meanwhile on
+# its stream would be captured.
+_ENQUEUEING = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`."""
+
+    ptr: Ints
+    probes: Any
+    values: Floats
+    kept: Mask
+    overflowed: Mask
+    largest: Floats
+
+
+class DeviceSteps:
+    """Steps of one plan; any number at once, each in buffers of its own, which are used again. `side`: a stream to share with those of other plans."""
+
+    def __init__(self, cascade: DeviceCascade, n_probes: int, side: Any = None) -> None:
+        self.cascade, self._n_probes = cascade, n_probes
+        self._free: dict[tuple[int, int, torch.dtype], list[_Buffers]] = {}
+        self._lock = threading.Lock()
+        self._side = torch.cuda.Stream(cascade.device) if side is None and cascade.device.type == "cuda" else side
+        self.n_captured = self.n_uploaded = 0  # graphs made, and steps whose retained sets were not those on the device
+        self.captures = self._side is not None
+
+    @contextmanager
+    def beside(self, *hidden: Tensor) -> Iterator[None]:
+        """What is enqueued in the block runs on our stream, after what `hidden` comes from."""
+        if self._side is None:
+            yield
+            return
+        with _ENQUEUEING:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+            try:
+                with torch.cuda.stream(self._side):
+                    yield
+            finally:
+                for x in hidden:
+                    if x.device == self._side.device:
+                        x.record_stream(self._side)  # its memory is not given to others before we have read it
+
+    def enqueue(self, x: Tensor, retained: Mask) -> UnderWay:
+        """Begin a step of states x `[I * N, D]` from retained sets `[N, P]`."""
+        n = len(retained)
+        key = (n, len(x), x.dtype)
+        with self._lock:
+            free = self._free.setdefault(key, [])
+            # The one that was used last comes first: of one generation it has the retained sets.
+            at = next((i for i in reversed(range(len(free))) if np.array_equal(free[i].kept, retained)), len(free) - 1)
+            buffers = free.pop(at) if free else _Buffers(self.cascade, x, n, self._n_probes)
+        buffers.run(self, x, retained)
+        return UnderWay(self, key, buffers)
+
+    def _give_back(self, key: tuple[int, int, torch.dtype], buffers: _Buffers) -> None:
+        with self._lock:
+            self._free[key].append(buffers)
+
+
+class UnderWay:
+    """A step whose results are on their way."""
+
+    def __init__(self, steps: DeviceSteps, key: tuple[int, int, torch.dtype], buffers: _Buffers) -> None:
+        self._steps, self._key, self._buffers = steps, key, buffers
+
+    def wait(self) -> Arrived:
+        """The results; call it once."""
+        found = self._buffers.arrived()
+        self._steps._give_back(self._key, self._buffers)
+        return found
+
+
+class _Buffers:
+    """Inputs and results of steps of N states, at addresses that a captured graph can rely on."""
+
+    def __init__(self, cascade: DeviceCascade, x: Tensor, n: int, n_probes: int) -> None:
+        device = cascade.device
+        with torch.inference_mode(False):  # else they could not be written outside of that mode
+            self._cascade, self._x = cascade, torch.zeros(x.shape, dtype=x.dtype, device=device)
+            self._before = torch.full((n, cascade.n_kept), -1, dtype=torch.int32, device=device)
+        self._found: tuple[Found, Tensor] | None = None
+        self._host: list[Tensor] = []
+        self._graph: Any = None
+        self._done: Any = torch.cuda.Event() if device.type == "cuda" else None
+        self._n_runs = 0
+        self.kept = np.zeros((n, n_probes), dtype=bool)  # what the last step retained, here and on the device
+
+    def run(self, steps: DeviceSteps, x: Tensor, retained: Mask) -> None:
+        self._x.copy_(x)
+        self._take(steps, retained)
+        cuda = self._done is not None
+        if self._graph is None and steps.captures and self._n_runs >= _WARM:
+            self._capture(steps)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._found = self._descend()
+        self._n_runs += 1
+        assert self._found is not None
+        found, largest = self._found
+        results = [found.count, found.ids, found.scores, found.kept, found.overflowed, largest]
+        if not self._host:
+            with torch.inference_mode(False):
+                self._host = [torch.empty(r.shape, dtype=r.dtype, device="cpu", pin_memory=cuda) for r in results]
+        for there, here in zip(results, self._host, strict=True):
+            here.copy_(there, non_blocking=cuda)
+        if cuda:
+            self._done.record()
+
+    def _descend(self) -> tuple[Found, Tensor]:
+        n = len(self._before)
+        found = self._cascade.descend(self._x, n, self._before)
+        return found, largest_values(self._x)
+
+    def _capture(self, steps: DeviceSteps) -> None:
+        # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle of a forward.
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.inference_mode(False):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    found = self._descend()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", str(error).splitlines()[0])
+            steps.captures = False
+            return
+        self._graph, self._found = graph, found
+        steps.n_captured += 1
+
+    def _take(self, steps: DeviceSteps, retained: Mask) -> None:
+        if self._found is not None and np.array_equal(self.kept, retained):
+            self._before.copy_(self._found[0].kept)
+            return
+        if self._found is None and not retained.any():
+            return
+        steps.n_uploaded += 1
+        rows, probes = np.nonzero(retained)
+        before = np.full(tuple(self._before.shape), -1, dtype=np.int32)
+        before[rows, np.arange(len(rows)) - np.searchsorted(rows, rows)] = probes
+        self._before.copy_(torch.from_numpy(before))
+
+    def arrived(self) -> Arrived:
+        if self._done is not None:
+            self._done.synchronize()
+        count, ids, scores, kept, overflowed, largest = (tensor.numpy() for tensor in self._host)
+        there = np.arange(ids.shape[1]) < count[:, None]
+        rows = np.nonzero(there)[0]
+        order = np.lexsort((ids[there], rows))
+        self.kept = np.zeros_like(self.kept)  # a new one: the last is with the caller
+        keeps = kept >= 0
+        self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
+        ptr = np.concatenate([[0], np.cumsum(count)])
+        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0, largest.copy())

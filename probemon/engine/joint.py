@@ -1,0 +1,309 @@
+"""Together: several packs evaluated as one; the face of an engine, over the engines of the packs.
+
+    both = Together(group, engines)
+    plan = JointPlan.of(group, [part.plan_with(()) for part in parts])
+    inputs = both.inputs({"resid_post.9": x, "resid_post.15": y})      # x, y [N, D]
+    outcome = both.evaluate(plan, inputs, retained, keep)              # retained [N, P] of the group
+
+Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone; they are laid
+together in the numbers of the group. Descents go in step: what packs that share an arena ask for in a round is scored by one call. A compiled
+descent on a CPU is one call a pack, steps on a GPU one graph a pack, one after another on one stream.
+A token is seen where every pack has scores of it, as it is for one pack that reads several sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import Floats
+from probemon.engine.cascade import Asking, CascadePlan, Made
+from probemon.engine.engine import BATCH_CELLS, Choice, Engine, Outcome
+from probemon.engine.memory.arena import Arena, ArenaStats
+from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, Prepared
+from probemon.errors import ConfigError
+from probemon.packs.group import PackGroup
+
+if TYPE_CHECKING:
+    from probemon.engine.device_steps import DeviceSteps
+
+_AND = "+"  # between the strategies of packs
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """A plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group."""
+
+    plans: tuple[CascadePlan, ...]
+    always: Mask
+
+    @classmethod
+    def of(cls, group: PackGroup, plans: Sequence[CascadePlan]) -> JointPlan:
+        """From the packs' own plans, in their order."""
+        always = np.zeros(group.n_probes, dtype=bool)
+        for number, plan in zip(group.numbers, plans, strict=True):
+            always[number] = plan.always
+        return cls(tuple(plans), always)
+
+    def reaching(self, floor: float) -> JointPlan:
+        """`CascadePlan.reaching` for every pack."""
+        return replace(self, plans=tuple(plan.reaching(floor) for plan in self.plans))
+
+
+@dataclass(frozen=True)
+class JointInputs:
+    """Prepared inputs of N states, `parts[i]` those of pack i; packs that share a scorer have the same."""
+
+    parts: tuple[Inputs, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    @cached_property
+    def unseen(self) -> Ints:
+        """Why each of the states has no scores, if it has none, by its inputs (`probemon.engine.pairs`)."""
+        return _first([part.unseen for part in _distinct(self.parts)])
+
+    def take(self, which: Ints) -> JointInputs:
+        """Some of the states."""
+        taken = {id(part): part.take(which) for part in _distinct(self.parts)}
+        return JointInputs(tuple(taken[id(part)] for part in self.parts))
+
+
+class Together:
+    """Evaluates the packs of a group, `engines[i]` that of pack i."""
+
+    def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
+        self._group, self.engines = group, list(engines)
+        self._scorers = _distinct([engine.scorer for engine in engines])
+        device = self._scorers[0].device
+        if device.type == "cuda":
+            side = torch.cuda.Stream(device)
+            for engine in engines:
+                engine.side = side
+        self.choice = Choice("descent", "descent", "not measured")
+
+    def inputs(self, hidden: Mapping[str, Tensor]) -> JointInputs:
+        """Normalised and rounded hidden states, `[N, D]` at every site; what several packs read is made once."""
+        prepared: Prepared = {}
+        made = {id(scorer): scorer.inputs(hidden, prepared) for scorer in self._scorers}
+        return JointInputs(tuple(made[id(engine.scorer)] for engine in self.engines))
+
+    def everything(self, inputs: JointInputs) -> Floats:
+        """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
+        asking = [engine.asking_everything(part) for engine, part in zip(self.engines, inputs.parts, strict=True)]
+        found = self._in_step(asking, inputs, [None] * len(self.engines))
+        return self._laid_out(found, np.float32)
+
+    def begin(self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+        before = [retained[:, number] for number in self._group.numbers]
+        steps = self._on_device(plan, len(retained), before, [engine.choice.step for engine in self.engines])
+        if steps is None:
+            return self.evaluate(plan, self.inputs(hidden), retained, keep)
+        with steps[0].beside(*hidden.values()):
+            return self._enqueued(plan, steps, self.inputs(hidden), before, keep)
+
+    def evaluate(self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+        n, numbers = len(inputs), self._group.numbers
+        before = [None if retained is None else retained[:, number] for number in numbers]
+        ways = [engine.strategy(n, part) for engine, part in zip(self.engines, before, strict=True)] if strategy is None else self._ways(strategy)
+        if (steps := self._on_device(plan, n, before, ways)) is not None:
+            zeros = [np.zeros((n, len(number)), dtype=bool) if part is None else part for number, part in zip(numbers, before, strict=True)]
+            with steps[0].beside():
+                waits = self._enqueued(plan, steps, inputs, zeros, keep)
+            return waits()
+        late = [engine.late(n, part) for engine, part in zip(self.engines, before, strict=True)]
+        asking = [
+            engine.evaluating(own, part, start, keep, way, mask)
+            for engine, own, part, start, way, mask in zip(self.engines, plan.plans, inputs.parts, before, ways, late, strict=True)
+        ]
+        return self._together(self._in_step(asking, inputs, late), before, keep)
+
+    def batch_size(self) -> int:
+        """States worth evaluating at once."""
+        return max(1, BATCH_CELLS // self._group.n_probes)
+
+    def choose(self, plan: JointPlan, strategy: str) -> Choice:
+        """Set `choice`: for each pack as told, or as it is measured alone. Strategies that differ are joined, "descent+exhaustive"."""
+        made = [engine.choose(own, way) for engine, own, way in zip(self.engines, plan.plans, self._ways(strategy), strict=True)]
+        why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, made, strict=True))
+        self.choice = Choice(_joined([choice.step for choice in made]), _joined([choice.batch for choice in made]), why)
+        return self.choice
+
+    def check_room(self, plan: JointPlan, what: str) -> None:
+        """Raise `ArenaFull` where a plan leaves an arena no slot for a probe that is not always active."""
+        for scorer in self._scorers:
+            scorer.check_room(sum(len(own.start) for engine, own in zip(self.engines, plan.plans, strict=True) if engine.scorer is scorer), what)
+
+    def background_errors(self) -> list[Exception]:
+        """What loads in the background met and nobody was told yet."""
+        return [error for scorer in self._scorers for error in scorer.background_errors()]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _ways(self, strategy: str) -> list[str]:
+        ways = strategy.split(_AND)
+        if len(ways) not in (1, len(self.engines)):
+            raise ConfigError(f"strategy {strategy!r} names {len(ways)} strategies, there are {len(self.engines)} packs: give one, or one each")
+        return ways * len(self.engines) if len(ways) == 1 else ways
+
+    def _in_step(self, asking: Sequence[Asking[Made]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[Made]:
+        """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
+        made: dict[int, Made] = {}
+        answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
+        while answers:
+            asked: dict[int, tuple[Ints, Ints]] = {}
+            for i, scores in answers.items():
+                try:
+                    asked[i] = asking[i].send(scores)
+                except StopIteration as done:
+                    made[i] = done.value
+            answers = {}
+            for scorer in self._scorers:
+                answers |= self._scored([i for i in asked if self.engines[i].scorer is scorer], asked, inputs, late)
+        return [made[i] for i in range(len(asking))]
+
+    def _scored(self, members: list[int], asked: Mapping[int, tuple[Ints, Ints]], inputs: JointInputs, late: Sequence[Mask | None]) -> dict[int, Floats]:
+        """Own scores for packs of one scorer, by one call."""
+        if len(members) < 2:
+            return {i: self.engines[i].own_scores(inputs.parts[i], *asked[i], late[i]) for i in members}
+        pairs = [self.engines[i].pairs(len(inputs), *asked[i]) for i in members]
+        at, probes = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        ends = np.cumsum([len(rows) for rows, _ in pairs])[:-1]
+        scorer, values = self.engines[members[0]].scorer, inputs.parts[members[0]].values
+        if late[members[0]] is None:
+            return dict(zip(members, np.split(scorer.score(values, at, probes), ends), strict=True))
+        scores, missing = scorer.score_held(values, at, probes)
+        for i, here in zip(members, np.split(missing, ends), strict=True):
+            (rows, own), mask = asked[i], late[i]
+            assert mask is not None
+            mask[rows[here], own[here]] = True
+        return dict(zip(members, np.split(scores, ends), strict=True))
+
+    def _on_device(self, plan: JointPlan, n: int, before: Sequence[Mask | None], ways: Sequence[str]) -> list[DeviceSteps] | None:
+        """Steps of every pack on the device, or None where one cannot be made there."""
+        if any(way != "descent" for way in ways):
+            return None
+        steps = [engine.on_device(own, n, part) for engine, own, part in zip(self.engines, plan.plans, before, strict=True)]
+        there = [step for step in steps if step is not None]
+        return there if len(there) == len(steps) else None
+
+    def _enqueued(self, plan: JointPlan, steps: Sequence[DeviceSteps], inputs: JointInputs, before: Sequence[Mask], keep: Ints) -> Callable[[], Outcome]:
+        """Begin a step of every pack; what waits for them."""
+        under_way = [step.enqueue(part.values, start) for step, part, start in zip(steps, inputs.parts, before, strict=True)]
+
+        def waits() -> Outcome:
+            arrived = [step.wait() for step in under_way]
+            found = [
+                engine.arrived(own, part, results, start, keep)
+                for engine, own, part, results, start in zip(self.engines, plan.plans, inputs.parts, arrived, before, strict=True)
+            ]
+            return self._together(found, before, keep)
+
+        return waits
+
+    def _together(self, found: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
+        """The packs' outcomes as one, in the numbers of the group."""
+        unseen = _first([outcome.unseen for outcome in found])
+        found = [_seen(outcome, unseen, start, keep) for outcome, start in zip(found, before, strict=True)]
+        numbers = self._group.numbers
+        state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in found])
+        probes = np.concatenate([number[outcome.probes] for number, outcome in zip(numbers, found, strict=True)]).astype(np.int32)
+        order = np.lexsort((probes, state))
+        counts = {name: np.sum([getattr(outcome, name) for outcome in found], axis=0) for name in _COUNTS}
+        return Outcome(
+            probes=probes[order], values=np.concatenate([outcome.values for outcome in found])[order],
+            fired=np.concatenate([outcome.fired for outcome in found])[order], unseen=unseen, kept=self._laid_out([outcome.kept for outcome in found], np.bool_), **counts,
+        )  # fmt: skip
+
+    def _laid_out(self, parts: Sequence[Any], dtype: Any) -> Any:
+        """`[N, P]` of the group from the packs' own."""
+        whole = np.empty((len(parts[0]), self._group.n_probes), dtype=dtype)
+        for number, part in zip(self._group.numbers, parts, strict=True):
+            whole[:, number] = part
+        return whole
+
+
+class JointArena:
+    """The arenas of several packs, asked in the numbers of their group."""
+
+    def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
+        self._group, self._engines = group, list(engines)
+        self.arenas: list[Arena] = _distinct([engine.arena for engine in engines])
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Load these and never evict them until as many `unpin`. All or nothing."""
+        done: list[tuple[Arena, Ints]] = []
+        try:
+            for arena, mine in self._split(probes):
+                arena.pin(mine)
+                done.append((arena, mine))
+        except BaseException:
+            for arena, mine in done:
+                arena.unpin(mine)
+            raise
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        for arena, mine in self._split(probes):
+            arena.unpin(mine)
+
+    def stats(self) -> ArenaStats:
+        """Sums over the arenas."""
+        found = [arena.stats() for arena in self.arenas]
+        return ArenaStats(**{field.name: sum(getattr(stats, field.name) for stats in found) for field in fields(ArenaStats)})
+
+    def check_integrity(self) -> None:
+        """Of every arena."""
+        for arena in self.arenas:
+            arena.check_integrity()
+
+    def _split(self, probes: Sequence[int] | Ints) -> list[tuple[Arena, Ints]]:
+        own = self._group.split(probes)
+        return [
+            (arena, np.concatenate([mine + engine.first for engine, mine in zip(self._engines, own, strict=True) if engine.arena is arena]))
+            for arena in self.arenas
+        ]
+
+
+_COUNTS = ("ptr", "n_active", "n_dropped", "n_evaluated", "n_released", "n_late")  # which add up
+
+
+def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Outcome:
+    """An outcome without the states that another pack has no scores of: they show nothing, and retain what they had."""
+    if (outcome.unseen == unseen).all():
+        return outcome
+    sizes, seen = np.diff(outcome.ptr), unseen == SEEN
+    there = np.repeat(seen, sizes)
+    counts = {name: np.where(seen, getattr(outcome, name), 0) for name in _COUNTS if name != "ptr"}
+    kept, lost = outcome.kept.copy(), ~seen[keep]
+    kept[lost] = False if before is None else before[keep][lost]
+    return replace(
+        outcome, ptr=np.concatenate([[0], np.cumsum(np.where(seen, sizes, 0))]), probes=outcome.probes[there], values=outcome.values[there],
+        fired=outcome.fired[there], unseen=unseen, kept=kept, **counts,
+    )  # fmt: skip
+
+
+def _first(reasons: Sequence[Ints]) -> Ints:
+    """Of each state the first of the reasons that packs have not to see it, or SEEN where none has one."""
+    every = np.stack(reasons)
+    first = np.where(every == SEEN, NO_SCORE + 1, every).min(axis=0)
+    return np.where(first > NO_SCORE, SEEN, first)
+
+
+def _joined(ways: Sequence[str]) -> str:
+    return ways[0] if len(set(ways)) == 1 else _AND.join(ways)
+
+
+def _distinct(things: Sequence[Any]) -> list[Any]:
+    """Each object once, in order."""
+    return list({id(thing): thing for thing in things}.values())

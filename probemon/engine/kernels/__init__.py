@@ -1,0 +1,145 @@
+"""Scoring (hidden state, probe) pairs: one function, four implementations that agree.
+
+    scores = score_probes(hidden, weights, rows, slots, impl="numba")
+
+`reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and
+`numba` read weights where they lie. `triton` is one fused kernel. Each is bitwise reproducible:
+a pair's score depends on its hidden state and its probe alone, never on what else is scored. Between
+implementations only the order of summation differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_choice
+from probemon.core.inputs import check_states, prepare_input
+from probemon.core.reference import score_reference
+from probemon.core.scores import input_dtype
+from probemon.errors import ConfigError, KernelUnavailable
+
+if TYPE_CHECKING:
+    from probemon.packs.pack import ProbePack
+
+IMPLS = ("reference", "cpu", "numba", "triton")
+_NUMBA = (torch.float32, torch.bfloat16, torch.int8)
+_BLOCK_BYTES = 64 << 20
+_TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """The device, or a `ConfigError` where torch does not know it or it is not there."""
+    try:
+        found = torch.device(device)
+        found = torch.empty(0, device=found).device  # with its number: what is current may be another one later
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
+        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The implementation used where none is asked for, and why: triton on a GPU; on a CPU what is faster on some of the weights."""
+    if device.type == "cuda":
+        return "triton", "the weights are on a GPU"
+    if device.type != "cpu":
+        return "reference", f"no other runs on {device.type}"
+    if weights["w1"].dtype not in _NUMBA:
+        return "cpu", f"numba does not read {weights['w1'].dtype}"
+    if not _installed("numba"):
+        return "cpu", "numba is not installed (probemon[cpu])"
+    slots = torch.arange(min(_TRIAL, len(weights["w1"])), device="cpu")
+    hidden, rows = torch.zeros(1, weights["w1"].shape[2], dtype=torch.float32, device="cpu"), torch.zeros_like(slots)
+    taken: dict[str, float] = {}
+    for impl in ("numba", "cpu"):
+        score_probes(hidden, weights, rows, slots, impl=impl)  # numba may have to compile
+        seconds = []
+        for _ in range(_TRIALS):
+            begin = time.perf_counter()
+            score_probes(hidden, weights, rows, slots, impl=impl)
+            seconds.append(time.perf_counter() - begin)
+        taken[impl] = min(seconds)
+    best, other = sorted(taken, key=lambda impl: taken[impl])
+    return best, f"measured: {taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}"
+
+
+def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`impl`, or an error that says why it cannot run on `device`. Nothing ever falls back silently."""
+    check_choice("impl", impl, IMPLS)
+    if impl in ("cpu", "numba") and device.type != "cpu":
+        raise KernelUnavailable(f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'")
+    if impl == "numba":
+        if not _installed("numba"):
+            raise KernelUnavailable("impl='numba' needs numba: pip install 'probemon[cpu]', or use impl='cpu'")
+        if dtype not in _NUMBA:
+            raise KernelUnavailable(f"impl='numba' reads float32, bfloat16 and int8 packs, not {dtype}: use impl='cpu'")
+    if impl == "triton":
+        if not _installed("triton"):
+            raise KernelUnavailable("impl='triton' needs triton, which is published for Linux only: use impl='cpu'")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise KernelUnavailable(
+                f"impl='triton' needs a GPU, the weights are on {device}: use impl='cpu', or set TRITON_INTERPRET=1 "
+                "before starting to run its (slow) interpreter"
+            )
+    return impl
+
+
+def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
+    """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
+
+    `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
+    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless every pair is one of a
+    row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a pair out of range has the score NaN instead.
+    """
+    check_impl(impl, weights["w1"].device, weights["w1"].dtype)
+    check_states(hidden, weights["w1"].shape[2])
+    hidden = hidden.to(input_dtype(weights["w1"].dtype))
+    if impl == "reference":
+        return score_reference(hidden, weights, rows, slots)
+    if impl == "cpu":
+        from probemon.engine.kernels.cpu import score_cpu
+
+        return score_cpu(hidden, weights, rows, slots)
+    if impl == "numba":
+        from probemon.engine.kernels.numba_cpu import score_numba
+
+        return score_numba(hidden, weights, rows, slots)
+    from probemon.engine.kernels.triton_pairs import score_triton
+
+    return score_triton(hidden, weights, rows, slots)
+
+
+def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
+
+    `weights`: others in place of the pack's.
+    """
+    weights = pack.weights if weights is None else weights
+    n = len(next(iter(hidden.values())))
+    own = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
+    # The reference copies every weight it reads: so many probes at a time that this stays bounded.
+    block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
+    for i, spec in enumerate(pack.inputs):
+        probes = (pack.input_index == i).nonzero()[:, 0]
+        x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
+        for some in probes.split(block):
+            for row in range(n):
+                own[row, some] = score_reference(x, weights, torch.full_like(some, row), some)
+    if pack.score_rule == "path":
+        return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
+    return own
+
+
+__all__ = ["IMPLS", "check_device", "check_impl", "choose_impl", "exhaustive_reference", "prepare_input", "score_probes"]

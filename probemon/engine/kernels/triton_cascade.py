@@ -1,0 +1,294 @@
+"""A whole descent on the device: which probes, their scores, and what is retained, without the host being asked in between.
+
+    cascade = DeviceCascade(plan, weights, input_of)
+    found = cascade.descend(x, n_states, retained)     # enqueues every launch; Found holds device tensors
+    found.overflowed.any()                             # these states the exact path must do: more active probes than fit
+
+Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each state's list,
+`_expand` turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
+as the hierarchy has ranks, a fixed number that can be captured. That is enough, but for the path rule over several parents: a
+child brings missing ancestors, which may open later themselves. There a state with more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
+`_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall as on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from probemon.core.inputs import check_states, described
+from probemon.engine.kernels.triton_pairs import (
+    PAIRS,
+    ROWS,
+    arguments_of,
+    block_sizes,
+    layered_meta,
+    linear_scores,
+    part_of_probe,
+)
+from probemon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from probemon.engine.cascade import CascadePlan
+
+_BLOCK = 64  # entries of a list that a program looks at together
+_MOST = 1024  # active probes of a state that the device path holds
+# After every score in the order of `_finish`, whose scores end at 0x7FFFFFFF.
+NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):  # type: ignore[no-untyped-def]
+    """Append candidates that nobody has marked; the new length, which may pass `CAP` (then the list holds the first `CAP`)."""
+    won = valid & (tl.atomic_xchg(mark_ptr + candidate, 1, mask=valid) == 0)
+    at = n + tl.cumsum(won.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + at, candidate, mask=won & (at < CAP))
+    return n + tl.sum(won.to(tl.int32), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):  # type: ignore[no-untyped-def]
+    """Append what `ids` link to in CSR."""
+    first = tl.load(ptr_ptr + ids, mask=valid, other=0)
+    length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
+    for e in range(0, tl.max(length, axis=0)):
+        here = e < length
+        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + first + e, mask=here, other=0), here, n, CAP)
+    return n
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _begin(  # type: ignore[no-untyped-def]
+    start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr,
+    P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b: the list of state b. `kept [B, K]` int32, -1 for none."""
+    b = tl.program_id(0).to(tl.int64)
+    ids_ptr, mark_ptr, kept_ptr = ids_ptr + b * CAP, mark_ptr + b * P, kept_ptr + b * K
+    i = tl.arange(0, BLOCK)
+    for s in range(0, P, BLOCK):
+        tl.store(mark_ptr + s + i, tl.zeros((BLOCK,), dtype=tl.int32), mask=s + i < P)
+    tl.debug_barrier()
+    n = tl.full((), 0, dtype=tl.int32)
+    for s in range(0, n_start, BLOCK):
+        inside = s + i < n_start
+        n = _append(ids_ptr, mark_ptr, tl.load(start_ptr + s + i, mask=inside, other=0), inside, n, CAP)
+    for s in range(0, K, BLOCK):
+        kept = tl.load(kept_ptr + s + i, mask=s + i < K, other=-1)
+        kept = tl.where(kept < P, kept, -1)
+        tl.debug_barrier()
+        n = _append(ids_ptr, mark_ptr, kept, kept >= 0, n, CAP)
+        if CLOSE:
+            n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, kept, kept >= 0, n, CAP)
+    tl.store(over_ptr + b, (n > LIMIT).to(tl.int32))
+    tl.store(begin_ptr + b, 0)
+    tl.store(count_ptr + b, tl.minimum(n, CAP))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _score(  # type: ignore[no-untyped-def]
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
+    ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
+    b = tl.program_id(1).to(tl.int64)
+    begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
+    if LAYERS == 1:  # as many entries a program as pairs of linear probes elsewhere, in tiles of the same shape: the same bits
+        first = tl.program_id(0) * ROWS
+        if (first + ROWS > begin) & (first < count):
+            entries = first + tl.arange(0, ROWS)
+            inside = (entries >= begin) & (entries < count)
+            probes = tl.load(ids_ptr + b * CAP + entries, mask=inside, other=0)
+            rows = tl.load(input_ptr + probes, mask=inside, other=0) * B + b
+            scores = linear_scores(x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS)
+            tl.store(own_ptr + b * CAP + entries, scores, mask=inside)
+    else:
+        entry, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
+        if (entry >= begin) & (entry < count):
+            at = b * CAP + entry
+            probe = tl.load(ids_ptr + at)
+            row = tl.load(input_ptr + probe) * B + b
+            part_of_probe(
+                x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, probe, part,
+                parts_ptr + at * N_PARTS * H2, arrived_ptr + at, own_ptr + at,
+                D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _expand(  # type: ignore[no-untyped-def]
+    ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, rank_ptr, threshold_ptr,
+    child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_RANKS, MOST_PARENTS,
+    PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold.
+
+    `OPEN`: 1, or in the last round 0 (what could open stays shut) or 2 (a state in which something could open overflows).
+    """
+    b = tl.program_id(0).to(tl.int64)
+    ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
+    begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
+    i = tl.arange(0, BLOCK)
+    for rank in range(0, N_RANKS):  # without the path rule there is one pass
+        for s in range(begin, count, BLOCK):
+            inside = s + i < count
+            ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+            score = tl.load(own_ptr + s + i, mask=inside, other=0.0)
+            if PATH:
+                inside = inside & (tl.load(rank_ptr + ids, mask=inside, other=-1) == rank)
+                first = tl.load(parent_ptr + ids, mask=inside, other=0)
+                last = tl.load(parent_ptr + ids + 1, mask=inside, other=0)
+                best = tl.full((BLOCK,), -1.0, dtype=tl.float32)
+                for e in range(0, MOST_PARENTS):
+                    here = inside & (first + e < last)
+                    above = tl.load(score_ptr + tl.load(parent_idx + first + e, mask=here, other=0), mask=here, other=-1.0)
+                    best = tl.where((above > best) | (above != above), above, best)
+                score = tl.where(first < last, score * best, score)
+            tl.store(score_ptr + ids, score, mask=inside)
+        tl.debug_barrier()  # a parent's score is there before its children's
+    n = count
+    if OPEN > 0:
+        for s in range(begin, count, BLOCK):
+            inside = s + i < count
+            ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+            opens = inside & (tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
+            n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
+        if CLOSE and OPEN == 1:
+            tl.debug_barrier()  # the new children are in the list
+            n_children = tl.minimum(n, CAP)
+            for s in range(count, n_children, BLOCK):
+                inside = s + i < n_children
+                ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
+                n = _append_linked(ids_ptr, mark_ptr, anc_ptr, anc_idx, ids, inside, n, CAP)
+    if OPEN == 2:
+        if n > count:
+            tl.store(over_ptr + b, 1)
+    else:
+        if n > LIMIT:
+            tl.store(over_ptr + b, 1)
+        tl.store(begin_ptr + b, count)
+        tl.store(count_ptr + b, tl.minimum(n, CAP))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _finish(  # type: ignore[no-untyped-def]
+    ids_ptr, score_ptr, count_ptr, exempt_ptr, out_ptr, kept_ptr, P, CAP, K, KEEP, BLOCK_CAP: tl.constexpr,
+):  # fmt: skip
+    """Program b: `out [B, CAP]`, scores in the order of the list; `kept [B, K]`, the best `KEEP` that are not exempt, -1 for none."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_CAP)
+    inside = i < tl.load(count_ptr + b)
+    ids = tl.load(ids_ptr + b * CAP + i, mask=inside, other=0)
+    score = tl.load(score_ptr + b * P + ids, mask=inside, other=0.0)
+    tl.store(out_ptr + b * CAP + i, score, mask=inside)
+    may = inside & (tl.load(exempt_ptr + ids, mask=inside, other=1) == 0)
+    # The bits of floats that are not negative are in their order; what is not a number comes after every number.
+    best_first = 0x7FFFFFFF - score.to(tl.int32, bitcast=True).to(tl.int64)
+    high = tl.where(may, tl.where(score == score, best_first, NO_NUMBER), NOTHING)
+    key = tl.sort((high << 31) | ids.to(tl.int64))
+    kept = tl.where(((key >> 31) < NOTHING) & (i < KEEP), (key & 0x7FFFFFFF).to(tl.int32), -1)
+    tl.store(kept_ptr + b * K + i, kept, mask=i < K)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of N states, on the device: `count [N]`, `ids` and `scores [N, CAP]` in no order, `kept [N, K]` (-1: none), `overflowed [N]`."""
+
+    count: Tensor
+    ids: Tensor
+    scores: Tensor
+    kept: Tensor
+    overflowed: Tensor
+
+
+class DeviceCascade:
+    """The descent of a plan over weights that are all on one device, slot = probe. `fits(plan)` says whether it can be."""
+
+    def __init__(self, plan: CascadePlan, weights: Mapping[str, Tensor], input_of: np.ndarray) -> None:
+        tree, self._plan = plan.tree, plan
+        self._weights, self.device = weights, weights["w1"].device
+
+        def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(self.device)
+
+        self._limit = min(plan.config.max_loaded_probes, tree.n)
+        self.cap = max(16, triton.next_power_of_2(self._limit))
+        self.keep = min(plan.config.keep_top_k, self.cap) if plan.config.aggressive_pruning else self.cap
+        self.n_kept = max(1, self.keep)
+        self._close = plan.path_rule and not tree.is_tree
+        ancestors = [sorted(tree.ancestors(p)) for p in range(tree.n)] if plan.path_rule else [[]] * tree.n
+        self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(a) for a in ancestors])]))
+        self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
+        self._start, self._exempt = put(plan.start), put(plan.exempt)
+        sizes = [at.stop - at.start for at in tree.rank_slices]
+        self._rank, self._threshold = put(np.repeat(np.arange(len(sizes)), sizes)), put(plan.expand_threshold, torch.float32)
+        self._child_ptr, self._child_idx = put(tree.child_ptr), put(tree.child_idx if len(tree.child_idx) else [0])
+        self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
+        self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
+        self._n_ranks = len(tree.rank_slices)
+        self._input_of, self._n_inputs = put(input_of), 1 + int(np.max(input_of))
+        if len(input_of) != tree.n or len(weights["w1"]) != tree.n or np.min(input_of) < 0:
+            raise ConfigError(f"weights of {len(weights['w1'])} probes and inputs of {len(input_of)} for a hierarchy of {tree.n}")
+        n_rounds, most = self._n_ranks, plan.config.max_rounds
+        self._n_rounds = n_rounds if most is None else min(n_rounds, most)
+        self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
+
+    @staticmethod
+    def fits(plan: CascadePlan) -> bool:
+        """Whether a state's active probes are few enough to be sorted by one program."""
+        return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
+
+    def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
+        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none (as is one out of range). Enqueues, and waits for nothing."""
+        check_states(x, self._weights["w1"].shape[2])
+        if len(x) < self._n_inputs * n_states or x.device != self.device:
+            raise ConfigError(f"x is {described(x)} on {x.device}: give {self._n_inputs} blocks of {n_states} states on {self.device}")
+        if retained is not None and (retained.dtype != torch.int32 or retained.dim() != 2 or len(retained) != n_states or retained.device != self.device):
+            raise ConfigError(f"retained is {described(retained)} on {retained.device}: give int32 [{n_states}, R] on {self.device}")
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return self._descend(x, n_states, retained)
+
+    def _descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
+        weights, cap, n_probes = self._weights, self.cap, self._plan.tree.n
+        _, h1, d = weights["w1"].shape
+        n_layers = 1 + ("w2" in weights) + ("w3" in weights)
+        h2 = weights["w2"].shape[1] if "w2" in weights else 1
+        n_parts = triton.cdiv(h1, ROWS) if n_layers > 1 else 1
+
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        begin, count, over = empty(n_states), empty(n_states), empty(n_states)
+        ids, mark, kept = empty(n_states, cap), empty(n_states, n_probes), empty(n_states, self.n_kept)
+        own, score, out = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes, cap))
+        parts = empty(n_states * cap * n_parts * h2 if n_layers > 1 else 1, dtype=torch.float32)
+        arrived = torch.zeros(n_states * cap, dtype=torch.int32, device=self.device)
+        before = torch.full((n_states, 1), -1, dtype=torch.int32, device=self.device) if retained is None else retained
+        path, x, before = self._plan.path_rule, x.contiguous(), before.contiguous()
+        _begin[(n_states,)](
+            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, ids, mark, begin, count, over,
+            n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
+        )  # fmt: skip
+        layers, scaled = arguments_of(weights), "w1_scale" in weights
+        meta = layered_meta(h1, h2, d, n_layers, scaled) if n_layers > 1 else {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": PAIRS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
+        for at in range(self._n_rounds + 1):
+            _score[(n_programs, n_states)](
+                x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta
+            )
+            _expand[(n_states,)](
+                ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
+                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
+                PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
+            )  # fmt: skip
+        _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap)
+        return Found(count, ids, out, kept, over)

@@ -1,0 +1,340 @@
+"""SlotArena: where probe weights lie on the device, one slot a probe.
+
+    arena = ResidentArena(pack.weights, device, pack.check_finite)      # slot = probe, nothing is ever loaded again
+    arena = PagedArena(store, like=pack.weights, n_slots=64, device=device)
+    arena.pin(base)
+    for at, slots in arena.waves(probes):                               # probes[at] lie in arena.weights at `slots`
+        score_probes(hidden, arena.weights, rows[at], slots, impl=impl)
+
+A wave is what fits at once: everything, in a resident arena. Slots of a wave stay where they are until the next
+one is asked for. Which arena holds the weights never changes a score.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints
+from probemon.engine.memory.store import ProbeStore, StateDict
+from probemon.engine.memory.uploads import Upload, upload_to
+from probemon.errors import ArenaFull, PackCorrupt, ProbeLoadError
+
+HALF_LIFE = 20  # waves, about a token each
+UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """Slots now, and counts since the arena was made. `late`: asked for and not there, where nobody waits; `fetched`: loaded in the background."""
+
+    n_slots: int
+    n_free: int
+    n_pinned: int
+    hits: int
+    misses: int
+    evictions: int
+    uploaded_bytes: int
+    late: int = 0
+    fetched: int = 0
+
+
+class Arena(Protocol):
+    """`weights`: stacked tensors by parameter, `[n_slots, ...]`. `lock`: hold it while the slots of a wave are read."""
+
+    weights: Mapping[str, Tensor]
+    lock: AbstractContextManager[Any]
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Positions in `probes` (distinct) and their slots, wave by wave. Raises `ProbeLoadError`, `ArenaFull`."""
+        ...
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Load these and never evict them until as many `unpin`. All or nothing."""
+        ...
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        ...
+
+    def stats(self) -> ArenaStats:
+        """A snapshot."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every slot holds what the arena believes it holds."""
+        ...
+
+
+class ResidentArena:
+    """The whole pack, slot = probe. On a CPU these are the pack's own weights, in memory or mapped; on a GPU one upload.
+
+    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`). The weights of
+    several packs of one architecture lie one after another, in memory of the arena's own. `unchanged()` raises where a file that weights are mapped from
+    was written to: it is asked before they are read, each time, and after what reads them without asking for a wave.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], device: torch.device, check: Callable[[Ints], None], unchanged: Callable[[], None] | None = None
+    ) -> None:
+        self._sources = [weights] if isinstance(weights, Mapping) else list(weights)
+        self.weights: Mapping[str, Tensor] = (
+            {name: tensor.to(device) for name, tensor in self._sources[0].items()} if len(self._sources) == 1 else _stacked(self._sources, device)
+        )
+        self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
+        self._check = check
+        if unchanged is not None:
+            unchanged()  # what was copied was whole
+        in_place = all(tensor is self._sources[0][name] for name, tensor in self.weights.items())
+        self._unchanged = unchanged if in_place else None
+        self._n = len(self.weights["w1"])
+        self._checked = np.zeros(self._n, dtype=bool)
+        self._pins: Counter[int] = Counter()
+        self._hits = 0
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """One wave of everything."""
+        checked = self.checked
+        if not checked[probes].all():
+            self.check(probes[~checked[probes]])
+        self._hits += len(probes)
+        yield np.arange(len(probes)), probes
+
+    def used(self, n: int) -> None:
+        """So many slots were read without asking for a wave. Raises `PackChanged` where they may not be what they were."""
+        if self._unchanged is not None:
+            self._unchanged()
+        self._hits += n
+
+    @property
+    def checked(self) -> Any:
+        """Which probes were looked at before their first use, `[P]` bool. Whoever asks is about to read weights: raises `PackChanged` as `waves` does."""
+        if self._unchanged is not None:
+            self._unchanged()
+        return self._checked
+
+    def check(self, probes: Ints) -> None:
+        """Look at the weights of probes before their first use. Raises `ProbeLoadError`."""
+        try:
+            self._check(probes)
+        except PackCorrupt as error:
+            raise ProbeLoadError(str(error)) from error
+        self._checked[probes] = True
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Nothing is ever evicted; kept for the count."""
+        self._pins.update({int(p) for p in probes})
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        _take_back(self._pins, probes)
+
+    def stats(self) -> ArenaStats:
+        """Every slot is taken, from the start."""
+        moved = any(tensor.device.type != "cpu" for tensor in self.weights.values())
+        n_bytes = sum(t.numel() * t.element_size() for t in self.weights.values()) if moved else 0
+        return ArenaStats(self._n, 0, len(self._pins), self._hits, 0, 0, n_bytes)
+
+    def check_integrity(self) -> None:
+        """The weights are those of the pack, or of the packs one after another."""
+        first = 0
+        for source in self._sources:
+            for name, tensor in source.items():
+                assert torch.equal(self.weights[name][first : first + len(tensor)].cpu(), tensor), name
+            first += len(source["w1"])
+        assert first == self._n, (first, self._n)
+
+
+class PagedArena:
+    """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
+
+    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/eviction.py). Slots are allocated once, empty ones
+    are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
+    """
+
+    def __init__(
+        self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device, upload: Callable[[Mapping[str, Tensor]], Upload] | None = None
+    ) -> None:
+        n_slots = check_count("n_slots", n_slots, least=1, remedy="an arena has at least one slot")
+        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self._store = store
+        self.locks = (self.lock, store.lock)  # in the order in which they are taken
+        self._n_slots = n_slots
+        with torch.inference_mode(False):  # else slots could not be filled outside of that mode
+            self.weights: Mapping[str, Tensor] = {
+                name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
+                for name, t in like.items()
+            }
+        self._upload = upload_to(self.weights, device) if upload is None else upload(self.weights)
+        n_probes = len(like["w1"])
+        self._slot_of = np.full(n_probes, -1, dtype=np.int64)
+        self._worth, self._used_at, self._now = np.zeros(n_probes), np.zeros(n_probes), 0
+        self._free = list(range(n_slots - 1, -1, -1))
+        self._pins: Counter[int] = Counter()
+        self._one = sum(t[0].numel() * t.element_size() for t in like.values())
+        self._hits = self._misses = self._late = self._fetched = self._evictions = self._uploaded = 0
+
+    def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """What is held comes first, so that a wave never loads what it has just evicted."""
+        probes = np.asarray(probes, dtype=np.int64)
+        held, missing = np.flatnonzero(self._slot_of[probes] >= 0), np.flatnonzero(self._slot_of[probes] < 0)
+        self._hits += len(held)
+        room = self._n_slots - len(self._pins.keys() | set(probes[held].tolist()))
+        first, rest = np.concatenate([held, missing[:room]]), missing[room:]
+        if len(first):
+            yield first, self._bring(probes[first])
+        room = self._n_slots - len(self._pins)
+        if len(rest) and not room:
+            raise ArenaFull(
+                f"{self._n_slots} slots, all pinned, none for {len(rest)} more probes: raise arena_bytes or lower max_loaded_probes"
+            )
+        for at in range(0, len(rest), max(room, 1)):
+            wave = rest[at : at + room]
+            yield wave, self._bring(probes[wave])
+
+    def pin(self, probes: Sequence[int] | Ints) -> None:
+        """Load these and never evict them until as many `unpin`. All or nothing."""
+        wanted = list(dict.fromkeys(int(p) for p in probes))
+        needed = len(self._pins.keys() | set(wanted))
+        if needed > self._n_slots:
+            raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
+        with self.lock:
+            self._bring(np.asarray(wanted, dtype=np.int64))
+            self._upload.wait()  # who reads them may be on another stream
+            self._pins.update(wanted)
+
+    def unpin(self, probes: Sequence[int] | Ints) -> None:
+        """Take one `pin` back."""
+        with self.lock:
+            _take_back(self._pins, probes)
+
+    def _bring(self, probes: Ints) -> Ints:
+        missing = probes[self._slot_of[probes] < 0].tolist()
+        loaded = self._load(missing)  # before anything is evicted: it may raise
+        if len(missing) > len(self._free):
+            self._evict(len(missing) - len(self._free), probes)
+        self._use(probes)
+        self._fill(missing, loaded)
+        self._misses += len(missing)
+        return self._slot_of[probes]
+
+    def _load(self, missing: Sequence[int]) -> dict[int, StateDict]:
+        loaded = self._store.get_many(missing) if missing else {}
+        for probe, state in loaded.items():
+            wrong = [name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]]
+            if wrong or len(state) != len(self.weights):
+                raise ProbeLoadError(f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }: expected those of the pack's other probes")
+        return loaded
+
+    def _use(self, probes: Ints) -> None:
+        self._now += 1
+        self._worth[probes] = self._worth[probes] * 0.5 ** ((self._now - self._used_at[probes]) / HALF_LIFE) + 1
+        self._used_at[probes] = self._now
+
+    def _fill(self, probes: Sequence[int], loaded: Mapping[int, StateDict]) -> None:
+        """Put probes into free slots."""
+        slots = [self._free.pop() for _ in probes]
+        try:
+            self._upload([loaded[probe] for probe in probes], slots)
+        except BaseException:
+            self._free += slots
+            raise
+        self._slot_of[list(probes)] = slots
+        self._uploaded += len(slots) * self._one
+
+    # -- in the background -----------------------------------------------------------------------
+
+    def held(self, probes: Ints) -> Ints:
+        """Slots `[n]` of distinct probes, -1 of those that are not held; nothing is loaded. Hold `lock` while they are read."""
+        slots = self._slot_of[probes]
+        there = slots >= 0
+        self._hits += int(there.sum())
+        self._late += int((~there).sum())
+        self._use(probes[there])
+        return slots
+
+    def fetch(self, probes: Sequence[int], *, foreseen: bool = False) -> None:
+        """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises `ProbeLoadError`.
+
+        What is only `foreseen` takes slots that are free or hold what nobody uses, and is the first to go; it is in RAM at any rate.
+        """
+        loaded = self._load([p for p in probes if self._slot_of[p] < 0])
+        with self.lock:
+            nobody = np.empty(0, dtype=np.int64)  # who reads slots holds the lock
+            may_go, worth = self._evictable(nobody)
+            room = len(self._free) + int((worth < UNUSED).sum() if foreseen else len(may_go))
+            missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
+            if len(missing) > len(self._free):
+                self._evict(len(missing) - len(self._free), nobody)
+            if foreseen:
+                self._worth[missing], self._used_at[missing] = UNUSED, self._now
+            else:
+                self._use(missing)
+            with self._upload.apart():
+                self._fill(missing.tolist(), loaded)
+                self._upload.wait()
+            self._fetched += len(missing)
+
+    def _evict(self, n: int, in_use: Ints) -> None:
+        """Free the slots of the `n` probes of least worth that may go, ties to the lower id."""
+        may_go, worth = self._evictable(in_use)
+        if len(may_go) < n:
+            raise ArenaFull(
+                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise arena_bytes or lower max_loaded_probes"
+            )
+        for probe in may_go[np.lexsort((may_go, worth))[:n]].tolist():
+            self._free.append(int(self._slot_of[probe]))
+            self._slot_of[probe] = -1
+            self._evictions += 1
+
+    def _evictable(self, in_use: Ints) -> tuple[Ints, Any]:
+        """Probes that may go, and what they are worth now."""
+        held = np.flatnonzero(self._slot_of >= 0)
+        may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
+        return may_go, self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
+
+    def stats(self) -> ArenaStats:
+        """A snapshot."""
+        return ArenaStats(
+            self._n_slots, len(self._free), len(self._pins), self._hits, self._misses, self._evictions, self._uploaded, self._late, self._fetched
+        )
+
+    def check_integrity(self) -> None:
+        """Slots and probes map one to one, pinned probes are held, slots never used are NaN, held ones are the store's."""
+        held = np.flatnonzero(self._slot_of >= 0)
+        taken = self._slot_of[held].tolist()
+        assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)
+        assert all(self._slot_of[p] >= 0 for p in self._pins), self._pins
+        for name, tensor in self.weights.items():
+            assert not tensor.dtype.is_floating_point or bool(torch.isnan(tensor[self._free]).all()), name
+        for probe, state in self._store.get_many(held.tolist()).items():
+            for name, tensor in state.items():
+                assert torch.equal(self.weights[name][int(self._slot_of[probe])].cpu(), tensor), (probe, name)
+
+
+def _stacked(sources: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """One after another on the device: each is copied once, to its place."""
+    n = sum(len(source["w1"]) for source in sources)
+    with torch.inference_mode(False):  # else they could not be filled outside of that mode
+        made = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}
+    first = 0
+    for source in sources:
+        for name, tensor in source.items():
+            made[name][first : first + len(tensor)].copy_(tensor)
+        first += len(source["w1"])
+    return made
+
+
+def _take_back(pins: Counter[int], probes: Sequence[int] | Ints) -> None:
+    pins.subtract({int(p) for p in probes})
+    for probe in [p for p, n in pins.items() if n <= 0]:
+        del pins[probe]

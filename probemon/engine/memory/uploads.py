@@ -1,0 +1,121 @@
+"""Uploads: probes from RAM into slots of an arena.
+
+    upload = upload_to(weights, device)
+    upload(states, slots)          # what is enqueued on the calling thread's stream from here on reads them there
+    upload.wait()                  # they are there, whoever reads
+
+On a CPU that is a copy. On a GPU each run of neighbours in RAM is one asynchronous copy, on a stream of its own, into a staging
+area, from where one kernel for each parameter spreads them over their slots; the reading stream waits on the device, not on the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from probemon.engine.memory.slab import Layout, Record, runs_of
+
+StateDict = Mapping[str, Tensor]
+
+
+class Upload(Protocol):
+    """Puts probes into slots."""
+
+    def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
+        """Enqueue `states[i]` into slot `slots[i]`."""
+        ...
+
+    def wait(self) -> None:
+        """Until all that was enqueued has arrived."""
+        ...
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits itself."""
+        ...
+
+
+def upload_to(weights: Mapping[str, Tensor], device: torch.device) -> Upload:
+    """What suits the device of an arena's stacked weights."""
+    return Staged(weights) if device.type == "cuda" else Direct(weights)
+
+
+class Direct:
+    """Copies tensor by tensor, at once."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
+        """Copy."""
+        for state, slot in zip(states, slots, strict=True):
+            for name, tensor in state.items():
+                self._weights[name][slot].copy_(tensor)
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """As ever."""
+        return nullcontext()
+
+
+class Staged:
+    """One copy for each run of neighbours in RAM, then one kernel for each parameter. On a CPU (tests) the same, without streams."""
+
+    def __init__(self, weights: Mapping[str, Tensor], n_staged: int = 64) -> None:
+        self._weights, self._layout = weights, Layout.of(weights)
+        device = weights["w1"].device
+        with torch.inference_mode(False):
+            self._staging = torch.empty(min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._apart = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
+        self.n_copies = 0
+
+    def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
+        """Enqueue, in parts that the staging area holds."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        for at in range(0, len(states), len(self._staging)):
+            self._some(states[at : at + len(self._staging)], slots[at : at + len(self._staging)])
+
+    def _some(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
+        records = [state if isinstance(state, Record) else Record.of(self._layout, state) for state in states]
+        order = sorted(range(len(records)), key=lambda i: records[i].memory.data_ptr())
+        memory = [records[i].memory for i in order]
+        where = torch.tensor([slots[i] for i in order], device="cpu")
+        if self._side is None:
+            self._enqueue(memory, where)
+            return
+        reading = torch.cuda.current_stream(self._side.device)
+        self._side.wait_stream(reading)  # who read the slots before is done with them
+        where = where.pin_memory()
+        with torch.cuda.stream(self._side):
+            self._enqueue(memory, where)
+            there = torch.cuda.Event()
+            there.record()
+        reading.wait_event(there)
+        self._under_way.append((there, (records, where)))
+
+    def _enqueue(self, memory: list[Tensor], where: Tensor) -> None:
+        for begin, end in runs_of(memory):
+            rows = torch.as_strided(memory[begin], (end - begin, len(memory[begin])), (len(memory[begin]), 1))
+            self._staging[begin:end].copy_(rows, non_blocking=True)
+            self.n_copies += 1
+        at = where.to(self._staging.device, non_blocking=True)
+        for name, tensor in self._layout.views(self._staging[: len(memory)]).items():
+            self._weights[name].index_copy_(0, at, tensor)
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so none is being read."""
+        return nullcontext() if self._apart is None else torch.cuda.stream(self._apart)
+
+    def wait(self) -> None:
+        """On the host, until all has arrived."""
+        while self._under_way:
+            self._under_way.popleft()[0].synchronize()

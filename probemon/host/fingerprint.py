@@ -1,0 +1,113 @@
+"""Fingerprints: names for the weights of a host, and for those of the adapters on it.
+
+    fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
+    adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
+    config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probemon.host.adapters import OWN_NAME, own_of, wrapper_of
+from probemon.host.model import text_config
+
+_SAMPLES = 16
+# What a configuration says besides: who wrote it, how it is loaded, and what is returned.
+_NOT_SETTINGS = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+
+
+def fingerprint(model: Any) -> str:
+    """A name for the host's weights: sha256 over 16 spread samples of every decoder parameter, as bf16.
+
+    Values are rounded to bf16 first, so the same checkpoint loaded as fp32 or bf16 has one fingerprint; adapters do
+    not count. Milliseconds, not seconds: it tells one checkpoint from another, it does not prove integrity.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    digest = hashlib.sha256()
+    for name, shape, sample in sorted(_samples(decoder), key=lambda entry: entry[0]):
+        digest.update(f"{name}:{shape}:".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return f"bf16-samples:{digest.hexdigest()[:32]}"
+
+
+def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    for prefix, module in decoder.named_modules():
+        if _of_lora(prefix):
+            continue
+        with _in_memory(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.startswith("lora_"):
+                    continue
+                whole = parameter.detach()
+                if not hasattr(whole, "__tensor_flatten__"):
+                    flat = whole.reshape(-1)
+                else:  # a quantised or sharded tensor of a class of its own has few operations
+                    flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
+                sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
+                full = f"{prefix}.{name}".replace("._orig_mod.", ".").lstrip(".").replace(".base_layer.", ".")
+                yield full, tuple(parameter.shape), sample
+
+
+def _in_memory(module: nn.Module) -> Any:
+    """For the time of the block, parameters that accelerate keeps elsewhere are here."""
+    if not any(p.device.type == "meta" for p in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, execution_device="cpu")
+
+
+def config_fingerprint(model: Any) -> str:
+    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings are another host."""
+    settings = {name: value for name, value in text_config(model).to_dict().items() if name not in _NOT_SETTINGS and not name.startswith("_")}
+    return f"config:{hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]}"
+
+
+def adapters_fingerprint(model: Any, host: Any) -> str:
+    """A name for the weights and settings of all adapters on `host`, the transformers model inside `model`; "" without any.
+
+    Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
+    """
+    parts = sorted({name: hashlib.sha256(what).hexdigest() for name, what in _parts(model, host)}.items())
+    return f"adapters:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}" if parts else ""
+
+
+def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
+    """All that adapters are, by name."""
+    own = own_of(host)
+    inside = set(host.modules())
+    around = [(name, module) for name, module in model.named_modules() if module not in inside]  # X-LoRA decides outside of its host
+    for prefix, module in [*host.named_modules(), *around]:
+        with _in_memory(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                if module not in inside or _of_lora(f"{prefix}.{name}"):
+                    yield f"{prefix}.{name}", _bytes(parameter)
+        if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
+            yield f"{prefix}.scaling", json.dumps({str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True).encode()
+    for adapter, config in getattr(wrapper_of(model), "peft_config", {}).items():
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
+    if own is not None:
+        yield f"{OWN_NAME} settings", json.dumps(own.told(), sort_keys=True).encode()
+        for name, tensor in own.state_dict().items():
+            yield f"{OWN_NAME} {name}", _bytes(tensor)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    whole = tensor.detach()
+    if hasattr(whole, "__tensor_flatten__"):
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
+    flat = whole.reshape(-1).contiguous().view(torch.uint8).cpu()
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + flat.numpy().tobytes()
+
+
+def _of_lora(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))

@@ -1,0 +1,161 @@
+"""What probemon needs to know about a host model: its decoder, its layers, its state.
+
+    model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
+    decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
+    host_state(model)                          # adapters, quantisation, devices: what changes scores without changing the model
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from probemon.core.scores import HostState
+from probemon.errors import ConfigError, NotSupportedHost
+from probemon.host.adapters import OWN_NAME, own_of
+
+SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
+# What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
+_BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the text decoder (a multimodal host nests it)."""
+    config = getattr(model, "config", None)
+    if config is None:
+        raise NotSupportedHost(
+            f"{type(model).__name__} has no .config: probemon watches Hugging Face transformers models"
+        )
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def hidden_size(model: Any) -> int:
+    """Width D of the residual stream."""
+    return int(text_config(model).hidden_size)
+
+
+def longest_input(model: Any) -> int | None:
+    """The most tokens of one input that the host has positions for; None where there is no limit."""
+    n_positions = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(n_positions, int) or n_positions <= 0:
+        return None
+    for name, module in model.named_modules():  # RoBERTa and its kin begin to count after the position of padding
+        if "position" in name.rsplit(".", 1)[-1] and len(getattr(module, "weight", ())) == n_positions and getattr(module, "padding_idx", None) is not None:
+            return n_positions - int(module.padding_idx) - 1
+    return n_positions
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside the wrappers of torch.compile and PEFT. Raises `NotSupportedHost`."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            for name, config in getattr(model, "peft_config", {}).items():
+                if getattr(config, "is_prompt_learning", False):
+                    raise NotSupportedHost(f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use a LoRA-like adapter")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the host has an encoder beside its decoder (t5, bart): the decoder is what is watched."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its decoder's.
+
+    The list is the shallowest of the right length. Raises `NotSupportedHost`.
+    """
+    if is_encoder_decoder(model):
+        found_in = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers")]
+    else:
+        found_in = []
+    found_in.append((text_config(model), "num_hidden_layers"))
+    n_layers = next((int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for base in (decoder, getattr(model, "base_model", decoder)):
+        found = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
+        shallowest = [module for depth, module in found if depth == min(depth for depth, _ in found)]
+        if len(shallowest) == 1:
+            return base, shallowest[0]
+    raise NotSupportedHost(
+        f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its modules are the layers is unknown"
+    )
+
+
+def parse_site(site: str) -> tuple[str, int]:
+    """`'resid_post.15'` -> `('resid_post', 15)`. Raises `ConfigError`."""
+    match = SITE.fullmatch(site) if isinstance(site, str) else None
+    if match is None:
+        raise ConfigError(
+            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host (0 to 9999)"
+        )
+    return match.group(1), int(match.group(2))
+
+
+def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
+    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`, `NotSupportedHost`."""
+    kind, at = parse_site(site)
+    if at >= len(layers):
+        raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
+    layer = layers[at]
+    if kind == "resid_post":
+        return layer
+    if type(layer).__name__ == "BloomBlock":
+        raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} adds the residual stream inside its blocks, so this output has no place of its own")
+    children = dict(layer.named_children())
+    for name in _BLOCKS[kind]:
+        if name in children:
+            return children[name]
+    raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}")
+
+
+def host_state(model: Any) -> HostState:
+    """What changes a host's hidden states without its being another model, as it is now."""
+    adapters: set[str] = set()
+    merged: set[str] = set()
+    by_row: tuple[str, ...] = ()
+    disabled = False
+    tuned: dict[type, bool] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in tuned:
+            tuned[kind] = hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
+        if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
+            adapters |= set(module.active_adapters)
+            merged |= set(module.merged_adapters)
+            disabled |= bool(module.disable_adapters)
+            for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
+                by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
+    own = (OWN_NAME,) if own_of(model) is not None else ()
+    parameters = list(model.parameters())
+    # torchao's tensors are subclasses; other quantisers say so in the configuration.
+    kinds = {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
+    quantiser = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantiser is not None:
+        kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
+    return HostState(
+        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
+        adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
+        devices=tuple(sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})),
+        n_ranks=int(getattr(model, "tp_size", None) or 1),
+    )  # fmt: skip
+
+
+def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
+    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward` is the other."""
+    names = ("_compiled_call_impl", "forward")
+    return [(module, name) for module in model.modules() for name in names if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")]
+
+
+def forget_compiled(model: Any) -> None:
+    """Make a compiled host compile again: a graph does not notice that hooks came or went."""
+    by_generate = vars(model).pop("_compiled_call", None) is not None
+    if by_generate or compiled_parts(model):
+        torch._dynamo.reset()

@@ -1,0 +1,135 @@
+"""Tap: hidden states of host layers to a callback. Reads only; always removed.
+
+    with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
+        model.generate(**inputs)
+    Tap(model, ["resid_post.15", Site("router.3", gate, read)], callback)      # a place of one's own, and what is read there
+
+Everything is resolved before anything is attached, so a bad site leaves no hook behind. In compiled code states go to
+`tap.buffers` where there was made room for them (`probemon.host.compiled`), else the graph is left for the callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probemon.errors import NotSupportedHost
+from probemon.host.compiled import Buffers
+from probemon.host.model import find_layers, site_module
+
+Callback = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place that is none of the host's layers: `read` makes a tensor of the output of `module`, `[B, T, K]`.
+
+    `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows. `early`: it runs just before the forward that its output is of.
+    `width`: K, without which a compiled host leaves its graph here.
+    """
+
+    name: str
+    module: nn.Module
+    read: Callable[[Any], Tensor]
+    width: int | None = None
+    flat: bool = False
+    early: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Tap:
+    """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
+
+    `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
+    """
+
+    def __init__(self, model: Any, sites: Sequence[str | Site], callback: Callback) -> None:
+        _, layers = find_layers(model)
+        self._targets: list[tuple[str, nn.Module]] = []
+        self.own = {site.name: site for site in sites if isinstance(site, Site)}
+        for site in sites:
+            self._targets.append((str(site), site.module if isinstance(site, Site) else _of_one_layer(layers, site)))
+        self._callback = callback
+        self.buffers = Buffers(dict(self._targets), {name: (site.width, site.flat) for name, site in self.own.items()})
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Tap:
+        with ExitStack() as stack:
+            for site, module in self._targets:
+                stack.callback(module.register_forward_hook(self._hook(site)).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
+        # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not compiled.
+        leave, buffers = torch.compiler.disable(self._callback), self.buffers
+        read = self.own[site].read if site in self.own else _first
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = read(output)
+            if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
+                if not isinstance(hidden, Tensor):
+                    raise NotSupportedHost(f"{site} gives a {type(hidden).__name__}, expected a tensor [rows, tokens, hidden size] or a tuple that begins with one")
+                self._callback(site, hidden.detach())
+            elif buffers.holds(site, hidden):
+                buffers.keep(site, hidden)
+            else:
+                leave(site, hidden.detach())
+
+        return hook
+
+
+def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:
+    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else whose state is whose, or what it is, is unknown.
+
+    It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
+    run, a forward of our own at attach would run code of the host's that nobody asked for, and the check takes no time.
+    """
+    n_rows, n_tokens = shape
+    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):
+        raise NotSupportedHost(
+            f"{site} gives {tuple(hidden.shape)} for a forward of {n_rows} rows and {n_tokens} tokens, expected "
+            "[rows, tokens, hidden size]: which state is whose is unknown"
+        )
+    if width is not None and hidden.shape[2] != width:
+        raise NotSupportedHost(
+            f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what this module gives"
+        )
+    if floats and not hidden.is_floating_point():
+        raise NotSupportedHost(f"{site} gives {hidden.dtype}, expected floating point: it is no hidden state")
+
+
+def ran_again(site: str) -> str:
+    """What is said of a module that ran a second time in one forward."""
+    return (
+        f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its states are the "
+        "tokens' is unknown. Read a site that runs once"
+    )
+
+
+def _of_one_layer(layers: nn.ModuleList, site: str) -> nn.Module:
+    module = site_module(layers, site)
+    holders = [number for number, layer in enumerate(layers) if any(part is module for part in layer.modules())]
+    if len(holders) > 1:
+        raise NotSupportedHost(
+            f"site {site!r}: layers {', '.join(map(str, holders))} share one module, which therefore runs more than once in a forward: which of its "
+            "states are the tokens' is unknown. Read a site that runs once"
+        )
+    return module
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, (tuple, list)) and output else output

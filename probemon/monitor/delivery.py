@@ -1,0 +1,128 @@
+"""Delivery: batches to a sink from a thread of its own, so that a slow sink never slows the step.
+
+    delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
+    delivery.put(batch)                        # never waits, never raises for the sink's faults
+    delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
+    delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from probemon.core.checks import check_count
+from probemon.core.scores import TokenBatch
+from probemon.errors import SinkFailed
+from probemon.sinks import Sink
+
+
+@dataclass(frozen=True)
+class SinkStats:
+    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more), `n_queued`
+    still waiting or in the sink's hands. `error`: what ended the sink, or None."""
+
+    n_written: int
+    n_dropped: int
+    n_queued: int
+    error: BaseException | None
+
+
+class Delivery:
+    """Delivers batches to one sink from a thread of its own: see the top of this module.
+
+    `put` may be called from any thread; the order of each is kept. At most `max_batches` wait (the one in the sink's
+    hands included); what finds no room is dropped and counted. What the sink raises ends it: the error is kept in
+    `stats().error`, the sink is closed, everything after that counts as dropped.
+    """
+
+    def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
+        self._sink, self._concepts = sink, list(concepts)
+        self._max_batches = check_count("max_batches", max_batches, least=1)
+        self._changed = threading.Condition()  # guards everything below
+        self._queue: deque[TokenBatch] = deque()
+        self._n_written = self._n_dropped = self._n_queued = 0
+        self._error: BaseException | None = None
+        self._closing = self._over = False  # over: the sink is closed, or was given up
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(sink).__name__}", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: TokenBatch) -> None:
+        """Queue a batch, or count it as dropped; returns at once."""
+        self._check_process()
+        with self._changed:
+            if self._closing or self._error is not None or len(self._queue) >= self._max_batches:
+                self._n_dropped += len(batch)
+            else:
+                self._queue.append(batch)
+                self._n_queued += len(batch)
+                self._changed.notify_all()
+
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
+
+        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still be
+        taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this follows.
+        """
+        self._check_process()
+        with self._changed:
+            if os.getpid() != self._process:
+                return
+            self._closing = True
+            self._changed.notify_all()
+            if threading.current_thread() is self._thread or self._changed.wait_for(lambda: self._over, timeout_seconds):
+                return
+            self._over = True
+            late = f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens given up"
+            self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
+
+    def _check_process(self) -> None:
+        """A forked child has no thread of ours: say so at once, and leave the file to the parent."""
+        if os.getpid() != self._process and self._error is None:
+            self._fail(SinkFailed(f"{type(self._sink).__name__} was begun in another process, which forked: attach it in the process that generates"))
+
+    def stats(self) -> SinkStats:
+        """What became of the tokens: the three numbers always add up to what was put."""
+        with self._changed:
+            return SinkStats(self._n_written, self._n_dropped, self._n_queued, self._error)
+
+    def _deliver(self) -> None:
+        try:
+            try:
+                self._sink.open(self._concepts)
+                while (batch := self._next()) is not None:
+                    self._sink.write(batch)
+                    self._written(batch)
+            except BaseException as error:  # SystemExit in a callback, too: nobody else would count what is queued
+                self._fail(error)
+            self._sink.close()
+        except BaseException as error:
+            self._fail(error)
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _next(self) -> TokenBatch | None:
+        """The oldest batch, which stays in the queue until it is written; None when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            return self._queue[0] if self._queue else None
+
+    def _written(self, batch: TokenBatch) -> None:
+        with self._changed:
+            if self._error is None:  # else it was given up, and counted, meanwhile
+                self._queue.popleft()
+                self._n_queued -= len(batch)
+                self._n_written += len(batch)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._n_dropped += self._n_queued
+            self._n_queued = 0
+            self._queue.clear()

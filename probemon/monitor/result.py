@@ -1,0 +1,240 @@
+"""Result: what was active at which token of `generate`'s output.
+
+    result = run.result(out)
+    for concept in result.top(10, row=0):
+        print(concept.score, " > ".join(concept.path), concept.token, concept.position)
+    result.coverage.totals()
+    table = result.to_arrow()                 # row, position, token_id, phase, concept, level, score
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.aggregate import Aggregator, Doubles, named, over
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import PHASES, Coverage, HostState, Scores
+from probemon.engine.audit import Audit
+from probemon.errors import ConfigError, MissingExtra
+from probemon.packs.group import AnyPack, PackGroup
+from probemon.tracking.recording import FORGOTTEN, Tokens
+
+
+@dataclass(frozen=True)
+class ConceptScore:
+    """A concept at a token. `strength`: logit of the score minus logit of its alert threshold (NaN where not calibrated)."""
+
+    concept: str
+    name: str
+    path: tuple[str, ...]
+    level: int
+    score: float
+    threshold: float
+    strength: float
+    fired: bool
+    probe: int
+    position: int = -1
+    token_id: int = -1
+    token: str = ""
+
+
+def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
+    """A probe and its score, in words."""
+    concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
+    return ConceptScore(
+        concept=concept["id"], name=concept["name"], path=tuple(pack.path(probe)), level=int(pack.tree.level[probe]),
+        score=score, threshold=threshold, strength=float(_strength(np.float32(score), np.float32(threshold))),
+        fired=score > threshold, probe=probe, **where,
+    )  # fmt: skip
+
+
+def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
+    """The firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of the list."""
+    values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
+    fired = sorted((describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe))
+    chosen: list[ConceptScore] = []
+    for concept in fired:
+        above = pack.tree.ancestors(concept.probe)
+        if len(chosen) < k and not any(c.probe in above or concept.probe in pack.tree.ancestors(c.probe) for c in chosen):
+            chosen.append(concept)
+    return chosen
+
+
+def without_thresholds(pack: AnyPack) -> Mask:
+    """`[P]`: the probes of packs in which no probe has an alert threshold, so that nothing of them ever fires."""
+    if isinstance(pack, PackGroup):
+        mask = np.zeros(pack.n_probes, dtype=bool)
+        for number, one in zip(pack.numbers, pack.packs.values(), strict=True):
+            mask[number] = bool(one.alert_threshold.isnan().all())
+        return mask
+    return np.full(pack.n_probes, bool(pack.alert_threshold.isnan().all()))
+
+
+def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
+    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not firing. Equal scores by number."""
+    mine = without_thresholds(pack)
+    if not mine.any():
+        return []
+    active = sorted((-value, probe) for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True) if mine[probe])
+    return [describe(pack, probe, -value) for value, probe in active[:k]]
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """A running score: `values[i]` float64 after the token at `positions[i]`; `n_inactive` tokens counted as 0."""
+
+    aggregate: str
+    positions: Ints
+    values: Doubles
+    n_inactive: int
+
+
+class Result:
+    """Every real token of the output in the order of row, then position, each with its scores.
+
+    `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
+    output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
+    `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others when it
+    ended, or in an earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a
+    row are not tokens.
+    """
+
+    def __init__(
+        self, pack: AnyPack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_changed: bool = False, requests: tuple[str, ...] = ()
+    ) -> None:  # fmt: skip
+        self.pack, self.host, self.requests = pack, host, requests
+        self.host_changed = host_changed
+        self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
+        self.scores: Scores = tokens.scores
+        self._tokenizer = tokenizer
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at, token by token; `.totals()` sums."""
+        return self.scores.coverage
+
+    @property
+    def audit(self) -> Audit:
+        """What the descent found of all there was, on the audited tokens (`DynamicProbeManager(audit_rate=...)`)."""
+        return Audit.of(self.coverage)
+
+    def at(self, row: int, position: int) -> int:
+        """The index of a token, for `scores.top(index)` and the other per-token answers."""
+        found = np.flatnonzero((self.row == row) & (self.position == position))
+        if not len(found):
+            raise ConfigError(f"row {row}, position {position} is not a token of this result (padding, or outside it)")
+        return int(found[0])
+
+    def top(self, k: int = 10, row: int = 0, *, phase: str | None = None) -> list[ConceptScore]:
+        """The `k` best concepts of a row, each once, at the token where it was best.
+
+        Ranked by strength over the alert threshold where the pack is calibrated (a general concept has a high
+        score at every token; what it exceeds its threshold by is news), by score where it is not; ties to the
+        lower probe number, then the earlier token. `phase`: only "prompt" or "generated" tokens.
+        """
+        k = check_count("k", k)
+        chosen = self._of_phase(self._of_row(row), phase)
+        entry_token = self.scores.state_of
+        entries = np.flatnonzero(chosen[entry_token])
+        probes, values = self.scores.probes[entries], self.scores.values[entries]
+        threshold = self.pack.alert_threshold.numpy()[probes]
+        bare = np.isnan(threshold)  # ranked by score, after those that have a strength
+        rank = np.where(bare, values.astype(np.float64), _strength(values, threshold))
+        best: list[ConceptScore] = []
+        taken: set[int] = set()
+        for i in np.lexsort((entry_token[entries], probes, -rank, bare)).tolist():
+            if len(best) == k:
+                break
+            probe, token = int(probes[i]), int(entry_token[entries[i]])
+            if probe not in taken:
+                taken.add(probe)
+                best.append(describe(self.pack, probe, float(values[i]), **self._where(token)))
+        return best
+
+    def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
+        """The firing concepts of one token by strength, at most `k`, none above or below a stronger one of the list."""
+        return leading(self.pack, self.scores, check_count("index", index, most=len(self.row) - 1), check_count("k", k))
+
+    def aggregate(self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated") -> Aggregate:
+        """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
+
+        A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`: "prompt",
+        "generated" (by this `generate()`, not by an earlier turn on its cache) or None for every token. Raises `UnknownConcept`, `ConfigError`.
+        """
+        probe, aggregator = self.pack.find(concept), named(aggregate)
+        of_row = self._of_row(row)
+        chosen = self._of_phase(of_row, phase)
+        if phase == "generated":  # a rule begins anew with every generate()
+            chosen[: np.flatnonzero(self._of_phase(of_row, "prompt")).max(initial=-1) + 1] = False
+        if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
+            raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
+        chosen &= self.coverage.seen
+        tokens, column = np.flatnonzero(chosen), self.scores.column(probe)
+        n_inactive = len(tokens) - int(np.isin(tokens, self.scores.state_of[self.scores.probes == probe]).sum())
+        return Aggregate(str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive)
+
+    def _of_row(self, row: int) -> np.ndarray:
+        chosen = self.row == check_count("row", row)
+        if not chosen.any():
+            raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
+        return np.asarray(chosen)
+
+    def to_arrow(self) -> Any:
+        """A `pyarrow.Table` with a line for each token and active concept. Needs the extra `corpus`.
+
+        Columns row, position, token_id, phase, concept, level, score. Tokens without scores have no line: what
+        was not seen stands in the schema's metadata, under `probemon`, beside the totals of the coverage.
+        """
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise MissingExtra("to_arrow needs pyarrow: pip install 'probemon[corpus]'") from error
+        token = self.scores.state_of
+        ids = pa.array([concept["id"] for concept in self.pack.concepts])
+        unseen = [
+            {"row": int(self.row[i]), "position": int(self.position[i]), "reason": reason}
+            for i, reason in enumerate(self.coverage.unseen) if reason
+        ]  # fmt: skip
+        about = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
+        columns = {
+            "row": pa.array(self.row[token].astype(np.int32)),
+            "position": pa.array(self.position[token].astype(np.int32)),
+            "token_id": pa.array(self.token_id[token].astype(np.int32)),
+            "phase": pa.DictionaryArray.from_arrays(pa.array(self.phase[token].astype(np.int8)), pa.array(PHASES)),
+            "concept": pa.DictionaryArray.from_arrays(pa.array(self.scores.probes), ids),
+            "level": pa.array(self.pack.tree.level[self.scores.probes].astype(np.int16)),
+            "score": pa.array(self.scores.values),
+        }
+        return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(about)})
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __repr__(self) -> str:
+        totals = self.coverage.totals()
+        return f"Result({totals['tokens']} tokens, {totals['unseen']} unseen, {len(self.scores.values)} scores)"
+
+    def _of_phase(self, chosen: Mask, phase: str | None) -> Mask:
+        if phase is None:
+            return chosen
+        if phase not in PHASES:
+            raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
+        found: Mask = chosen & (self.phase == PHASES.index(phase))
+        return found
+
+    def _where(self, token: int) -> dict[str, Any]:
+        token_id = int(self.token_id[token])
+        text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
+        return {"position": int(self.position[token]), "token_id": token_id, "token": text}
+
+
+def _strength(score: Any, threshold: Any) -> Any:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        s, t = np.asarray(score, dtype=np.float64), np.asarray(threshold, dtype=np.float64)
+        return np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t)
+

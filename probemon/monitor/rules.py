@@ -1,0 +1,77 @@
+"""Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event.
+
+    rule = Rule(probe=17, above=0.9, for_tokens=3, aggregator=Ema(0.3), action="stop")
+    for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.aggregate import Aggregator
+from probemon.core.scores import Scores
+from probemon.tracking.align import Placed
+
+ACTIONS = ("stop", "raise")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at `column`.
+
+    `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
+    start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
+    run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
+    """
+
+    concept: str
+    name: str
+    path: tuple[str, ...]
+    row: int
+    column: int
+    token_id: int
+    score: float
+    above: float
+    for_tokens: int
+    provisional: bool = False
+    aggregate: str = "each"
+    value: float = 0.0
+    generation: int = 0
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to watch for."""
+
+    probe: int
+    above: float
+    for_tokens: int
+    aggregator: Aggregator
+    action: str | Callable[[Event], object]
+
+    def observe(self, placed: Placed, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
+        """Entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
+
+        `states`: by row, replaced here and never changed in place. An unseen token neither counts nor breaks a streak:
+        nothing is known of it.
+        """
+        met = []
+        for i, row in enumerate(placed.rows.tolist()):
+            if scores.coverage.unseen[i]:
+                continue
+            active = scores.active(i)
+            at = int(np.searchsorted(active, self.probe))
+            score = float(scores.active_scores(i)[at]) if at < len(active) and active[at] == self.probe else 0.0
+            state, streak = states.get(row, (self.aggregator.begin(), 0))
+            state, values = self.aggregator.add(state, np.array([score]))
+            value = float(values[0])
+            streak = streak + 1 if value > self.above else 0
+            states[row] = state, streak
+            if streak == self.for_tokens:
+                met.append((i, score, value))
+        return met

@@ -1,0 +1,209 @@
+"""stream: tokens with their scores while a model generates.
+
+    for event in manager.stream(model, tokenizer, [{"role": "user", "content": "..."}], max_new_tokens=40):
+        print(event.token, [concept.path for concept in event.leading(3)])
+
+    async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
+        ...
+
+`generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At most
+`max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the forward
+that reads it, one step after it was sampled; the last one is never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from probemon.core.checks import check_count
+from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
+from probemon.errors import ConfigError
+from probemon.monitor.result import ConceptScore, Result, leading, ranked
+from probemon.packs.group import AnyPack
+from probemon.tracking.align import Placed
+from probemon.tracking.generate_call import read_call
+from probemon.tracking.recording import LAST
+
+if TYPE_CHECKING:
+    from probemon.manager import DynamicProbeManager
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token: `position` in the sequence, `token` its text, `phase` "prompt" or "generated", `scores` (one state).
+
+    `unseen` is "" or the reason why there are no scores. The last event bears the `result` of the whole sequence.
+    """
+
+    position: int
+    token_id: int
+    token: str
+    phase: str
+    scores: Scores
+    pack: AnyPack
+    result: Result | None = None
+
+    @property
+    def unseen(self) -> str:
+        """"" or why this token has no scores."""
+        return self.scores.coverage.unseen[0]
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at."""
+        return self.scores.coverage
+
+    def leading(self, k: int = 3) -> list[ConceptScore]:
+        """The firing concepts by strength, at most `k`, none above or below a stronger one of the list."""
+        return leading(self.pack, self.scores, 0, k)
+
+    def ranked(self, k: int = 3) -> list[ConceptScore]:
+        """The best-scoring concepts, at most `k`, of packs that have no alert threshold at all: nothing of these fires, and this is only their order."""
+        return ranked(self.pack, self.scores, 0, k)
+
+
+def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """A batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is."""
+    if isinstance(messages, str):
+        return dict(tokenizer(messages, return_tensors="pt"))
+    return dict(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True))
+
+
+def stream(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
+    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
+) -> Iterator[TokenEvent]:  # fmt: skip
+    """Events of one sequence; `generate`: arguments of `model.generate`. What it raises is raised here."""
+    return _events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
+
+
+def stream_async(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
+    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
+) -> AsyncIterator[TokenEvent]:  # fmt: skip
+    """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is closed."""
+    return _async_events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
+
+
+def _events(generating: _Generating) -> Iterator[TokenEvent]:
+    generating.start()
+    try:
+        while (events := generating.take()) is not None:
+            yield from events
+    finally:
+        generating.close()
+
+
+async def _async_events(generating: _Generating) -> AsyncIterator[TokenEvent]:
+    generating.start()
+    try:
+        while (events := await asyncio.to_thread(generating.take)) is not None:
+            for event in events:
+                yield event
+    finally:
+        # Cancelled while another thread waits in take(): closing wakes it. The thread that generates ends at its next token.
+        generating.stop()
+        await asyncio.shield(asyncio.to_thread(generating.close))
+
+
+class _Generating:
+    """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
+
+    def __init__(
+        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]],
+        include_prompt: bool, strict: bool, max_waiting: int, generate: dict[str, Any],
+    ) -> None:  # fmt: skip
+        if tokenizer is None:
+            raise ConfigError("stream needs the model's tokenizer to encode the messages")
+        max_waiting = check_count("max_waiting", max_waiting, least=1, remedy="it counts batches of tokens that wait for the reader, so give 1 or more")
+        self._run = manager.attach(model, tokenizer, strict=strict)
+        self._run.listen(self._put)
+        self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
+        self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
+        if generate.get("num_return_sequences") not in (None, 1):
+            raise ConfigError("stream follows one sequence: attach and use run.result for several")
+        # A configuration may ask for several sequences, too: rows could not be told apart.
+        prompt = read_call(self._run.model, (), self._arguments)
+        if prompt.n_beams > 1 or prompt.n_sequences > 1:
+            raise ConfigError(f"stream follows one sequence, {prompt.n_beams} beams and {prompt.n_sequences} sequences are asked for: attach and use run.result")
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Placed, Scores]] = deque()
+        self._out: Any = None
+        self._error: BaseException | None = None
+        self._done = self._over = self._closed = False
+        self._thread = threading.Thread(target=self._generate, name="probemon-stream", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[TokenEvent] | None:
+        """The next events in order, or None after the last. Waits; raises what `generate` raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._done or self._closed)
+            if self._closed or self._over:
+                return None
+            if self._waiting:
+                placed, scores = self._waiting.popleft()
+                self._changed.notify_all()
+                return [self._event(placed, scores, i) for i in range(len(placed))]
+            self._over = True
+            if self._error is not None:
+                raise self._error
+        return [self._last()]
+
+    def stop(self) -> None:
+        """Nobody reads any more: this `generate` is to end at its next token, and waits for no reader. Others go on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Returns when the thread has ended and the hooks are gone."""
+        self.stop()
+        self._thread.join()
+
+    def _generate(self) -> None:
+        try:
+            with self._run:
+                if not self._closed:
+                    self._out = self._model.generate(**self._arguments)
+        except BaseException as error:  # the reader raises it
+            self._error = error
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def _put(self, placed: Placed, scores: Scores) -> None:
+        if threading.current_thread() is not self._thread:
+            return  # another generate() on the same model
+        if self._closed:
+            self._run.stop_mine()
+        elif placed.phase == GENERATED or self._include_prompt:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)
+                self._waiting.append((placed, scores))
+                self._changed.notify_all()
+
+    def _event(self, placed: Placed, scores: Scores, i: int) -> TokenEvent:
+        token_id = int(placed.ids[i])
+        return TokenEvent(
+            int(placed.columns[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[placed.phase],
+            scores.take(np.array([i])), self._run.manager.pack,
+        )  # fmt: skip
+
+    def _last(self) -> TokenEvent:
+        result = self._run.result(self._out)
+        i = len(result) - 1
+        assert result.coverage.unseen[i] == LAST
+        token_id = int(result.token_id[i])
+        return TokenEvent(
+            int(result.position[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[result.phase[i]],
+            result.scores.take(np.array([i])), self._run.manager.pack, result,
+        )  # fmt: skip

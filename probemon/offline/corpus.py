@@ -1,0 +1,278 @@
+"""A host reads documents and a manager scores their tokens: shard by shard, several batches under way, in the order of the input.
+
+    for scored in score_documents(manager, model, tokenizer, read_documents("mails.jsonl")):
+        scored.document.id, scored.tokens.ids, scored.scores.fired(3)
+
+Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling thread,
+tokenising and scoring in one thread each, all in an order that the documents fix; the next batch is run while one is scored.
+The host is stopped after the last layer that the pack reads: what comes after cannot change a score.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import Scores
+from probemon.engine.audit import sample
+from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
+from probemon.host.abilities import Abilities
+from probemon.host.adapters import needs_its_wrapper, rehearsal
+from probemon.host.compatibility import check_host
+from probemon.host.model import compiled_parts, find_layers, hidden_size, is_encoder_decoder, longest_input, unwrap
+from probemon.host.tap import Tap, check_states, ran_again
+from probemon.offline.documents import Document
+from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
+
+if TYPE_CHECKING:
+    from probemon.manager import DynamicProbeManager
+
+_IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """A document with the scores of its T tokens (`tokens`, `scores` None where it has a `document.reason`); `everything` fp32 [T, P] if asked for."""
+
+    document: Document
+    tokens: Tokens | None
+    scores: Scores | None
+    everything: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoredShard:
+    """A shard's tokens, document by document: document i has the scores `ptr[i]` to `ptr[i + 1]`, and no tokens if it has a reason."""
+
+    shard: Shard
+    documents: tuple[Document, ...]
+    tokens: tuple[Tokens | None, ...]
+    ptr: Ints
+    scores: Scores
+    everything: Tensor | None
+
+    def __iter__(self) -> Iterator[ScoredDocument]:
+        for i, (document, tokens) in enumerate(zip(self.documents, self.tokens, strict=True)):
+            at = np.arange(self.ptr[i], self.ptr[i + 1])
+            if tokens is None:
+                yield ScoredDocument(document, None, None)
+            else:
+                yield ScoredDocument(document, tokens, self.scores.take(at), None if self.everything is None else self.everything[at])
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A shard ready for the host: its documents (with the reasons that only the tokenizer could tell), their tokens, its batches."""
+
+    shard: Shard
+    documents: tuple[Document, ...]
+    tokens: tuple[Tokens | None, ...]
+    batches: list[list[Piece]]
+    n_tokens: int
+
+
+class _Read(BaseException):
+    """Raised by a tap to end a forward that has shown all it has to; not an `Exception`, so that nothing on its way out catches it."""
+
+
+def score_documents(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
+    exhaustive: bool = False, strict: bool = False, progress: Callable[[float, int], object] | None = None,
+) -> Iterator[ScoredDocument]:  # fmt: skip
+    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what `CorpusScorer` does."""
+    scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
+    for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
+        yield from scored
+
+
+class CorpusScorer:
+    """A manager, a host in eval mode and its tokenizer, ready to score shards of documents.
+
+        scorer = CorpusScorer(manager, model, tokenizer, Reading())
+        for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
+
+    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
+    """
+
+    def __init__(
+        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False, floor: float | None = None
+    ) -> None:
+        host = unwrap(model)
+        if is_encoder_decoder(host):
+            raise NotSupportedHost(f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a decoder alone")
+        if host.training:
+            raise ConfigError(f"{type(host).__name__} is training, and drops at random: call model.eval()")
+        check_host(manager.pack, host, strict=strict)
+        self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
+        self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
+        self.window = reading.window_for(type(host).__name__, longest_input(host))
+        self.model, self.host = model, host
+        # Where padding gets into a row, or its length into others, only rows of one length share a batch.
+        self._padded = Abilities(host).takes_padding(self.window.n_tokens)
+        wrapped = needs_its_wrapper(model, host)
+        self._runs = model if wrapped else find_layers(host)[0]
+        self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
+        self._rehearses = rehearsal(host)
+        self._width = hidden_size(host)  # the pack's, as check_host has seen
+        self._known = False  # that a forward shows each site once
+        self._seen: dict[str, list[Tensor]] = {}
+        self._stop = False
+
+    def score(
+        self, shards: Iterable[Shard], *, exhaustive: bool = False, progress: Callable[[float, int], object] | None = None
+    ) -> Iterator[ScoredShard]:
+        """Score shards, in their order. `progress` is told of more documents (in parts) and tokens run."""
+        source = iter(shards)
+        tap = Tap(self.host, self.manager.pack.sites, self._tapped)
+        tokenising, scoring = ThreadPoolExecutor(1, "probemon-tokenise"), ThreadPoolExecutor(1, "probemon-score")
+        under_way: deque[tuple[bool, Future[Any]]] = deque()  # whether it is a shard's last, and what comes of it
+        try:
+            with tap:
+                following = self._begin(tokenising, source)
+                while following is not None:
+                    planned = following.result()
+                    following = self._begin(tokenising, source)
+                    parts: list[tuple[list[Piece], Scores, Tensor | None]] = []
+                    for rows in planned.batches:
+                        states = self._run(rows, planned.tokens)
+                        under_way.append((False, scoring.submit(self._score, parts, rows, states, self._sampled(planned, rows), exhaustive)))
+                        if progress is not None:
+                            n_tokens = sum(piece.stop - piece.scored for piece in rows)
+                            progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
+                        yield from _done(under_way, _IN_FLIGHT)
+                    if progress is not None and not planned.batches:
+                        progress(len(planned.documents), 0)
+                    under_way.append((True, scoring.submit(_assembled, planned, parts, self.manager.pack.n_probes)))
+                yield from _done(under_way, 0)
+        finally:
+            for executor in (tokenising, scoring):
+                executor.shutdown(wait=True, cancel_futures=True)
+
+    def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
+        """Documents that can be read, in order, with their tokens and hidden states `[T, D]` at the sites of the pack: to train probes on."""
+        for shard in shards:
+            planned = self.plan(shard)
+            lengths = [0 if found is None else len(found) for found in planned.tokens]
+            room: list[dict[str, Tensor]] = [{} for _ in lengths]
+            with Tap(self.host, self.manager.pack.sites, self._tapped):
+                for rows in planned.batches:
+                    sizes = [piece.stop - piece.scored for piece in rows]
+                    for site, hidden in self._run(rows, planned.tokens).items():
+                        for piece, part in zip(rows, hidden.split(sizes), strict=True):
+                            whole = room[piece.place].setdefault(site, hidden.new_empty(lengths[piece.place], hidden.shape[1]))
+                            whole[piece.scored : piece.stop] = part
+            for document, tokens, found in zip(planned.documents, planned.tokens, room, strict=True):
+                if tokens is not None:
+                    yield document, tokens, found
+
+    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_Planned] | None:
+        shard = next(source, None)  # in the caller's thread: an iterable of his may not like another
+        return None if shard is None else tokenising.submit(self.plan, shard)
+
+    def plan(self, shard: Shard) -> _Planned:
+        """Tokens, pieces and batches of a shard."""
+        documents, tokens, pieces = list(shard.documents), [], []
+        for place, document in enumerate(documents):
+            found, reason = (None, document.reason) if document.reason else self._tokens(document.text)
+            if reason:
+                documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
+            tokens.append(found)
+            pieces += [] if found is None else cut(found, place, self.window)
+        grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded)
+        return _Planned(shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None))
+
+    def _tokens(self, text: str) -> tuple[Tokens | None, str]:
+        try:
+            found = encode(self.tokenizer, text, special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special)
+        except Exception as error:  # of the tokenizer's own, over one text: the others are not to suffer
+            return None, f"cannot be tokenised ({type(error).__name__}: {error})"
+        return (found, "") if len(found) else (None, "no tokens")
+
+    def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand that are scored in it."""
+        longest = max(map(len, rows))
+        ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
+        at: list[Ints] = []
+        for row, piece in enumerate(rows):
+            found = tokens[piece.place]
+            assert found is not None
+            ids[row, : piece.n_prefix], ids[row, piece.n_prefix : len(piece)] = found.prefix, found.ids[piece.begin : piece.stop]
+            mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it: see _padded
+            first = row * longest + piece.n_prefix - piece.begin
+            at.append(np.arange(first + piece.scored, first + piece.stop))
+        ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
+        return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
+
+    def _run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
+        """Run the host over a batch; the states `[N, D]` of the tokens scored in it, row by row, at every site."""
+        ids, mask, where = self.arrays(rows, tokens)
+        self._seen = {site: [] for site in self.manager.pack.sites}
+        self._stop = self._may_stop and self._known
+        with torch.inference_mode():
+            with suppress(_Read):
+                self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
+            seen, self._seen = self._seen, {}
+            for site, hidden in seen.items():
+                if len(hidden) != 1:
+                    raise AlignmentError(ran_again(site) if hidden else f"a forward of the host ended without reaching {site}")
+                check_states(site, hidden[0], ids.shape, self._width)
+            self._known = True
+            return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
+
+    def _tapped(self, site: str, hidden: Tensor) -> None:
+        if site in self._seen and not self._rehearses():  # else a forward of somebody else's, between two batches
+            self._seen[site].append(hidden)
+            if self._stop and all(self._seen.values()):
+                raise _Read
+
+    def _sampled(self, planned: _Planned, rows: Sequence[Piece]) -> Mask | None:
+        """Which tokens of a batch are audited: by document and position, so that a run that goes on draws the same."""
+        if not self.manager.audit_rate:
+            return None
+        document = np.repeat([planned.documents[piece.place].index for piece in rows], [piece.stop - piece.scored for piece in rows])
+        return sample(self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows]))
+
+    def _score(
+        self, parts: list[tuple[list[Piece], Scores, Tensor | None]], rows: list[Piece], states: Mapping[str, Tensor], audit: Mask | None, exhaustive: bool
+    ) -> None:
+        with torch.inference_mode():
+            _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
+            everything = self.manager.score_all(states) if exhaustive else None
+        parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), everything))
+
+
+def may_be_left(host: Any) -> bool:
+    """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a compiled layer is one piece."""
+    moved = any(hasattr(module, "_hf_hook") for module in host.modules())
+    return not moved and not compiled_parts(host)
+
+
+def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
+    """Wait until at most so many are under way; the shards that are finished meanwhile."""
+    while len(under_way) > most or (under_way and under_way[0][1].done()):
+        last, future = under_way.popleft()
+        found = future.result()
+        if last:
+            yield found
+
+
+def _assembled(planned: _Planned, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int) -> ScoredShard:
+    """The scores of a shard's batches, put into the order of its documents and their tokens."""
+    lengths = [0 if found is None else len(found) for found in planned.tokens]
+    ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ranges = [np.arange(ptr[piece.place] + piece.scored, ptr[piece.place] + piece.stop) for rows, *_ in parts for piece in rows]
+    order = np.argsort(np.concatenate([np.zeros(0, dtype=np.int64), *ranges]), kind="stable")
+    assert len(order) == ptr[-1]
+    top_k = parts[0][1].report_top_k if parts else 10
+    scores = Scores.join([scored for _, scored, _ in parts], n_probes, top_k).take(order)
+    full = [everything for *_, everything in parts if everything is not None]
+    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, torch.cat(full)[order] if full else None)

@@ -1,0 +1,190 @@
+"""A corpus over many machines: Ray Data hands out the shards, each worker holds model and pack. Needs the extra `ray`.
+
+    ds = ray.data.read_parquet("s3://mails/")
+    analysis = analyze_dataset(ds, Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores"), concurrency=2)
+
+The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file system that all workers see; a worker reads a shard, scores it
+and writes it. So the rows are those of a local analysis, and what was interrupted is gone on with by the same call. Workers use as many threads as the driver, since the
+last bits of a host's states vary with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probemon import errors
+from probemon.cli.common import load_model
+from probemon.core.checks import check_count
+from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.offline.analysis_folder import MANIFEST, Analysis
+from probemon.offline.analyze import Progress, Tables, check_apart, check_known, environment, identity, kernel_of, write
+from probemon.offline.corpus import CorpusScorer
+from probemon.offline.documents import MAX_CHARS, Document, Source, read_documents
+from probemon.offline.windows import Reading, Shard, shards
+from probemon.packs.group import AnyPack, open_packs
+
+_SPOOL = ".spool"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs: names and paths that mean the same on every machine, and the settings of `DynamicProbeManager` and `analyze`.
+
+    `pack`: one, or several ("NAME=pack" gives one a name of your own).
+    `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that `probemon analyze` takes.
+    """
+
+    model: str
+    pack: str | Sequence[str]
+    out: str
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    load: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    floor: float | str = "fired"
+    reading: Reading = field(default_factory=Reading)
+    keep_text: bool = True
+    strict: bool = False
+
+    def opened(self) -> AnyPack:
+        """The pack, or the group of several."""
+        return open_packs([self.pack] if isinstance(self.pack, str) else self.pack)
+
+
+def analyze_dataset(
+    documents: Any, job: Job, *, concurrency: int = 2, resume: bool = False, text_field: str = "text", id_field: str = "id",
+    max_chars: int = MAX_CHARS, progress: Progress | None = None,
+) -> Analysis:  # fmt: skip
+    """Analyse a Ray dataset, in the order of its rows, or any other source of documents (`probemon.offline.documents`), with `concurrency` workers.
+
+    Raises `MissingExtra`, `ConfigError`; what a worker raises is raised here.
+    """
+    ray = _ray()
+    from probemon.manager import DynamicProbeManager
+
+    concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
+    source: Source = documents
+    if isinstance(documents, ray.data.Dataset):
+        ray.data.DataContext.get_current().execution_options.preserve_order = True
+        source = documents.iter_rows()
+    out = Path(job.out).absolute()
+    check_apart(source, out)
+    if out.exists() and not (out / MANIFEST).is_file() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+        raise ConfigError(f"{out} exists and holds no analysis: give a folder that is empty or not there yet")
+    if (out / MANIFEST).is_file() and not resume:
+        raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
+    # Chosen once, so that every worker's kernel is the same one.
+    settings = {**job.settings, **kernel_of(out)}
+    manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
+    settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
+    Tables(manager.pack, job.floor, job.keep_text)  # a wrong floor is to be told before anything is started
+    read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made ({error.strerror}): give another folder") from error
+    with Analysis(out, {}).locked(), _spool_of(out):
+        return _spread(ray, job, out, settings, read, concurrency, progress)
+
+
+def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], documents: Iterator[Document], concurrency: int, progress: Progress | None) -> Analysis:
+    """The shards that are missing, to workers; then what `analyze` does in the end."""
+    analysis, todo, n_shards = Analysis(out, {}), [], 0
+    for shard in shards(documents):
+        n_shards = shard.index + 1
+        if check_known(analysis, shard) is None:
+            _spool(out, shard)
+            todo.append(shard.index)
+        elif progress is not None:
+            progress(len(shard.documents), 0)
+    if todo:
+        made = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
+            _Worker, fn_constructor_args=(job, str(out), settings, environment()["threads"]), batch_size=1, concurrency=concurrency,
+            num_cpus=1 if job.device == "cpu" else 0, num_gpus=0 if job.device == "cpu" else 1,
+        )  # fmt: skip
+        for row in made.iter_rows():
+            if row["error"]:
+                raise getattr(errors, row["error"])(row["message"])
+            if progress is not None:
+                progress(row["documents"], row["tokens"])
+    found = Analysis.open(out, unfinished=True)
+    found.finish(n_shards)
+    return found
+
+
+class _Worker:
+    """An actor of Ray Data. It is made ready at the first call: what an actor's constructor raises only says that the actor died."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments, self._ready = arguments, False
+
+    def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
+        import torch
+
+        from probemon.manager import DynamicProbeManager
+
+        torch.set_num_threads(threads)  # Ray sets 1
+        model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
+        manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
+        tables = Tables(manager.pack, job.floor, job.keep_text)
+        self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
+        self._tables = tables
+        self._analysis = Analysis.begin(out, identity(self._scorer, self._tables), environment(), resume=True)
+        self._ready = True
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        told: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
+
+        def tell(*values: Any) -> None:
+            for column, value in zip(told.values(), values, strict=True):
+                column.append(value)
+
+        try:
+            if not self._ready:
+                self._get_ready(*self._arguments)
+            for index in batch["index"].tolist():
+                for scored in self._scorer.score([_spooled(self._analysis.directory, index)]):
+                    write(self._analysis, self._tables, scored)
+                    tell(len(scored.documents), int(scored.ptr[-1]), "", "")
+        except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone
+            tell(0, 0, type(error).__name__, str(error))
+        return told
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise MissingExtra("many machines need Ray Data: pip install 'probemon[ray]'") from error
+    return ray
+
+
+@contextmanager
+def _spool_of(out: Path) -> Iterator[None]:
+    """A folder of texts that is gone afterwards, also where the block raises."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(out / _SPOOL, ignore_errors=True)
+
+
+def _spool(out: Path, shard: Shard) -> None:
+    (out / _SPOOL).mkdir(exist_ok=True)
+    rows = [{"index": d.index, "id": d.id, "text": d.text, "reason": d.reason} for d in shard.documents]
+    target = out / _SPOOL / f"{shard.index:05d}.json"
+    partial = target.with_name(f".{target.name}")
+    partial.write_text(json.dumps(rows), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _spooled(out: Path, index: int) -> Shard:
+    rows = json.loads((out / _SPOOL / f"{index:05d}.json").read_text(encoding="utf-8"))
+    return Shard(index, tuple(Document(**row) for row in rows))

@@ -1,0 +1,349 @@
+"""Documents of a corpus, from files, folders, standard input or any iterable; a bad one is told with its reason, never raised.
+
+    for document in read_documents("mails.jsonl"):          # also .txt, .parquet, a folder, "-", or an iterable of str or dict
+        if not document.reason: ...document.id, document.text
+
+- a text file: one document a line, blank lines left out; `id` is `name:line`
+- `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
+- a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one document each, `id` is the path.
+  What cannot be read, and links to folders, which are not followed, are bad documents
+- `-`: standard input, JSON lines if the first character is `{`, else text
+- names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of parquet files
+Rows of an iterable that are dicts (a Hugging Face dataset gives such) have their fields by name; strings are texts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from probemon.core.checks import check_count
+from probemon.core.strict_json import loads
+from probemon.errors import ConfigError, MissingExtra
+
+MAX_CHARS = 2_000_000
+# What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a thousand times.
+MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
+# Of a parquet file's dictionary, compressed: it is read whole for a row group, and writers end it at a million bytes. Of one over the smaller bound rows are read one by one.
+MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
+_JSON = (".jsonl", ".ndjson", ".json")
+Source = str | os.PathLike[str] | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document: `index` is its place in the input, from 0; `reason` is "" or why it cannot be scored; `fields`, what else its row had."""
+
+    index: int
+    id: str
+    text: str
+    reason: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a reader found: a text or a reason, and an id if the row stated one."""
+
+    where: str
+    text: Any = None
+    id: Any = None
+    reason: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_documents(source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS) -> Iterator[Document]:
+    """Documents of a source, in order. Raises `ConfigError` where there is no such file, or no such column; a bad row has a reason instead."""
+    max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
+    fields = (text_field, id_field)
+    if isinstance(source, (str, os.PathLike)):
+        rows = _of_path(os.fspath(source), fields, max_chars)
+    elif isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
+        raise ConfigError(f"documents are {type(source).__name__}: give a path, '-', or an iterable of texts or of dicts with {text_field!r}")
+    else:
+        rows = (_of_item(item, str(i), fields) for i, item in enumerate(source))
+    return (_document(i, row, text_field, max_chars) for i, row in enumerate(rows))
+
+
+def count_documents(source: Source) -> int | None:
+    """About how many documents a source has, for a progress bar, without reading them; None where that is not known before the end."""
+    if not isinstance(source, (str, os.PathLike)):
+        return len(source) if isinstance(source, Sized) else None
+    path = Path(source)
+    if os.fspath(source) == "-" or _zipped(path):
+        return None
+    if path.is_dir():
+        files, left_out = _files(path)
+        return sum(_count_file(file, alone=False) for file in files) + len(left_out)
+    return _count_file(path, alone=True)
+
+
+def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Document:
+    text, reason = row.text, row.reason
+    if not reason and not isinstance(text, str):
+        reason = f"no field {text_field!r}" if text is None else f"{text_field!r} is {type(text).__name__}, not a text"
+    if not reason and not text.strip():
+        reason = "empty"
+    if not reason and len(text) > max_chars:
+        reason = f"longer than {max_chars} characters ({len(text)})"
+    if not reason and not _encodable(text):
+        reason = "not valid Unicode (a lone surrogate)"
+    try:
+        name = row.where if row.id is None else str(row.id)
+    except Exception as error:  # of an object of the user's, or a number too long to be written
+        name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
+    name = name if _encodable(name) else name.encode("utf-8", "backslashreplace").decode()
+    return Document(index, name, "" if reason else text, reason, row.fields)
+
+
+def _encodable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:
+    if isinstance(item, str):
+        return _Row(where, item)
+    if not isinstance(item, Mapping):
+        return _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
+    rest = {key: value for key, value in item.items() if key not in fields}
+    return _Row(where, item.get(fields[0]), item.get(fields[1]), fields=rest)
+
+
+def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    if source == "-":
+        return _standard_input(fields, max_chars)
+    path = Path(source)
+    if path.is_dir():
+        files, left_out = _files(path)
+        if not files:
+            why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
+            raise ConfigError(f"{path} holds no files{why}: give a folder of documents")
+        return _folder(path, files, left_out, fields, max_chars)
+    if not path.is_file():
+        raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
+    if _kind(path) == "parquet":
+        _parquet_columns(path, fields)  # now, so that a wrong name is an error before a model is loaded
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    return _file(path, path.name, fields, max_chars)
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """Files below a folder, and what else stands there, with the reason why it is not read."""
+    found, left_out = [], dict[Path, str]()
+
+    def unreadable(error: OSError) -> None:
+        left_out[Path(error.filename)] = f"cannot be read: {error.strerror}"
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        left_out |= {Path(root, name): "a link to a folder, which is not followed: give that folder too" for name in folders if Path(root, name).is_symlink()}
+        for path in (Path(root, name) for name in names if not name.startswith(".")):
+            if path.is_file():
+                found.append(path)
+            else:
+                left_out[path] = "a link to nothing" if path.is_symlink() else "not a file"
+    return found, left_out
+
+
+def _folder(folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
+        where = path.relative_to(folder).as_posix()
+        if path in left_out:
+            yield _Row(where, reason=left_out[path])
+        elif _kind(path) != "text":
+            yield from _file(path, where, fields, max_chars)
+        else:
+            yield _whole(path, where, max_chars)
+
+
+def _whole(path: Path, where: str, max_chars: int) -> _Row:
+    """A text file as one document."""
+    try:
+        with _opened(path) as stream:
+            data = stream.read(4 * max_chars + 1)
+    except Exception as error:  # a damaged archive fails in several ways
+        return _Row(where, reason=f"cannot be read: {error}")
+    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data, where)
+
+
+def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    try:
+        if _kind(path) == "parquet":
+            yield from _parquet(path, where, fields)
+            return
+        with _opened(path) as stream:
+            yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
+    except Exception as error:  # a damaged file fails in as many ways as there are readers; what came before it stays
+        yield _Row(where, reason=f"cannot be read (further): {error}")
+
+
+def _kind(path: Path) -> str:
+    suffix = (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
+    return "json" if suffix in _JSON else "parquet" if suffix == ".parquet" else "text"
+
+
+def _zipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _opened(path: Path) -> Any:
+    return io.BufferedReader(_Unzipped(path), 1 << 16) if _zipped(path) else path.open("rb")
+
+
+class _Unzipped(io.RawIOBase):
+    """Decompressed bytes, as long as they are not too many for what they come from."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises `ConfigError` where there is more than there may be."""
+        data = self._file.read1(len(buffer))  # what there is: of a damaged file, all that comes before the damage
+        buffer[: len(data)] = data
+        self._left -= len(data)
+        if self._left < 0:
+            raise ConfigError(f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right")
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _most_bytes(compressed: int) -> int:
+    return max(ALWAYS_BYTES, MOST_TIMES * compressed)
+
+
+def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    stream: Any = sys.stdin.buffer
+    begin = stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # of an interactive terminal, too, this waits for the first line
+    yield from _lines(stream, "stdin", begin == b"{", fields, max_chars)
+
+
+def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+    # A character is at most four bytes; in JSON it may be written as six (\uXXXX), and the other fields take room too.
+    limit = max_chars * (8 if as_json else 4) + 65536
+    number = 0
+    while line := stream.readline(limit):
+        number += 1
+        at = f"{where}:{number}"
+        if len(line) == limit and not line.endswith(b"\n"):
+            while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                pass
+            yield _too_long(at, max_chars)
+            continue
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        if not as_json:
+            yield _decoded(line.rstrip(b"\r\n"), at)
+            continue
+        try:
+            item = loads(line.decode(), halves=True)  # of texts it is told which cannot be scored
+        except UnicodeDecodeError as error:
+            yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+        except (ValueError, RecursionError) as error:
+            yield _Row(at, reason=f"not valid JSON ({error})")
+        else:
+            yield _of_item(item, at, fields) if isinstance(item, dict) else _Row(at, reason=f"not a JSON object: {type(item).__name__}")
+
+
+def _decoded(data: bytes, where: str) -> _Row:
+    try:
+        text = data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+    if "\0" in text:  # UTF-16 without its mark is valid UTF-8, letter by letter
+        return _Row(where, reason=f"not a text (a NUL at character {text.index(chr(0))}): UTF-16, perhaps")
+    return _Row(where, text)
+
+
+def _too_long(where: str, max_chars: int) -> _Row:
+    return _Row(where, reason=f"longer than {max_chars} characters")
+
+
+def _parquet_file(path: Path) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise MissingExtra("reading parquet needs pyarrow: pip install 'probemon[corpus]'") from error
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
+
+
+def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
+    names = _parquet_file(path).schema_arrow.names
+    if fields[0] not in names:
+        raise ConfigError(f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts")
+    if fields[1] != "id" and fields[1] not in names:
+        raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
+    return [name for name in names if name in (*fields, "concepts")]
+
+
+def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
+    columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group)
+        chunks = [chunk for chunk in map(rows.column, range(rows.num_columns)) if chunk.path_in_schema.split(".")[0] in columns]
+        reason = next(filter(None, map(_too_large, chunks)), "")
+        if reason:
+            yield _Row(f"{where}:{number + 1}", reason=f"{rows.num_rows} rows cannot be read: {reason}")
+            number += rows.num_rows
+            continue
+        size = 1 if any(_dictionary_bytes(chunk) > LARGE_DICTIONARY_BYTES for chunk in chunks) else 256
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
+            for item in batch.to_pylist():
+                number += 1
+                yield _of_item(item, f"{where}:{number}", fields)
+
+
+def _too_large(chunk: Any) -> str:
+    """Why a column of a row group is not read, by what the file says of it; "" where it is."""
+    if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
+        return f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES} times its size"
+    if _dictionary_bytes(chunk) > MAX_DICTIONARY_BYTES:
+        return f"the dictionary of {chunk.path_in_schema} has {_dictionary_bytes(chunk):,} bytes, at most {MAX_DICTIONARY_BYTES:,} are read. Write the file without dictionaries"
+    return ""
+
+
+def _dictionary_bytes(chunk: Any) -> int:
+    return chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None else 0
+
+
+def _count_file(path: Path, alone: bool) -> int:
+    """Lines of a file, rows of a table; of a folder (`alone` false) text files are one each."""
+    kind = _kind(path)
+    if kind == "parquet":
+        try:
+            return int(_parquet_file(path).metadata.num_rows)
+        except ConfigError:
+            return 1
+    if (kind == "text" and not alone) or _zipped(path):
+        return 1
+    lines, last = 0, b"\n"
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            lines, last = lines + chunk.count(b"\n"), chunk[-1:]
+    return lines + (last != b"\n")

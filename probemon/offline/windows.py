@@ -1,0 +1,193 @@
+"""Texts to tokens, long ones to windows, windows to batches: the plan of a corpus, fixed by its documents alone.
+
+    tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
+    windows = cut(tokens, place=0, window=Window(1024, 128))        # the first scores all its tokens, the next those after the overlap
+    for rows in batches(windows, max_tokens=8192, max_rows=64): ...  # of like length, the longest first
+    for shard in shards(documents): shard.index, shard.documents, shard.digest
+
+Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a text begin
+every window and are not scored; those it would put after are left out, since no state before them depends on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints
+from probemon.errors import ConfigError
+from probemon.offline.documents import Document
+
+# A shard is the unit of resuming. Large enough that batches of like length can be made, small enough to be lost.
+SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000  # what is held in memory at once, and lost at most when a run is killed
+SPECIAL = ("bos", "tokenizer", "none")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and the special tokens before it."""
+
+    ids: Ints
+    start: Ints
+    end: Ints
+    prefix: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Longest input of the host, in tokens with special ones, and by how many tokens the windows of a longer document overlap."""
+
+    n_tokens: int = 1024
+    overlap: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("n_tokens", "overlap"):
+            object.__setattr__(self, name, check_count(f"window {name}", getattr(self, name), remedy="give a whole number of tokens"))
+        if self.n_tokens < 2 * self.overlap or self.n_tokens < 2:
+            raise ConfigError(f"windows of {self.n_tokens} tokens that overlap by {self.overlap}: give an overlap of at most half a window")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents become batches. `window` None: of 1024 tokens, or what the host can take, an eighth of it overlapping.
+
+    `batch_tokens`: of a batch, with padding; `special_tokens`: what stands before a text, "bos", "tokenizer" or "none"; `parse_special`: whether
+    special tokens written in a text are such.
+    """
+
+    window: Window | None = None
+    batch_tokens: int = 4096
+    batch_rows: int = 64
+    special_tokens: str = "bos"
+    parse_special: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "batch_rows"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least=1, remedy="give 1 or more"))
+        if self.special_tokens not in SPECIAL:
+            raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
+
+    def window_for(self, name: str, longest: int | None) -> Window:
+        """The window for a host of a name that takes so many tokens. Raises `ConfigError` where that is less than was asked for."""
+        if self.window is None:
+            n_tokens = min(1024, 1024 if longest is None else longest)
+            return Window(n_tokens, n_tokens // 8)
+        if longest is not None and self.window.n_tokens > longest:
+            raise ConfigError(f"windows of {self.window.n_tokens} tokens: {name} takes at most {longest}")
+        return self.window
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One input of the host: tokens `begin` to `stop` of the shard's document `place`, of which those from `scored` on are scored here."""
+
+    place: int
+    begin: int
+    scored: int
+    stop: int
+    n_prefix: int
+
+    def __len__(self) -> int:
+        return self.n_prefix + self.stop - self.begin
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents that are analysed, written and resumed as one; `digest` is of their ids, texts and reasons."""
+
+    index: int
+    documents: tuple[Document, ...]
+
+    @property
+    def digest(self) -> str:
+        sha = hashlib.sha256()
+        for document in self.documents:
+            for part in (str(document.index), document.id, document.text, document.reason):
+                data = part.encode("utf-8", "surrogatepass")
+                sha.update(f"{len(data)}:".encode())
+                sha.update(data)
+        return sha.hexdigest()
+
+
+def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False) -> Tokens:
+    """Tokens of a text.
+
+    `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it adds none its
+    beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
+    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
+    """
+    fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
+    found = tokenizer(
+        text, add_special_tokens=added, split_special_tokens=not parse_special, return_offsets_mapping=fast,
+        return_attention_mask=False, truncation=False, verbose=False,
+    )  # fmt: skip
+    ids = np.asarray(found["input_ids"], dtype=np.int64)
+    before, n_after = _added(tokenizer) if added else ((), 0)
+    inside = slice(len(before), len(ids) - n_after)
+    if fast:
+        offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        start, end = offsets[inside, 0], offsets[inside, 1]
+    else:
+        start = end = np.full(len(ids[inside]), -1, dtype=np.int64)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if special_tokens == "bos" and not before and bos is not None:
+        before = (int(bos),)
+    return Tokens(ids[inside], start, end, before)
+
+
+def _added(tokenizer: Any) -> tuple[tuple[int, ...], int]:
+    """The special tokens that a tokenizer puts before a text, and how many after it."""
+    bare = tokenizer("a", add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True, return_attention_mask=False, verbose=False)["input_ids"]
+    at = next((i for i in range(len(whole) - len(bare) + 1) if list(whole[i : i + len(bare)]) == list(bare)), 0)
+    return tuple(whole[:at]), len(whole) - at - len(bare)
+
+
+def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
+    """The pieces of a document, in order; each of its tokens is scored in one of them."""
+    n_prefix, n = len(tokens.prefix), len(tokens)
+    room = window.n_tokens - n_prefix
+    if room <= window.overlap:
+        raise ConfigError(f"windows of {window.n_tokens} tokens begin with {n_prefix} special ones and overlap by {window.overlap}: nothing is left")
+    pieces, begin, scored = [], 0, 0
+    while scored < n:
+        stop = min(begin + room, n)
+        pieces.append(Piece(place, begin, scored, stop, n_prefix))
+        begin, scored = stop - window.overlap, stop
+    return pieces
+
+
+def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
+    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is longer stands alone.
+
+    `padded`: whether pieces of different lengths may share a batch.
+    """
+    found: list[list[Piece]] = []
+    longest = 0
+    for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
+        if not found or len(found[-1]) == max_rows or (len(found[-1]) + 1) * longest > max_tokens or not (padded or len(piece) == longest):
+            found.append([])
+            longest = len(piece)
+        found[-1].append(piece)
+    return found
+
+
+def shards(documents: Iterable[Document]) -> Iterator[Shard]:
+    """Documents in shards, in order: `SHARD_DOCUMENTS`, or fewer where they have over `SHARD_CHARS` characters together."""
+    index, held, n_chars = 0, list[Document](), 0
+    for document in documents:
+        if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.text) > SHARD_CHARS):
+            yield Shard(index, tuple(held))
+            index, held, n_chars = index + 1, [], 0
+        held.append(document)
+        n_chars += len(document.text)
+    if held or not index:  # an input without documents is one shard of none
+        yield Shard(index, tuple(held))

@@ -1,0 +1,94 @@
+"""int8 copies of a pack: half the bytes of bf16, and the error this costs, stated in the copy.
+
+    small = quantize(ProbePack.open(path), "smaller/")
+    small.manifest["quality"]["int8"]["max_score_error"]
+
+A row of a matrix is whole numbers from -127 to 127 times a scale of its own: the largest magnitude of the row over 127. Biases and
+scales stay fp32. An input is rounded to bf16. A product of the two is exact in fp32, and the scale is applied to the row's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.engine.kernels import exhaustive_reference
+from probemon.errors import ConfigError, PackCorrupt
+from probemon.packs.edit import opened
+from probemon.packs.manifest import PROBES
+from probemon.packs.pack import MATRICES, ProbePack
+
+_STATES = 64  # random ones, for a pack without golden states
+
+
+def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stacked weights with int8 matrices and their scales, `w1_scale [P, H1]` and so on. A row of zeros has scale 1."""
+    made = {}
+    for name, tensor in weights.items():
+        if name not in MATRICES:
+            made[name] = tensor
+            continue
+        largest = tensor.to(torch.float32).abs().amax(dim=-1)
+        scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        made[name] = (tensor.to(torch.float32) / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        made[f"{name}_scale"] = scale
+    return made
+
+
+def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> ProbePack:
+    """Write the int8 copy of a pack and open it.
+
+    Its manifest says under `quality.int8` how far scores moved, on the golden states of the pack (on random ones where it has
+    none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`, `PackError`.
+    """
+    pack = opened(pack)
+    if pack.dtype == torch.int8:
+        raise ConfigError(f"{pack.name} is int8 already")
+    pack.check_finite()
+    weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
+    pack.check_unchanged()
+    golden, hidden = pack.golden_hidden, pack.golden_hidden
+    if hidden is None or not len(hidden):
+        size = (_STATES, len(pack.sites), pack.architecture.hidden_size)
+        hidden = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    stated = _error(pack, weights, hidden, "random" if hidden is not golden else "golden")
+    source = pack.manifest
+    card = pack.card_text()
+    return ProbePack.write(
+        path, name=f"{pack.name}-int8", concepts=pack.concepts, weights=weights, score_rule=pack.score_rule,
+        inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"], card=card + _note(stated),
+        input_index=pack.input_index, alert_threshold=pack.alert_threshold, expand_threshold=pack.expand_threshold,
+        aggregated={name: pack.thresholds_for(name) for name in pack.aggregated}, golden_hidden=golden,
+        recommended=pack.recommended, provenance={**(source.get("provenance") or {}), "quantized_from": {"name": pack.name, **source["files"][PROBES]}},
+        quality={**(source.get("quality") or {}), "int8": stated}, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind: str) -> dict[str, Any]:
+    """How far the scores of some states `[G, S, D]` move, by the reference kernel."""
+    states = {site: hidden[:, i] for i, site in enumerate(pack.sites)}
+    before = exhaustive_reference(states, pack).numpy()
+    after = exhaustive_reference(states, pack, weights).numpy()
+    error = np.abs(after - before)
+    if not np.isfinite(error).all():
+        probe = int(np.flatnonzero(~np.isfinite(error).all(axis=0))[0])
+        raise PackCorrupt(f"{pack.concepts[probe]['id']} does not score a number on {kind} states, before or after: its weights are too large. Train it again, or leave it out")
+    alert = pack.alert_threshold.numpy()
+    fired, fires = before > alert, after > alert
+    return {
+        "states": kind, "n_states": len(hidden), "max_score_error": float(error.max()), "mean_score_error": float(error.mean()),
+        "p99_score_error": float(np.quantile(error, 0.99)), "n_fired": int(fired.sum()), "n_fired_changed": int((fired != fires).sum()),
+    }  # fmt: skip
+
+
+def _note(stated: Mapping[str, Any]) -> str:
+    return (
+        f"\n## int8\n\nThe weights are int8 with a scale for each row. Against the weights they were made from, scores move by at most {stated['max_score_error']:.2g} "
+        f"(mean {stated['mean_score_error']:.2g}) on {stated['n_states']} {stated['states']} states; {stated['n_fired_changed']} (state, probe) pairs "
+        f"fire in one and not in the other, of {stated['n_fired']} that fired before. All other figures of this card are those of the weights before.\n"
+    )

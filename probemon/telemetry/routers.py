@@ -1,0 +1,243 @@
+"""Sources: the routers of a model, as sites to be tapped, and what they say as decisions.
+
+    sources = find_sources(model)                   # of a mixture of experts, of X-LoRA around it
+    sources = find_sources(model, bem=bem)          # and a BEM controller
+    for source in sources:
+        source.sites                                # for the Watcher, which knows whose each token is
+        source.decisions({site: states})            # states [n, K] of accepted tokens
+
+What is read is what the router itself gave and what was applied: its logits, chosen experts and their weights; scalings; codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from probemon.bem.config import CHUNK_KINDS
+from probemon.errors import ConfigError, NotSupportedHost
+from probemon.host.adapters import xlora_of
+from probemon.host.model import find_layers
+from probemon.host.tap import Site
+from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
+
+_SHOWN = 4  # largest weights or dimensions told of a router that chooses none
+
+
+class Source(Protocol):
+    """Routers that decide about the same tokens. `n_experts`: 0 where decisions tell; `n_chosen`: how many experts a token is sent to; `codes`: they give codes, no distribution."""
+
+    kind: str
+    sites: list[Site]
+    n_experts: int
+    n_chosen: int
+    codes: bool
+
+    def decisions(self, states: Mapping[str, Singles]) -> Decisions:
+        """What was decided about n tokens, of what the sites gave, `[n, K]` each."""
+        ...
+
+    @property
+    def streams(self) -> list[Stream]:
+        """One for each router; known once it has decided about anything."""
+        ...
+
+
+def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
+    """Every router of an unwrapped host: of its layers, X-LoRA's, and `bem` (what attach_bem gave, or its controller).
+
+    Raises `NotSupportedHost` where there is none, `ConfigError` for an adapter that is not on this host.
+    """
+    found: list[Source] = []
+    groups: dict[tuple[int, int], list[tuple[str, int, nn.Module]]] = {}
+    for name, layer, router in _routers(model):
+        groups.setdefault((router.weight.shape[0], int(router.top_k)), []).append((name, layer, router))
+    found += [ExpertRouters(routers, *sizes) for sizes, routers in groups.items()]
+    xlora = xlora_of(model)
+    if xlora is not None:
+        found.append(XLoraClassifier(xlora[0]))
+    if bem is not None:
+        found.append(BemController(bem, model))
+    if not found:
+        raise NotSupportedHost(
+            f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight [experts, hidden size] and top_k) nor X-LoRA. "
+            "A BEM adapter is watched where it is named, as what attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), "
+            "on the command line --bem FOLDER"
+        )
+    return found
+
+
+def _routers(model: Any) -> list[tuple[str, int, Any]]:
+    """Routers of the host's layers: the name of the site, the layer, the module."""
+    _, layers = find_layers(model)
+    found = []
+    for number, layer in enumerate(layers):
+        here = [(name, module) for name, module in layer.named_modules() if _routes(module)]
+        found += [(f"router.{number}" if len(here) == 1 else f"router.{number}.{name}", number, module) for name, module in here]
+    return found
+
+
+def _routes(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    n_experts = getattr(module, "num_experts", None) or getattr(module, "n_routed_experts", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and n_experts == weight.shape[0] > 1 and isinstance(getattr(module, "top_k", None), int)
+
+
+class ExpertRouters:
+    """Routers of a mixture of experts, E experts and k chosen in each: mixtral, qwen3_moe, gpt_oss and what is made like them.
+
+    Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is the softmax of its logits
+    over all experts (some versions of transformers give that itself, as "logits": rows that are distributions are left as they are). Of a router
+    that scores each expert by itself, by a sigmoid (deepseek_v3, glm4_moe), it is that softmax all the same, which such a router does not use: entropies are those of
+    the softmax, while the chosen experts and their weights, and all that is of the load, are what the router itself took, with its bias and groups.
+    """
+
+    kind, codes = MOE, False
+
+    def __init__(self, routers: Sequence[tuple[str, int, nn.Module]], n_experts: int, n_chosen: int) -> None:
+        self.n_experts, self.n_chosen = n_experts, n_chosen
+        self.sites = [Site(name, module, self._reader(name), width=n_experts + 2 * n_chosen, flat=True) for name, _, module in routers]
+        self.streams = [Stream(MOE, name, layer) for name, layer, _ in routers]
+
+    def _reader(self, name: str) -> Any:
+        e, k = self.n_experts, self.n_chosen
+
+        def read(output: Any) -> Tensor:
+            shapes = [x.shape if isinstance(x, Tensor) else type(x).__name__ for x in output] if isinstance(output, tuple) else []
+            if [len(shape) == 2 and shape[1] for shape in shapes[:3]] != [e, k, k]:
+                given = [tuple(shape) if isinstance(shape, torch.Size) else shape for shape in shapes] or type(output).__name__
+                raise NotSupportedHost(f"{name} gives {given}: expected logits [tokens, {e}], weights and experts [tokens, {k}], so what it decided is unknown")
+            logits, weights, experts = output[:3]
+            return torch.cat([logits.float(), weights.float(), experts.float()], dim=-1)[None]
+
+        return read
+
+    def decisions(self, states: Mapping[str, Singles]) -> Decisions:
+        """Of n tokens, a stream a layer."""
+        e, k = self.n_experts, self.n_chosen
+        packed = np.stack([states[site.name] for site in self.sites])
+        raw, top_w, top_idx = packed[:, :, :e], packed[:, :, e : e + k], packed[:, :, e + k :]
+        order = np.argsort(-top_w, axis=-1, kind="stable")
+        with np.errstate(invalid="ignore"):  # what is not finite is left out where it is counted
+            chosen = np.take_along_axis(top_idx, order, axis=-1).astype(np.int64)
+            weights = _softmax(raw.astype(np.float64))
+        given = (raw >= 0).all(axis=-1) & (np.abs(raw.sum(axis=-1) - 1) < 1e-3)
+        if given.any():
+            weights[given] = raw[given] / raw[given].sum(axis=-1, keepdims=True, dtype=np.float64)
+        return Decisions.of(raw, weights, chosen, np.take_along_axis(top_w, order, axis=-1))
+
+
+class XLoraClassifier:
+    """PEFT's X-LoRA: how much of each adapter every token gets, the same in all layers or by layer (`layerwise_scalings`).
+
+    Its distribution is each adapter's part of the scalings as they are applied, without their signs; where all are 0, all alike. It runs before the forward that
+    its scalings are of, after one without adapters, whose tokens are not counted.
+    """
+
+    kind, codes = XLORA, False
+
+    def __init__(self, xlora: Any) -> None:
+        classifier = xlora.internal_xlora_classifier
+        self._config, self.n_experts, self._s = classifier.config, int(classifier.n_classes), int(classifier.n_layers) if classifier.config.layerwise_scalings else 1
+        if self.n_experts < 2:
+            raise NotSupportedHost(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
+        self.n_chosen = int(self._config.top_k_lora or 1)
+        self.sites = [Site("xlora", classifier, self._read, early=True)]
+        self.streams = [Stream(XLORA, "xlora", layer if self._s > 1 else -1) for layer in range(self._s)]
+
+    def _read(self, scalings: Any) -> Tensor:
+        read: Tensor = scalings[:, :, : self._s].flatten(2)
+        return read
+
+    def decisions(self, states: Mapping[str, Singles]) -> Decisions:
+        """Of n tokens."""
+        scalings = states["xlora"]
+        raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self.n_experts), 1, 0)
+        applied = raw.astype(np.float64)
+        k = self._config.top_k_lora
+        if k is not None and k < self.n_experts:
+            best = np.zeros(raw.shape, dtype=bool)
+            np.put_along_axis(best, largest(applied, k), True, axis=-1)
+            applied = np.where(best, applied, 0.0)
+        if self._config.enable_softmax_topk:
+            applied = np.where(applied != 0, _softmax(np.where(applied != 0, applied, -np.inf)), 0.0)
+        size = np.abs(applied)
+        whole = size.sum(axis=-1, keepdims=True)
+        weights = np.divide(size, whole, out=np.full(size.shape, 1 / self.n_experts), where=whole > 0)
+        top = largest(size, min(self.n_experts, k or _SHOWN))
+        return Decisions.of(raw, weights, top, np.take_along_axis(applied, top, axis=-1).astype(np.float32))
+
+
+class BemController:
+    """A BEM controller, whose forward returns the codes it has made for all sites: `prefix`, `chunk`, `token` `[B, T, r]` (None: not in use), `confidence`
+    `[B, T]`, `chunk_index` `[B, T]`, `boundary` `[B, T]`; where it tells them, also `sigma1`, `delta_rel_norm`, `fallback` `[B, T]`.
+
+    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where it tells the `level [B, T]` that sites take, a stream's codes
+    steer the tokens of its own (chunk codes all if queries, keys or values are sites); none of the first chunk, but for token codes.
+    """
+
+    kind, codes, n_experts, n_chosen = BEM, True, 0, 1
+    _LEVELS = ("prefix", "chunk", "token")
+    _BESIDE = ("confidence", "chunk_index", "boundary", "sigma1", "delta_rel_norm", "fallback", "level")
+
+    def __init__(self, bem: Any, model: Any) -> None:
+        if not isinstance(bem, nn.Module):
+            raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
+        host = getattr(bem, "host", None)  # a controller alone does not know it
+        if host is not None and find_layers(host)[0] is not find_layers(model)[0]:
+            raise ConfigError(f"bem is the adapter of another {type(host).__name__} than this {type(model).__name__}: give the one that is attached to the model that is watched")
+        if not getattr(bem, "open", True):
+            raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
+        # Of a whole adapter, where what is applied is known too.
+        self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
+        kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
+        self._always = "chunk" if set(kinds) & set(CHUNK_KINDS) else ""
+        self._levels: tuple[str, ...] = ()
+        self._beside: tuple[str, ...] = ()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """A stream a level in use; none before the first forward."""
+        return [Stream(BEM, "bem", -1, level) for level in self._levels]
+
+    def _read(self, codes: Any) -> Tensor:
+        levels = tuple(level for level in self._LEVELS if getattr(codes, level, None) is not None)
+        beside = tuple(name for name in self._BESIDE if getattr(codes, name, None) is not None)
+        if not levels or not {"chunk_index", "boundary"} <= set(beside) or (self._levels and (levels, beside) != (self._levels, self._beside)):
+            raise NotSupportedHost(
+                f"the BEM controller gave codes {levels} and {beside}, expected {self._levels or 'prefix, chunk or token'}, with {self._beside or 'chunk_index and boundary'}: "
+                "which decisions these are is unknown"
+            )
+        self._levels, self._beside = levels, beside
+        parts = [getattr(codes, level) for level in levels] + [getattr(codes, name)[:, :, None] for name in beside]
+        return torch.cat([part.float() for part in parts], dim=-1)
+
+    def decisions(self, states: Mapping[str, Singles]) -> Decisions:
+        """Of n tokens."""
+        packed, s = states["bem"], len(self._levels)
+        r = (packed.shape[1] - len(self._beside)) // s
+        raw = np.ascontiguousarray(np.moveaxis(packed[:, : s * r].reshape(len(packed), s, r), 1, 0))
+        beside = dict(zip(self._beside, packed[:, s * r :].T, strict=True))
+        top = largest(np.abs(raw), min(r, _SHOWN))
+        boundary = beside["boundary"] != 0
+        decided = np.stack([np.ones_like(boundary) if level == "token" else boundary for level in self._levels])
+        more: dict[str, Any] = {name: beside[name] for name in ("confidence", "sigma1", "delta_rel_norm") if name in beside}
+        if "fallback" in beside:
+            more["fallback"] = beside["fallback"] != 0
+        chunk = beside["chunk_index"].astype(np.int64)
+        steering = np.stack([
+            (np.ones_like(boundary) if "level" not in beside or level == self._always else beside["level"] == self._LEVELS.index(level)) & ((chunk > 0) | (level == "token"))
+            for level in self._levels
+        ])  # fmt: skip
+        return Decisions.of(raw, None, top, np.take_along_axis(raw, top, axis=-1), decided=decided, chunk=chunk, steering=steering, **more)
+
+
+def _softmax(logits: Numbers) -> Numbers:
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        found: Numbers = powers / powers.sum(axis=-1, keepdims=True)
+    return found

@@ -1,0 +1,153 @@
+"""Which row and token each hidden state belongs to.
+
+    call = Call(prompt_columns=12)
+    placed = call.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
+    placed.rows, placed.columns, placed.offsets, placed.phase
+    call.ended(done)                                              # what the stopping criteria said of the token just sampled
+
+A column is a position of the padded sequence: cache length before the forward plus offset in it. Only
+columns not seen before are placed (without a cache every forward repeats the old ones).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.hierarchy import Ints
+from probemon.core.scores import GENERATED, PROMPT
+from probemon.errors import AlignmentError
+
+NEVER = np.iinfo(np.int64).max
+NO_ID = -1  # of a token that was given as an embedding
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the host: ids [B, T]; `start` columns are in the cache; mask [B, >= start + T] or None (no padding)."""
+
+    start: int
+    ids: Ints
+    mask: Ints | None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
+
+    `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
+    """
+
+    rows: Ints
+    columns: Ints
+    offsets: Ints
+    ids: Ints
+    phase: int
+    draft: bool = False
+    provisional: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, which: Ints) -> Placed:
+        """Some of them."""
+        return dataclasses.replace(
+            self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
+        )
+
+    def moved(self, by: int) -> Placed:
+        """The same tokens, their states `by` places further in the forward."""
+        return dataclasses.replace(self, offsets=self.offsets + by)
+
+
+@dataclass
+class Call:
+    """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).
+
+    `speculative`: a forward may hold several generated columns, drafts until they are accepted (one row).
+    `frontier`: columns seen so far, from `first_column` on; `mask`: the newest forward's, None for no padding;
+    `last_column [B]`: where a row that ended early has its last token, `NEVER` before that.
+    """
+
+    prompt_columns: int | None
+    speculative: bool = False
+    frontier: int = 0
+    first_column: int = -1
+    n_rows: int = 0
+    mask: Ints | None = None
+    last_column: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _n_sampled: int = 0
+
+    def ended(self, done: npt.NDArray[np.bool_]) -> None:
+        """Rows `[B]` whose token just sampled is their last: what follows in them is padding."""
+        column = (self.prompt_columns or 0) + self._n_sampled
+        self._n_sampled += 1
+        if self.speculative:  # several tokens may have been accepted at once
+            return
+        self.last_column[done & (self.last_column == NEVER)] = column
+
+    def begin(self, column: int, n_rows: int) -> None:
+        """What is shown here begins at `column`, in `n_rows` rows: said once, before anything else."""
+        if self.first_column < 0:
+            self.first_column = self.frontier = column
+            self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
+
+    def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[Placed]:
+        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`. Goes on after them."""
+        self.begin(0, len(ids))
+        first, found = self.frontier, []
+        prompt = column if self.prompt_columns is None else self.prompt_columns
+        self.frontier, self._n_sampled = column, max(self._n_sampled, column - prompt)
+        for phase, begin, end in ((PROMPT, first, min(column, prompt)), (GENERATED, max(first, prompt), column)):
+            if begin >= end:
+                continue
+            real = np.arange(begin, end) <= self.last_column[:, None]
+            if mask is not None and mask.shape[0] == len(ids) and mask.shape[1] >= end:
+                real &= mask[:, begin:end] != 0
+                self.mask = mask
+            rows, at = np.nonzero(real)
+            at_ids = at + begin - ids_begin
+            found.append(Placed(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase))
+        return found
+
+    def place(self, forward: Forward) -> list[Placed]:
+        """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
+        n_rows, width = forward.ids.shape
+        self.begin(forward.start, n_rows)
+        if n_rows != self.n_rows:
+            raise AlignmentError(f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart")
+        end = forward.start + width
+        if forward.start > self.frontier or end <= self.frontier:
+            raise AlignmentError(
+                f"a forward covers columns {forward.start}..{end - 1}, expected one that goes on at {self.frontier}"
+            )
+        if forward.mask is not None and (forward.mask.ndim != 2 or forward.mask.shape[0] != n_rows or forward.mask.shape[1] < end):
+            raise AlignmentError(
+                f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding cannot be told apart"
+            )
+        limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
+        found = []
+        for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
+            if first == stop:
+                continue
+            real = np.ones((n_rows, stop - first), dtype=bool) if forward.mask is None else forward.mask[:, first:stop] != 0
+            if phase == GENERATED:
+                if self.speculative:
+                    rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
+                    offsets = at + (first - forward.start)
+                    found.append(Placed(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
+                    continue
+                if stop - first > 1:
+                    raise AlignmentError(f"{stop - first} generated columns in one forward: this decoding mode is not understood")
+                if self._n_sampled <= first - (self.prompt_columns or 0):
+                    raise AlignmentError(f"column {first} was forwarded before the stopping criteria saw it: rows that ended are unknown")
+                real &= (first <= self.last_column)[:, None]
+            rows, at = np.nonzero(real)
+            offsets = at + (first - forward.start)
+            found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))
+        self.frontier = end
+        self.mask = forward.mask
+        return found

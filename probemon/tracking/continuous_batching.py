@@ -1,0 +1,261 @@
+"""Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
+
+    batches = Batches(model, new_recording, seen_up_to, take_stop)
+    batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
+    for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
+        ...
+
+A packed forward has one row with the tokens of several requests behind one another. The manager of transformers says
+whose they are; what it says is compared with the forward's own tensors, and refused where the two differ. Only the
+newest of transformers' layouts of that manager is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.host.shadow import Owner, shadow
+from probemon.tracking.align import Call, Forward, Ints, Placed
+from probemon.tracking.generate_call import Prompt
+from probemon.tracking.generation import Generation
+from probemon.tracking.recording import SHARED, Recording
+
+_CHILD = "__child#"  # how transformers names the sequences forked from one request
+_WARM_UP = "__warmup_"
+
+
+@dataclass
+class Request:
+    """One request as it is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
+
+    generation: Generation
+    prompt: list[int]
+    state: Callable[[], Any] = lambda: None
+
+    def follow(self, state: Any) -> None:
+        """It runs as `state` from now on."""
+        self.state = weakref.ref(state)
+        self.generation.end = self._end
+        if self.generation.stopping:
+            self._end()
+
+    def _end(self) -> None:
+        state = self.state()
+        if state is not None:
+            state._new_tokens_limit = state.generated_len() + 1
+
+
+class Batches:
+    """Follows every manager opened while a run is attached.
+
+    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that columns
+    before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of `generate_batch` run; `errors`
+    of forwards: in a thread of transformers' they would only fail the requests.
+    """
+
+    def __init__(
+        self, model: Any, new_recording: Callable[[Call], Recording], seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        take_stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._model, self._new_recording, self._seen_up_to, self._take_stop = model, new_recording, seen_up_to, take_stop
+        self.n_calls, self._stack = 0, ExitStack()
+        self.errors: list[BaseException] = []
+        # A manager and its cache go when its user lets go of them.
+        self._live: weakref.WeakKeyDictionary[Any, dict[str, Request]] = weakref.WeakKeyDictionary()
+        self._stop_new = False  # requests that wait to begin are to end with their first token
+        self._lock = threading.Lock()
+
+    def shadow(self, stack: ExitStack, owner: Owner) -> None:
+        """Follow managers from now on, until `stack` is closed."""
+        self._stack = stack.enter_context(ExitStack())
+        shadow(stack, owner, self._model, "init_continuous_batching", partial(self._open, owner))
+        shadow(stack, owner, self._model, "generate_batch", self._generate_batch)
+
+    @property
+    def open(self) -> bool:
+        """Whether a manager is followed."""
+        return len(self._live) > 0
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Keep an error for whoever waits for the requests."""
+        try:
+            yield
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    def stop(self) -> int:
+        """End every request that has begun, and of a `generate_batch` also those that wait; how many had begun."""
+        with self._lock:
+            running = [request.generation for live in self._live.values() for request in list(live.values())]
+            self._stop_new = self.n_calls > 0
+        for generation in running:
+            generation.stop_all = True
+        return len(running)
+
+    def _open(self, owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manager = original(*args, **kwargs)
+        try:
+            if self._opened(manager):
+                shadow(self._stack, owner, manager.output_router, "deliver_batch", partial(self._delivered, weakref.ref(manager)))
+        except NotSupportedDecoding:
+            before = getattr(manager, "_original_attn_impl", None)
+            if before is not None:  # making a manager changes the host's attention; stopping one that never started does not undo it
+                self._model.set_attn_implementation(before)
+            raise
+        return manager
+
+    def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stopped = self._take_stop()
+        with self._lock:
+            self.n_calls += 1
+            self._stop_new = stopped or self._stop_new
+        try:
+            outputs = original(*args, **kwargs)
+        finally:
+            with self._lock:
+                self.n_calls -= 1
+                self._stop_new = self._stop_new and self.n_calls > 0
+        errors, self.errors = self.errors, []
+        if errors:  # transformers keeps what a hook raises to itself and fails the requests
+            raise errors[0]
+        return outputs
+
+    def _delivered(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
+        """Requests that end, in the thread of their manager: all of them but the last token has passed the taps."""
+        for generation, ids in self._finish(manager(), outputs):
+            with suppress(AlignmentError), self.reporting():
+                self._seen_up_to(generation.recording, ids, 0, ids.shape[1] - 1, generation)
+        return original(outputs)
+
+    def _opened(self, manager: Any) -> bool:
+        """A manager was made; False if it is known (a persistent one is handed out again). Raises `NotSupportedDecoding` where forwards would not pass our hooks."""
+        config = getattr(manager, "continuous_batching_config", None)
+        graphs = getattr(config, "cuda_graph_booleans", None)
+        if config is None or graphs is None or not hasattr(getattr(manager, "output_router", None), "deliver_batch"):
+            raise NotSupportedDecoding("continuous batching of this version of transformers keeps its requests where we do not look: use a newer one, or detach")
+        if any(graphs) or config.varlen_compile_config is not None or config.decode_compile_config is not None:
+            raise NotSupportedDecoding(
+                "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks do not run in a replay. "
+                "Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs, or detach"
+            )
+        with self._lock:
+            if manager in self._live:
+                return False
+            live: dict[str, Request] = {}
+            self._live[manager] = live
+        weakref.finalize(manager, _let_go_all, live)
+        return True
+
+    def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, Placed]]:
+        """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
+        managers = [m for m in list(self._live) if m.batch_processor is not None and m.batch_processor.cache is given.get("cache")]
+        if given.get("cache") is None or len(managers) != 1:
+            raise NotSupportedDecoding(
+                "a packed forward of a continuous batching that was opened before probemon was attached: its requests are unknown. Open it inside the with block, or detach"
+            )
+        [manager] = managers
+        io = manager.batch_processor.inputs_and_outputs
+        if hasattr(io, "io_pairs"):  # two batches are prepared in turns
+            io = io.io_pairs[io.current_pair].host_io
+        batch = io.requests_in_batch
+        if any(future.state.request_id.startswith(_WARM_UP) for future in batch):
+            return []
+        bounds = [0, *itertools.accumulate(future.query_length for future in batch)]
+        lengths, ids, positions = given["cu_seq_lens_q"].tolist(), given["input_ids"], given["position_ids"]
+        told = lengths[: len(bounds)] == bounds and all(at == bounds[-1] for at in lengths[len(bounds) :])
+        known = len({future.state.request_id for future in batch}) == len(batch) and threading.current_thread() is manager._generation_thread
+        if not told or not known or ids.dim() != 2 or len(ids) != 1 or positions.shape != ids.shape or bounds[-1] > ids.shape[1]:
+            raise AlignmentError(
+                f"a packed forward of {tuple(ids.shape)} tokens with bounds {lengths} does not hold the requests that transformers names, which end at {bounds[1:]}"
+            )
+        # Copied at once: the manager writes the next batch into the same memory.
+        token_ids, columns = ids[0].detach().cpu().numpy().astype(np.int64), positions[0].detach().cpu().numpy().astype(np.int64)
+        self._let_go(manager)
+        found = []
+        for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
+            if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
+                generation = self._request(manager, future.state).generation
+                found += [(generation, placed) for placed in self._segment(manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
+        return found
+
+    def _finish(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
+        """The generations of requests that end with `outputs`, and their ids `[1, L]`; they are followed no longer."""
+        live, ended = self._live[manager], []
+        for output in outputs:
+            if output.error is not None or not output.is_finished():
+                continue
+            request = live.pop(output.request_id, None)
+            # None: no forward of it was seen at all.
+            generation = self._new_request(live, output.request_id, list(output.prompt_ids)) if request is None else request.generation
+            ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
+            generation.recording.output, generation.recording.ids, generation.recording.done = output, ids, True
+            ended.append((generation, ids))
+        return ended
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _let_go(self, manager: Any) -> None:
+        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any more."""
+        live = self._live[manager]
+        for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
+            live.pop(request_id).generation.recording.done = True
+
+    def _request(self, manager: Any, state: Any) -> Request:
+        live = self._live[manager]
+        known = live.get(state.request_id)
+        if known is not None and known.state() is state:
+            return known
+        if known is not None and state._true_initial_tokens:  # preempted: it runs again from its beginning, with what it had generated
+            if state.initial_tokens[: len(known.prompt)] != known.prompt:
+                raise AlignmentError(f"request {state.request_id} runs again with another prompt than it began with")
+            known.follow(state)
+            return known
+        prompt = list(state.initial_tokens[: state._true_initial_tokens or len(state.initial_tokens)])
+        live[state.request_id] = Request(self._new_request(live, state.request_id, prompt), prompt)
+        live[state.request_id].follow(state)
+        return live[state.request_id]
+
+    def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
+        recording = self._new_recording(Call(len(prompt)))
+        recording.request, recording.before = request_id, SHARED
+        parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
+        if parent is not None and parent.prompt == prompt:
+            recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
+        return Generation(recording, Prompt(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new)
+
+    def _shared(self, manager: Any, n_columns: int) -> bool:
+        """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
+        return bool(manager.batch_processor.cache.use_prefix_sharing) and n_columns % int(manager.continuous_batching_config.page_size) == 0
+
+    def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[Placed]:
+        call, first = generation.recording.call, int(columns[0])
+        sequence = [*state.initial_tokens, *state.generated_tokens]
+        told = sequence[first : first + len(ids)]
+        if columns.tolist() != list(range(first, first + len(ids))) or told != ids[: len(told)].tolist():
+            raise AlignmentError(f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request")
+        if call.first_column >= 0 and first + len(ids) <= call.frontier:
+            return []  # run again after preemption: these have their scores
+        if first > max(call.frontier, 0) and not (call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)):
+            self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
+        assert call.prompt_columns is not None
+        if first + len(ids) > call.prompt_columns:
+            call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding
+        # In the packed row, offsets count from the beginning of the segment.
+        return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
+
+
+def _let_go_all(live: dict[str, Request]) -> None:
+    for request in live.values():
+        request.generation.recording.done = True

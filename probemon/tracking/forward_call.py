@@ -1,0 +1,73 @@
+"""What one forward of a decoder is going to run, read from its arguments: ids, columns and padding.
+
+    forward, cache = read_forward(given, generation)      # raises NotSupportedDecoding where columns would be a guess
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import StaticCache
+
+from probemon.errors import NotSupportedDecoding
+from probemon.tracking.align import Forward, Ints
+from probemon.tracking.generation import Generation
+
+
+def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tuple[Forward, Any]:
+    """The forward that has the arguments `given`, by name, and its cache; `generation` is None for a plain forward."""
+    ids, cache = given.get("input_ids"), given.get("past_key_values")
+    start = 0 if cache is None else _n_cached(cache, given)
+    if ids is None:
+        if generation is None or (generation.by_hand and generation.ids is None):
+            raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
+        ids = generation.ids_of_embeds(given["inputs_embeds"], start)
+    if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
+        if generation is None or (generation.ids is None and not generation.by_hand):
+            raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
+        if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
+            raise NotSupportedDecoding(
+                "beam search on a recurrent state is not supported with this version of transformers: it does not reorder the "
+                "state with its beams, so the host's own answer is wrong too. Upgrade transformers, or use_cache=False"
+            )
+        if generation.ids is None:  # of a loop by hand, before its first token: the state is said to hold what the loop has shown
+            start = max(0, generation.recording.call.frontier)
+        else:
+            start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
+    if generation is None or generation.by_hand:
+        mask = _plain_mask(given.get("attention_mask"))
+    if generation is not None and generation.by_hand:
+        if mask is None and generation.mask is not None:  # what was padding stays padding
+            known = generation.mask
+            mask = np.pad(known, ((0, 0), (0, max(0, start + ids.shape[1] - known.shape[1]))), constant_values=1)
+        generation.mask = mask
+    elif generation is not None:
+        mask = generation.mask
+    return Forward(start, ids.detach().cpu().numpy(), mask), cache
+
+
+def _plain_mask(mask: Any) -> Ints | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
+    found: Ints = mask.detach().cpu().numpy()
+    return found
+
+
+def _n_cached(cache: Any, given: Mapping[str, Any]) -> int:
+    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys that are zero."""
+    told = given.get("cache_position")
+    if told is None:
+        return int(cache.get_seq_length())
+    start = int(told[0])
+    # Of an encoder-decoder, the decoder's own cache is inside.
+    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(cache.get_seq_length()):
+        raise NotSupportedDecoding(
+            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the host's masks are off, so its own "
+            "answer is wrong too (transformers 5.0 does this after a prefill in chunks). Leave prefill_chunk_size out, or upgrade transformers"
+        )
+    return start

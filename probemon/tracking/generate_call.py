@@ -1,0 +1,184 @@
+"""What one call of `generate()` is going to do, read from its arguments before anything runs.
+
+    prompt = read_call(model, args, kwargs)       # raises NotSupportedDecoding, by name, for what cannot be attributed
+    prompt.columns, prompt.offset
+
+Greedy decoding and sampling are attributed exactly, with everything that does not change which column a
+forward computes. Every other mode is refused here: scores on the wrong row would be worse than none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    StaticCache,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.host.abilities import CACHES
+from probemon.host.model import is_encoder_decoder
+
+_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION, *_BEAMS)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
+
+    `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
+    `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
+    `ways`: what the host must be able to do for it, of `probemon.host.abilities.WAYS`; `length`: columns there may be in the end.
+    """
+
+    columns: int
+    offset: int
+    speculative: bool = False
+    chunked: bool = False
+    n_beams: int = 1
+    n_sequences: int = 1
+    cached: int = 0
+    cache: Any = None
+    ways: frozenset[str] = frozenset()
+    length: int = 0
+
+
+def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
+    """Where the prompt of `model.generate(*args, **kwargs)` ends. Raises `NotSupportedDecoding`, `ConfigError`."""
+    if type(model).generate is not GenerationMixin.generate:
+        raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
+    attention = str(getattr(model.config, "_attn_implementation", ""))
+    _refuse("generate() while continuous batching runs on the model, whose attention it has changed,", attention.startswith("paged"))
+    bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
+    extra = bound.pop("kwargs", {})
+    given = {**bound, **extra}
+    _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
+    _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
+    guided = any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in given.get("logits_processor") or ())
+    _refuse("classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on another prompt beside,", guided)
+    cache = given.get("past_key_values")
+    allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
+    _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
+    _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
+    config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
+    mode = _check_config(config, given)
+    kind: dict[str, Any] = {
+        "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
+        "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
+        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
+    }  # fmt: skip
+    if is_encoder_decoder(model):
+        # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
+        _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", kind["chunked"])
+        return Prompt(_decoder_columns(config, given), 0, **kind)
+    ids = given.get("input_ids")
+    ids = given.get("inputs") if ids is None else ids
+    embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
+    if embeds is not None and embeds.shape[1] == 0:
+        raise ConfigError(f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token")
+    if embeds is not None and n_ids == 0:
+        return Prompt(int(embeds.shape[1]), int(embeds.shape[1]), **kind)  # the output holds only what is generated
+    _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
+    if ids is None:
+        return Prompt(1, 0, **kind)  # generate starts from one beginning-of-sequence token
+    width = int(ids.shape[-1])
+    if ids.numel() == 0:
+        raise ConfigError(f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token")
+    mask = given.get("attention_mask")
+    if mask is None or mask.dim() != 2:
+        return Prompt(width, 0, **kind)
+    empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
+    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+
+
+def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    width = max((int(given[name].shape[1]) for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask") if isinstance(given.get(name), Tensor)), default=1)
+    return width + int(config.max_new_tokens) if config.max_new_tokens is not None else max(width, int(config.max_length or 0))
+
+
+def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:
+    """`two`: an encoder-decoder, whose mask is of what it encodes."""
+    mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
+    if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
+        mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
+    padded = False
+    if not two and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
+        padded = bool((mask[:, 0] == 0).any())
+        after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
+        if after:
+            raise NotSupportedDecoding(
+                f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the padding: the host's own answer is wrong. "
+                'Pad on the left: tokenizer.padding_side = "left"'
+            )
+    if config.use_cache is False:
+        return frozenset({"padded, no cache"} if padded else ())
+    static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
+    asked = {
+        "steps": not static, "static": static, "padded": padded, "beams": mode in _BEAMS, "speculative": mode == GenerationMode.ASSISTED_GENERATION,
+        "chunked": config.prefill_chunk_size is not None,
+        "turn": any(_is_used(given.get(name)) for name in CACHES),
+    }  # fmt: skip
+    return frozenset(way for way, present in asked.items() if present)
+
+
+def _is_used(cache: Any) -> bool:
+    """Whether a cache holds something; one whose layers are unknown does."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        return cache is not None
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    return any(isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,)))
+
+
+def _n_cached(cache: Any) -> int:
+    """Columns in a cache; 0 for one that does not count them (of recurrent layers alone)."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:
+        return 0
+
+
+def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    """Columns of an encoder-decoder's decoder prompt: the start token, put before `decoder_input_ids` where these lack it."""
+    ids = given.get("decoder_input_ids")
+    if ids is None and given.get("inputs") is not None:
+        ids = given.get("input_ids")  # beside inputs that are no ids, such as sound
+    if ids is None:
+        return 1
+    _refuse("a decoder_start_token_id for each row", isinstance(config.decoder_start_token_id, list))
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))
+
+
+def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> GenerationMode:
+    mode = config.get_generation_mode(given.get("assistant_model"))
+    _refuse(f"{mode.value.replace('_', ' ')}", mode not in _MODES)
+    guidance = config.guidance_scale
+    _refuse("classifier-free guidance (guidance_scale)", guidance is not None and guidance != 1)
+    _refuse("token healing", bool(config.token_healing))
+    _refuse(f"cache_implementation={config.cache_implementation!r}", config.cache_implementation not in _CACHES)
+    return mode
+
+
+def _refuse(mode: str, present: bool) -> None:
+    if present:
+        raise NotSupportedDecoding(
+            f"{mode} is not supported while probemon is attached: which row and token a hidden state belongs to would be "
+            "a guess. Use greedy decoding or sampling, or detach"
+        )

@@ -1,0 +1,228 @@
+"""Generation: one `generate()` that is being followed, from its prompt to its last token.
+
+    generation = Generation(recording, prompt)
+    generation.check_ids(forward)                       # the host runs the sequence's tokens at their own columns
+    placed = generation.beam_tokens(placed)             # with beams: which row each one's history ran in
+    generation.drafts.append((placed, states))          # proposed tokens wait ...
+    for placed, states in generation.accepted(ids): ... # ... until the stopping criteria are shown the sequence
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from probemon.core.hierarchy import Mask
+from probemon.core.scores import GENERATED, PROMPT
+from probemon.errors import AlignmentError
+from probemon.tracking.align import NO_ID, Forward, Ints, Placed
+from probemon.tracking.generate_call import Prompt
+from probemon.tracking.recording import Recording
+
+States = dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class Generation:
+    """`ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
+
+    `stop [B]`: rows an action stopped; `stop_all`: every row is to end; `raising`: what an action raises.
+
+    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were scored, from
+    `blind_column` on not all. `on_failure`: called when `generate` raises.
+
+    `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
+    before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
+    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
+    is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
+    `sampling`: the first token was sampled.
+    """
+
+    recording: Recording
+    prompt: Prompt
+    ids: Ints | None = None
+    begin: int = 0
+    mask: Ints | None = None
+    drafting: int = 0
+    prepared: bool = False
+    acting: bool = False
+    raising: BaseException | None = None
+    stop_all: bool = False
+    stop_column: int | None = None
+    scored_columns: int = 0
+    blind_column: int | None = None
+    on_failure: list[Callable[[], None]] = field(default_factory=list)
+    stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
+    origin: Ints | None = None
+    end: Callable[[], None] | None = None
+    by_hand: bool = False
+    sampling: bool = False
+
+    def sequence(self, ids: Any, mask: Any) -> None:
+        """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
+        before, given = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
+        self.ids, self.begin = given, self.prompt.offset
+        if self.prompt.chunked and given is not None and given.shape[1] + self.begin <= self.prompt.columns:
+            self.begin = max(self.prompt.cached, self.begin)
+            if before is not None:
+                self.ids = np.concatenate([before, given], axis=1)
+        self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
+
+    def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
+        """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where not."""
+        if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.begin:
+            known = self.ids[:, max(0, start - self.begin) :]
+            if known.shape[1] == embeds.shape[1]:
+                return torch.from_numpy(known)
+        return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
+
+    def check_prompt(self, n_columns: int) -> None:
+        """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the one that was run."""
+        expected = self.prompt.columns + 1
+        if not self.sampling and (n_columns < expected if self.prompt.speculative else n_columns != expected):
+            raise AlignmentError(
+                f"generate() was given a prompt of {self.prompt.columns} columns, and ran one of {n_columns - 1}: something around it changes the prompt (a generate() "
+                "patched on the instance?), so which tokens are generated would be a guess. Change the prompt before generate() is called, or attach first and patch then"
+            )
+        self.sampling = True
+
+    def told(self, placed: Placed, seen: Mask) -> None:
+        """`placed` have their scores, where `seen`."""
+        if placed.phase == GENERATED:
+            first = int(placed.columns.min())
+            if not seen.all() or first > max(self.scored_columns, self.prompt.columns):
+                self.blind_column = first if self.blind_column is None else min(first, self.blind_column)
+        self.scored_columns = int(placed.columns.max()) + 1
+
+    def showable_columns(self) -> int:
+        """Columns before this one have scores at which no rule stopped."""
+        return min(column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None)
+
+    def check_ids(self, forward: Forward) -> None:
+        """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers does not)."""
+        ids, begin = self.ids, self.begin
+        if ids is None:
+            return
+        end = forward.start + forward.ids.shape[1]
+        if ids.shape[1] + begin != end or not np.array_equal(ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]):
+            raise AlignmentError(
+                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: these are not the "
+                "sequence's tokens at their own places. Either something runs the model inside generate() (a logits processor, a criterion, a callback): leave it "
+                "out; or the cache holds other columns than the sequence, so that the host's own answer is wrong too: start with an empty one"
+            )
+
+    def beam_tokens(self, placed: Placed) -> Placed:
+        """A prompt is scored once, in the first of its beams; a generated token for every beam that has it."""
+        beams = self.recording.beams
+        assert beams is not None and self.ids is not None
+        if placed.phase == PROMPT:
+            return placed.take(np.flatnonzero(placed.rows % beams.n_beams == 0))
+        self.origin = beams.advance(self.ids, self.recording.n_entries)
+        for number, before in self.rule_states.items():
+            self.rule_states[number] = {row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}
+        return dataclasses.replace(placed, provisional=True)
+
+    def accepted(self, ids: Tensor) -> Iterator[tuple[Placed, States | str]]:
+        """Drafts that are in the accepted sequence `ids [1, L]`, one token after another; the others are forgotten."""
+        call, offset = self.recording.call, self.recording.offset
+        kept = ids.detach().cpu().numpy()
+        last = offset + kept.shape[1] - 1  # the newest token comes from the logits: it was not run
+        drafts, self.drafts = self.drafts, []
+        for placed, states in drafts:
+            for i in range(len(placed)):
+                column = int(placed.columns[i])
+                if column >= last:
+                    break
+                if kept[0, column - offset] != placed.ids[i]:
+                    raise AlignmentError(
+                        f"column {column}: a draft had token {placed.ids[i]}, the sequence has {kept[0, column - offset]}, yet it was kept"
+                    )
+                one = dataclasses.replace(placed.take(np.array([i])), draft=False)
+                yield one, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
+        call.frontier = min(call.frontier, last)
+
+    def ended(self, ids: Tensor, done: Tensor, pads: bool) -> None:
+        """The stopping criteria said `done` of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        call, beams = self.recording.call, self.recording.beams
+        ends = done.cpu().numpy()
+        if beams is not None:
+            beams.ended(ids.detach().cpu().numpy(), ends, call.n_rows // beams.n_beams)
+            ends = np.zeros(call.n_rows, dtype=bool)
+        call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some row is to end at its next token."""
+        return self.stop_all or bool(self.stop.any())
+
+    def stopped(self, like: Tensor) -> Tensor:
+        """Rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""
+        if self.stop_all:
+            return torch.ones_like(like)
+        return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
+
+
+@dataclass
+class Waiting:
+    """Tokens of the open forward, and their hidden states so far, by site."""
+
+    generation: Generation | None
+    recording: Recording
+    placed: Placed
+    states: States = field(default_factory=dict)
+
+
+class Inside(threading.local):
+    """By model, how many runs are following the generation that this thread is in, and when the newest of them began."""
+
+    def __init__(self) -> None:
+        self.models: Counter[int] = Counter()
+        self.begun: dict[int, int] = {}
+
+
+INSIDE = Inside()
+ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
+
+
+class Thread(threading.local):
+    """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.foreign = False  # the next forward is of a generate() that began before this run attached
+        self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
+        self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
+        self.recording: Recording | None = None  # of the open forward, where it is of one
+        self.waiting: list[Waiting] = []
+        self.early: States = {}  # of sites that run before the forward their output is of
+        self.ran: set[str] = set()  # sites that the open forward has run through
+        self.inside = False  # whether a forward of the decoder is open, watched or not
+        self.unfinished: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
+        self.seconds = 0.0
+
+
+class Watched(StoppingCriteriaList):
+    """generate's own criteria; `sampled(ids, done, pads)` is told which rows have ended, and may end more."""
+
+    def __init__(self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor, bool], Tensor]) -> None:
+        super().__init__(criteria)
+        self._inner, self._sampled = criteria, sampled
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        done = self._inner(input_ids, scores, **kwargs)
+        # generate pads rows that ended exactly where one of its criteria knows the end-of-sequence token.
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in self)
+        return self._sampled(input_ids, done, pads)

@@ -1,0 +1,334 @@
+"""Recording: what one generation, or one document of plain forwards, showed.
+
+    recording = Recording(Call(prompt_columns=12), offset=0, n_probes=363)
+    recording.add(placed, scores)
+    tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
+    recording.forget(n)                           # drops the scores of up to n of its oldest tokens
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Mask
+from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
+from probemon.errors import AlignmentError
+from probemon.tracking.align import NEVER, Call, Ints, Placed
+from probemon.tracking.beams import Beams
+
+LAST = "the last generated token is never run by the host"
+BEFORE = "it came in a cache that this run did not see being filled"
+SHARED = "its keys and values were shared with another request, so the host did not run it (allow_block_sharing)"
+GAP = "no forward of the host showed it"
+FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
+_AGE = itertools.count()
+_PIECES = 256  # batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token."""
+
+    row: Ints
+    position: Ints
+    token_id: Ints
+    phase: Ints
+    scores: Scores
+
+    @staticmethod
+    def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
+        """Several recordings of one row each: the i-th becomes row i."""
+        row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
+        position, token_id, phase = (np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase"))
+        return Tokens(row, position, token_id, phase, Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k))
+
+
+@dataclass(eq=False)
+class Recording:
+    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
+
+    `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
+    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
+    before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
+    """
+
+    call: Call
+    offset: int
+    n_probes: int
+    earlier: Recording | None = None
+    output: Any = None  # what generate() returned, once it has, and a copy of its ids [B, L]
+    ids: Ints | None = None
+    retained: Mask | None = None
+    beams: Beams | None = None
+    host: HostState | None = None
+    host_after: HostState | None = None
+    number: int = 0
+    request: str = ""
+    before: str = BEFORE
+    done: bool = False
+    n_entries: int = 0
+    n_forgotten: int = 0
+    forgotten: int = 0
+    _n_small: int = 0
+    placed: list[Placed] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+
+    def add(self, placed: Placed, scores: Scores) -> None:
+        """One batch of tokens with their scores, entry by entry."""
+        self.n_entries += len(placed)
+        self.placed.append(placed)
+        self.scores.append(scores)
+        self.ages.append(next(_AGE))
+        self._n_small += 1
+        if self._n_small == _PIECES:
+            self._join()
+
+    def forget(self, n: int) -> int:
+        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; how many were dropped."""
+        dropped, pieces = 0, 0
+        while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
+            columns = self.placed[pieces].columns
+            self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
+            dropped, pieces = dropped + len(columns), pieces + 1
+        del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces]
+        self.n_forgotten += dropped
+        if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
+            self.forgotten, self.earlier = self._forgotten_before(), None
+        self._n_small = min(self._n_small, len(self.placed))
+        return dropped
+
+    @property
+    def host_changed(self) -> bool:
+        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens are of."""
+        hosts, one = [self.host_after], self.earlier
+        while one is not None:
+            hosts, one = [*hosts, one.host, one.host_after], one.earlier
+        return any(host is not None and host != self.host for host in hosts)
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens whose scores are here."""
+        return self.n_entries - self.n_forgotten
+
+    def matches(self, sequences: Ints) -> bool:
+        """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
+        return self.mismatch(sequences) is None
+
+    def tokens(self, sequences: Ints) -> Tokens:
+        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands there."""
+        wrong = self.mismatch(sequences)
+        if wrong is not None:
+            raise AlignmentError(wrong)
+        n_rows, length = sequences.shape
+        row, column, _, phase, scores = self._joined(length)
+        index = np.full((n_rows, length), -1, dtype=np.int64)
+        phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
+        prompt = length if self.call.prompt_columns is None else self.call.prompt_columns - self.offset
+        phases[:, prompt:] = GENERATED
+        if self.beams is None:
+            inside = column >= self.offset
+            index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
+            phases[row[inside], column[inside] - self.offset] = phase[inside]
+            real = self._real(n_rows, length)
+            last = np.full(n_rows, length - 1)
+        else:
+            real, last = self._follow_beams(self.beams, sequences, row, column, phase, index)
+        at_row, at = np.nonzero(real)
+        reasons, forgotten = {}, self._forgotten_before()
+        for i in np.flatnonzero(index[at_row, at] < 0).tolist():
+            is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
+            at_column = at[i] + self.offset
+            reasons[i] = LAST if is_last else FORGOTTEN if at_column < forgotten else self.before if at_column < self.call.first_column else GAP
+        return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Make one piece of the newest small ones, as far as they are of one phase."""
+        phase, n = self.placed[-1].phase, 1
+        while n < self._n_small and self.placed[-n - 1].phase == phase:
+            n += 1
+        self._n_small = 0
+        placed = self.placed[-n:]
+        rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
+        self.placed[-n:] = [Placed(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
+        del self.ages[len(self.ages) - n + 1 :]
+        self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
+
+    def _forgotten_before(self) -> int:
+        """Columns before this one may have been scored and forgotten."""
+        found, at = self.forgotten, self.earlier
+        while at is not None:
+            found, at = max(found, at.forgotten), at.earlier
+        return found
+
+    def _follow_beams(
+        self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
+    ) -> tuple[Mask, Ints]:
+        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's last is."""
+        n_rows, length = sequences.shape
+        each = n_rows // (self.call.n_rows // beams.n_beams)
+        real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
+        prompt = np.flatnonzero((phase == PROMPT) & (column >= self.offset))
+        padding = self._real(self.call.n_rows, length)
+        for r in range(n_rows):
+            b = r // each
+            mine = prompt[row[prompt] == b * beams.n_beams]
+            index[r, column[mine] - self.offset] = mine
+            entries, n = beams.follow(b, sequences[r, beams.begin :])
+            # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
+            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1)
+            last[r] = beams.begin + n - 1
+            real[r, : beams.begin] = padding[b * beams.n_beams, : beams.begin]
+            real[r, beams.begin : beams.begin + n] = True
+        return real, last
+
+    def _real(self, n_rows: int, length: int) -> Mask:
+        """Which entries of the output are tokens: not left padding, not what follows the end of a row."""
+        real = np.ones((n_rows, length), dtype=bool)
+        mask = self.call.mask
+        if mask is not None:
+            known = min(length, mask.shape[1] - self.offset)
+            real[:, :known] = mask[:, self.offset : self.offset + known] != 0
+        last = np.where(self.call.last_column == NEVER, length, self.call.last_column - self.offset)
+        return real & (np.arange(length) <= last[:, None])
+
+    def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
+        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left out."""
+        placed, scores = list(self.placed), list(self.scores)
+        begin, before = self, self.call.first_column
+        limits = [length + self.offset] * len(placed)
+        while begin.earlier is not None:
+            begin = begin.earlier
+            placed += begin.placed
+            scores += begin.scores
+            limits += [before] * len(begin.placed)
+            before = min(before, begin.call.first_column)
+        none: Ints = np.zeros(0, dtype=np.int64)
+        row = np.concatenate([none, *(p.rows for p in placed)])
+        column = np.concatenate([none, *(p.columns for p in placed)])
+        ids = np.concatenate([none, *(p.ids for p in placed)])
+        phase = np.concatenate([none, *(np.full(len(p), p.phase) for p in placed)])
+        limit = np.concatenate([none, *(np.full(len(p), at) for p, at in zip(placed, limits, strict=True))])
+        keep = np.flatnonzero(column < limit)
+        joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10)
+        return row[keep], column[keep], ids[keep], phase[keep], joined.take(keep)
+
+    def mismatch(self, sequences: Ints) -> str | None:
+        """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
+        n_rows, length = sequences.shape
+        if self.ids is not None and self.ids.shape[1] != length:
+            return f"the output has {length} columns, the watched generate() returned {self.ids.shape[1]}: give its output whole"
+        if self.beams is not None:
+            return self._beam_mismatch(self.beams, sequences)
+        if n_rows != self.call.n_rows:
+            return f"the output has {n_rows} rows, {self.call.n_rows} were watched: give the output of the watched generate()"
+        if self.call.frontier < length + self.offset - 1:
+            return (
+                f"the output has {length} columns, the watched forwards end at column {self.call.frontier - self.offset}: either "
+                "this is not the output of the watched generate(), or the host ran forwards past our hooks (a compiled graph?)"
+            )
+        if self.call.prompt_columns is None and self.call.frontier > length + self.offset:
+            return f"the ids have {length} columns, {self.call.frontier - self.offset} were watched: give the document's ids whole"
+        row, column, ids, _, _ = self._joined(length)
+        inside = column >= self.offset
+        row, column, ids = row[inside], column[inside] - self.offset, ids[inside]
+        wrong = np.flatnonzero(sequences[row, column] != ids)
+        if len(wrong):
+            i = wrong[0]
+            return (
+                f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward had "
+                f"{ids[i]}: this is not the output of the watched generate(), or it was edited"
+            )
+        return self._edited(sequences)
+
+    def _edited(self, sequences: Ints) -> str | None:
+        """Where an output differs from what was returned, which no forward may have shown: the last token of each row, and padding."""
+        if self.ids is None:
+            return None
+        if self.ids.shape != sequences.shape:
+            return f"the output has {len(sequences)} rows, the watched generate() returned {len(self.ids)}: give its output whole"
+        for row, column in np.argwhere(self.ids != sequences)[:1].tolist():
+            return (
+                f"row {row}, position {column}: the output has token {sequences[row, column]}, the watched generate() returned "
+                f"{self.ids[row, column]}: this is not its output, or it was edited"
+            )
+        return None
+
+    def _beam_mismatch(self, beams: Beams, sequences: Ints) -> str | None:
+        n_rows, n_prompts = len(sequences), self.call.n_rows // beams.n_beams
+        if n_rows % n_prompts or n_rows > self.call.n_rows:
+            return f"the output has {n_rows} rows, {n_prompts} prompts were watched with {beams.n_beams} beams: give the output of that generate()"
+        each = n_rows // n_prompts
+        row, column, ids, phase, _ = self._joined(sequences.shape[1])
+        for i in np.flatnonzero((phase == PROMPT) & (column >= self.offset)).tolist():
+            r = int(row[i]) // beams.n_beams * each
+            if sequences[r, column[i] - self.offset] != ids[i]:
+                return f"row {r}, position {column[i] - self.offset}: the output has another token than the forward had"
+        for r in range(n_rows):
+            entries, n = beams.follow(r // each, sequences[r, beams.begin :])
+            if len(entries) < n - 1:
+                return (
+                    f"row {r}, position {beams.begin + len(entries)}: no beam had this sequence: this is not the output of the "
+                    "watched generate(), or it was edited"
+                )
+        return self._edited(sequences)
+
+
+def find_recording(
+    recordings: Sequence[Recording], ids: Ints, out: Any, request: str = "", *, generation: int | None = None, keep_tokens: int | None = None
+) -> Recording:
+    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B, L]`. Raises `AlignmentError`."""
+    watched = [recording for recording in recordings if recording.request == request]
+    if not watched:
+        raise AlignmentError(f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block")
+    if generation is not None:
+        watched = [recording for recording in watched if recording.number == generation]
+        if not watched:
+            raise AlignmentError(f"generation {generation} was not watched, or is no longer kept: run.recordings has {_numbers(recordings)}")
+    same = next((recording for recording in watched[::-1] if recording.output is out), None)
+    if same is not None:
+        return same
+    watched = [recording for recording in watched if recording.n_entries]  # not one whose only forward failed
+    agreeing = [recording for recording in watched if recording.matches(ids)]
+    # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the only one.
+    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.prompt_columns is None] or agreeing
+    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.frontier == ids.shape[1]] or agreeing
+    if len(agreeing) == 1:
+        return agreeing[0]
+    if agreeing:
+        raise AlignmentError(
+            f"generations {_numbers(agreeing)} of this run have these ids, and which of them is meant is unknown: give the very object that generate() "
+            f"returned, or its number, as in run.result(out, generation={agreeing[-1].number})"
+        )
+    if keep_tokens is not None:
+        raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={keep_tokens}), or it is not an output of this run")
+    if not watched:
+        raise AlignmentError("no token was watched: every forward failed, or none was run")
+    if len(watched) > 1:
+        raise AlignmentError(f"none of the generations {_numbers(watched)} of this run has these ids. Of the newest: {watched[-1].mismatch(ids)}")
+    return watched[0]
+
+
+def _numbers(recordings: Sequence[Recording]) -> str:
+    numbers = [str(recording.number) for recording in recordings]
+    return ", ".join(numbers if len(numbers) <= 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"
+
+
+def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
+    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is left."""
+    surplus = sum(recording.n_kept for recording in recordings) - n_tokens
+    while surplus > 0 and any(recording.n_kept for recording in recordings):
+        oldest = min((recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0])
+        forgotten = oldest.forget(surplus)
+        if not forgotten:
+            break
+        surplus -= forgotten
+    for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
+        recordings.remove(recording)

@@ -1,0 +1,290 @@
+"""Watcher: everything that is put on one host model, and the life of each `generate()`.
+
+    watcher = Watcher(model, sites, score)          # score(generation, recording, placed, states): called in order
+    with watcher:
+        model.generate(...)                         # `watcher.recordings` grows
+
+The hooks on its decoder are `probemon.tracking.decoder_hooks`. Three methods are shadowed on the instance: `generate` tells where
+the prompt ends, `prepare_inputs_for_generation` what is padding, and `_get_stopping_criteria` which rows have ended and which
+drafts were accepted. State is kept per thread, so threads may generate on one model at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from probemon.core.scores import Gap
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.host.model import host_state, is_encoder_decoder
+from probemon.host.ranks import Ranks
+from probemon.host.shadow import shadow
+from probemon.host.tap import Site
+from probemon.tracking.align import Call
+from probemon.tracking.beams import Beams
+from probemon.tracking.decoder_hooks import Forwards, ScoreTokens
+from probemon.tracking.generate_call import Prompt, read_call
+from probemon.tracking.generation import INSIDE, ORDER, Generation, Watched
+from probemon.tracking.hand_loop import HandLoop, generate_around
+from probemon.tracking.held_streamer import HeldStreamer
+from probemon.tracking.recording import Recording
+
+LOG = logging.getLogger("probemon")
+RAISE = 2  # what rank 0 tells the others to do
+
+
+_ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
+
+
+class Watcher:
+    """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
+
+    def __init__(
+        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[Prompt], None] = lambda prompt: None,
+        on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None, acts: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
+        scores = self.ranks is None or self.ranks.scores
+        self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
+        self._running: list[Generation] = []
+        self._acts = acts
+        self._attaching_thread = 0
+        self._stop_next = False  # the next generate() is to end at its first token
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    @property
+    def open(self) -> bool:
+        """Whether the host is watched."""
+        return self._forwards.open
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """Of every generation and document so far."""
+        return self._forwards.recordings
+
+    @property
+    def n_documents(self) -> int:
+        """Documents of plain forwards that no generation went on from."""
+        return len(self._forwards.documents)
+
+    @property
+    def forward_seconds(self) -> deque[float]:
+        """Spent in our hooks, one entry a forward of the host."""
+        return self._forwards.seconds
+
+    @property
+    def called(self) -> bool:
+        """Whether this very model ran, or was asked to."""
+        return self._forwards.called
+
+    @property
+    def generating(self) -> bool:
+        """Whether some thread is inside `generate()`."""
+        return bool(self._running) or self._forwards.batches.n_calls > 0
+
+    def stop(self) -> None:
+        """End every generation that runs, or the next one if none does."""
+        with self._lock:
+            running = list(self._running)
+            for generation in running:
+                generation.stop_all = True
+            n_requests = self._forwards.batches.stop()
+            self._stop_next = not running and not n_requests and not self._forwards.batches.n_calls
+
+    def _take_stop(self) -> bool:
+        """Whether a stop came while nothing ran: it is meant for what begins now."""
+        with self._lock:
+            taken, self._stop_next = self._stop_next, False
+        return taken
+
+    @property
+    def batch_errors(self) -> list[BaseException]:
+        """Of forwards of a batching manager that the user runs, in a thread where nobody would see them."""
+        return self._forwards.batches.errors
+
+    def __enter__(self) -> Watcher:
+        with _ATTACHING, ExitStack() as stack:
+            self._attaching_thread = threading.get_ident()
+            self._forwards.attach(stack)
+            if hasattr(self.model, "generate"):
+                shadow(stack, self._forwards, self.model, "generate", self._generate)
+                shadow(stack, self._forwards, self.model, "prepare_inputs_for_generation", self._prepare)
+                shadow(stack, self._forwards, self.model, "_get_stopping_criteria", self._criteria)
+                self._forwards.batches.shadow(stack, self._forwards)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _ATTACHING:
+            self._forwards.open = False
+            self._stack.close()
+
+    # -- one generate() --------------------------------------------------------------------------
+
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outer = self._forwards.thread.generation
+        self._forwards.called = True
+        if outer is not None:
+            if not outer.prompt.speculative or outer.acting:
+                raise NotSupportedDecoding(
+                    "generate() inside generate() (from an action or a criterion), or inside run.generating: whose tokens a forward shows would be a "
+                    "guess. Generate after the first has ended"
+                )
+            outer.drafting += 1  # the model proposes tokens to itself: nothing of that is in the output
+            try:
+                return original(*args, **kwargs)
+            finally:
+                outer.drafting -= 1
+                outer.prepared = False
+        try:
+            prompt = read_call(self.model, args, kwargs)
+            self._forwards.abilities.check_generate(prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length)
+            self._check(prompt)
+        except BaseException:
+            if isinstance(kwargs.get("streamer"), HeldStreamer):
+                kwargs["streamer"].failed()
+            raise
+        recording = self._forwards.new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
+        if prompt.n_beams > 1:
+            recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
+        generation = Generation(recording, prompt)
+        with self._following(generation):
+            out = original(*args, **kwargs)
+            sequences = getattr(out, "sequences", out)
+            self._forwards.seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
+        self._returned(recording, sequences)
+        return out
+
+    @contextmanager
+    def by_hand(self, from_column: int) -> Iterator[HandLoop]:
+        """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
+        if not self.open:
+            raise ConfigError("run.generating is for the inside of the with block of attach()")
+        if self._forwards.thread.generation is not None:
+            raise ConfigError("run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a forward shows would be a guess")
+        prompt = Prompt(from_column, 0)
+        self._check(prompt)
+        self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
+        generation = Generation(self._forwards.new_recording(Call(from_column), 0), prompt, by_hand=True)
+        loop = HandLoop(generation, self._sampled, self.current)
+        with self._following(generation):
+            yield loop
+            self._forwards.ended()
+            self._forwards.finish()
+            seen = generation.recording.call.frontier
+            if loop.ids is None and 0 < seen < from_column and self._acts():
+                raise ConfigError(
+                    f"run.generating ended at column {seen}, before from_column={from_column}, and loop.sampled was never called: nothing was said to be "
+                    "generated, so rules and sinks were asked of nothing. from_column is the prompt's length"
+                )
+            if loop.ids is not None:
+                self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
+        if loop.ids is not None:
+            self._returned(generation.recording, loop.ids)
+
+    @contextmanager
+    def _following(self, generation: Generation) -> Iterator[None]:
+        """While the block runs, forwards of the calling thread are of this generation."""
+        self._forwards.thread.generation = generation
+        INSIDE.models[id(self.model)] += 1
+        INSIDE.begun[id(self.model)] = next(ORDER)
+        self._running.append(generation)
+        generation.stop_all |= self._take_stop()
+        try:
+            yield
+        except BaseException:
+            self._forwards.finish(report=False)  # a forward that failed shows nothing
+            for failed in generation.on_failure:
+                failed()
+            raise
+        finally:
+            try:
+                self._forwards.finish()
+            finally:
+                self._running.remove(generation)
+                INSIDE.models[id(self.model)] -= 1
+                self._forwards.leave()
+                generation.recording.done = True
+
+    def _returned(self, recording: Recording, sequences: Tensor) -> None:
+        recording.output, recording.ids = sequences, sequences.detach().cpu().numpy().astype(np.int64)
+        recording.host_after = host_state(self.model)
+        if self._on_end is not None:
+            self._on_end(recording)
+
+    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        generation = self._forwards.thread.generation
+        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched. Outside of a generate()
+        # somebody prepares the inputs of a loop by hand.
+        self._forwards.thread.foreign = generation is None and not INSIDE.models[id(self.model)] and generate_around(self._forwards.decoder) is not None
+        if generation is not None and not generation.drafting:
+            mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
+            generation.prepared = True
+            generation.sequence(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
+        return original(*args, **kwargs)
+
+    def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        criteria: StoppingCriteriaList = original(*args, **kwargs)
+        generation = self._forwards.thread.generation
+        self._forwards.called = True
+        if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+            if threading.get_ident() != self._attaching_thread and not self._acts():  # it may have been running when this run attached
+                LOG.warning("a generate() of another thread began before probemon was attached, was looked up before, or called on the class: it is not watched")
+                return criteria
+            raise NotSupportedDecoding(
+                "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
+                "call model.generate(...) inside the with block"
+            )
+        if generation is None or generation.drafting:
+            return criteria
+        return Watched(criteria, lambda ids, done, pads: self._sampled(generation, ids, done, pads))
+
+    def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
+        recording = generation.recording
+        if generation.prepared and not generation.by_hand:  # something was run, not only drafted
+            generation.check_prompt(ids.shape[1] + recording.offset)
+        self._forwards.ended()
+        self._forwards.finish()
+        if generation.prompt.speculative:
+            if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
+                return done
+            generation.prepared = False
+            for placed, states in generation.accepted(ids):
+                self._forwards.hand(generation, recording, placed, states)
+            self._forwards.finish()
+        # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
+        self._forwards.seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
+        stopped = self.stopped(done)
+        if self.ranks is not None:
+            verdict = self.ranks.agree(stopped.to(torch.int32) if generation.raising is None else torch.full_like(stopped, RAISE, dtype=torch.int32))
+            stopped = verdict != 0
+            if generation.raising is None and bool((verdict == RAISE).any()):
+                raise ConceptRaised("an action raised on rank 0, which scores", None)
+        if generation.raising is not None:
+            raise generation.raising
+        done = done | stopped
+        if self._forwards.scores:
+            generation.ended(ids, done, pads)
+        return done
+
+    def stopped(self, like: Tensor) -> Tensor:
+        """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
+        generation = self._forwards.thread.generation
+        return torch.zeros_like(like) if generation is None else generation.stopped(like)
+
+    def current(self) -> Generation | None:
+        """The generation of the calling thread."""
+        return self._forwards.thread.generation

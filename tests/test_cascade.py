@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.scores import CascadeConfig
+from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import CascadePlan, apply_rule, descend, expand_thresholds, retain
 from probemon.errors import ConfigError
 

@@ -20,7 +20,7 @@ from probemon.bem.policy import Categorical, Gaussian
 from probemon.bem.training import TrainSettings
 from probemon.core.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
 from probemon.core.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
-from probemon.core.scores import InputSpec
+from probemon.core.probes import InputSpec
 from probemon.engine.memory.arena import PagedArena
 from probemon.engine.memory.store import ProbeStore
 from probemon.errors import ConfigError, PackError, ProbemonError

@@ -9,7 +9,7 @@ from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.scores import input_dtype
+from probemon.core.probes import input_dtype
 from probemon.engine.cascade import collect, descend, retain
 from probemon.engine.kernels import score_probes
 from probemon.errors import ProbeLoadError

@@ -16,7 +16,8 @@ import torch
 from nets import dequantized
 
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.scores import CascadeConfig, InputSpec, input_dtype
+from probemon.core.probes import InputSpec, input_dtype
+from probemon.core.settings import CascadeConfig
 from probemon.engine.kernels import IMPLS, exhaustive_reference, prepare_input, score_probes
 from probemon.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
-from probemon.core.scores import Architecture
+from probemon.core.probes import Architecture
 from probemon.engine.kernels import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
 from probemon.packs.diff import pack_diff

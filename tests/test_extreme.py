@@ -8,7 +8,7 @@ import torch
 from nets import dequantized
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.scores import input_dtype
+from probemon.core.probes import input_dtype
 from probemon.packs.quantize import quantize_weights
 
 D = 3

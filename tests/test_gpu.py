@@ -10,7 +10,7 @@ from nets import SHAPES, oracle, weights
 from transformers import CompileConfig
 
 from probemon import DynamicProbeManager
-from probemon.core.scores import InputSpec, input_dtype
+from probemon.core.probes import InputSpec, input_dtype
 from probemon.engine.kernels import prepare_input, score_probes, triton_fused
 
 pytestmark = [

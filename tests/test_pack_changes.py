@@ -26,7 +26,8 @@ from fuzzing import changes, tensorfile
 from fuzzing.changes import CHANGES, KEPT, PROBES, WHOLE, aged, judge_one, size_in_memory
 from fuzzing.target import Wrong
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.scores import Architecture, CascadeConfig
+from probemon.core.probes import Architecture
+from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, PackVersionError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs import held_file as heldfile

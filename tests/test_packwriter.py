@@ -16,7 +16,7 @@ from nets import SHAPES, oracle, weights
 from safetensors.torch import load_file, save_file
 
 from probemon import ProbePack
-from probemon.core.scores import Architecture
+from probemon.core.probes import Architecture
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError
 from probemon.packs.writer import PackWriter
 
@@ -194,7 +194,7 @@ def test_memory_is_that_of_what_is_put_not_of_the_pack(tmp_path):
     program = f"""
 import resource, sys, torch
 from probemon.packs.writer import PackWriter
-from probemon.core.scores import Architecture
+from probemon.core.probes import Architecture
 n, d = 32, 16384
 concepts = [{{"id": str(i), "name": str(i), "parents": []}} for i in range(n)]
 probe = {{"w1": torch.ones(64, d), "b1": torch.zeros(64), "w3": torch.ones(64), "b3": torch.zeros(())}}

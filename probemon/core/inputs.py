@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from probemon.core.scores import InputSpec
+from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError
 
 # Squares this small (or eps, where it is larger) have lost digits of fp32: a state that leaves less cannot be normalised.

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
-from probemon.core.scores import CascadeConfig, Floats, check_load_threshold
+from probemon.core.scores import Floats
+from probemon.core.settings import CascadeConfig, check_load_threshold
 from probemon.errors import ConfigError
 
 # Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.

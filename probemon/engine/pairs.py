@@ -20,7 +20,8 @@ from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import largest_values
-from probemon.core.scores import Floats, InputSpec
+from probemon.core.probes import InputSpec
+from probemon.core.scores import Floats
 from probemon.engine.kernels import prepare_input, score_probes
 from probemon.engine.memory.arena import Arena, PagedArena
 from probemon.engine.memory.fetcher import Fetcher

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from probemon.core.probes import parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, parse_site, site_module, unwrap
+from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, site_module, unwrap
 from probemon.host.twin import VOCABULARY, OwnRandomness, shrunken, twin, window_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it

@@ -7,17 +7,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import nn
 
+from probemon.core.probes import parse_site
 from probemon.core.scores import HostState
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN_NAME, own_of
 
-SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
 
@@ -87,16 +86,6 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     raise NotSupportedHost(
         f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its modules are the layers is unknown"
     )
-
-
-def parse_site(site: str) -> tuple[str, int]:
-    """`'resid_post.15'` -> `('resid_post', 15)`. Raises `ConfigError`."""
-    match = SITE.fullmatch(site) if isinstance(site, str) else None
-    if match is None:
-        raise ConfigError(
-            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host (0 to 9999)"
-        )
-    return match.group(1), int(match.group(2))
 
 
 def site_module(layers: nn.ModuleList, site: str) -> nn.Module:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import is_missing, is_number
-from probemon.core.scores import NORMS, Architecture, CascadeConfig
+from probemon.core.probes import NORMS, Architecture, parse_site
+from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
-from probemon.host.model import parse_site
 from probemon.importers.sources import as_path
 from probemon.packs.pack import ProbePack
 from probemon.packs.widen import common, embed

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.scores import NORMS
+from probemon.core.probes import NORMS
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, sha256, write_flat
 from probemon.importers.sources import as_path, field, read_json, read_safetensors, tensor_of

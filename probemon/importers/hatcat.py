@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.scores import CascadeConfig
+from probemon.core.probes import parse_site
+from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
-from probemon.host.model import parse_site
 from probemon.importers.hatcat_files import Source, Stored
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
 from probemon.importers.hatcat_tree import Graph, Node, Placed, hierarchies, key_of, read_graph

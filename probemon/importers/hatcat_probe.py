@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from probemon.core.scores import Architecture, InputSpec
+from probemon.core.probes import Architecture, InputSpec
 from probemon.packs.widen import common
 from probemon.packs.widen import embed as widened
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.checks import check_bool, check_number, is_int, shown
-from probemon.core.scores import CascadeConfig
+from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from probemon.core.checks import check_count, check_share
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
 from probemon.core.intervals import mean_interval
-from probemon.core.scores import CascadeConfig, Floats
+from probemon.core.scores import Floats
+from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import CascadePlan, apply_rule
 from probemon.errors import CalibrationError
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints
-from probemon.core.scores import CascadeConfig
+from probemon.core.settings import CascadeConfig
 from probemon.engine.build import Part
 from probemon.engine.build import named as of_pack
 from probemon.engine.cascade import auto_threshold, begins

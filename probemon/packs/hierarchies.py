@@ -24,7 +24,7 @@ from torch import Tensor
 
 from probemon.core.checks import check_share
 from probemon.core.hierarchy import Ints
-from probemon.core.scores import CascadeConfig
+from probemon.core.settings import CascadeConfig
 from probemon.engine.kernels import prepare_input
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.edit import always_on, card_of, copy_pack, made_by, opened

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from probemon.core.scores import NORMS
+from probemon.core.probes import NORMS
 from probemon.core.strict_json import loads
 from probemon.errors import PackCorrupt, PackError, PackVersionError
 from probemon.packs.claims import check_claims

@@ -25,7 +25,8 @@ from torch import Tensor
 from probemon.core.checks import check_bool, check_count, check_mapping, check_mappings, check_path, check_tensor
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree
-from probemon.core.scores import Architecture, CascadeConfig, InputSpec, input_dtype, input_limits
+from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits
+from probemon.core.settings import CascadeConfig
 from probemon.errors import (
     ConfigError,
     HierarchyError,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from probemon.core.scores import Architecture
+from probemon.core.probes import Architecture
 from probemon.errors import PackError
 
 

@@ -39,8 +39,8 @@ from probemon.core.checks import (
     check_text,
 )
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.probes import Architecture, InputSpec, input_dtype
 from probemon.core.reference import score_reference
-from probemon.core.scores import Architecture, InputSpec, input_dtype
 from probemon.engine.kernels import prepare_input
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs import files as packfile

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from probemon.core.scores import input_dtype
+from probemon.core.probes import input_dtype
 from probemon.engine.kernels import triton_cascade as cascade
 from probemon.engine.kernels import triton_fused as kernels
 

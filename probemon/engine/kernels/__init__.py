@@ -22,8 +22,8 @@ from torch import Tensor
 
 from probemon.core.checks import check_choice
 from probemon.core.inputs import check_states, prepare_input
+from probemon.core.probes import input_dtype
 from probemon.core.reference import score_reference
-from probemon.core.scores import input_dtype
 from probemon.errors import ConfigError, KernelUnavailable
 
 if TYPE_CHECKING:

@@ -1,0 +1,143 @@
+"""What a probe reads and how it is shaped: sites, inputs, architectures.
+
+    parse_site("resid_post.15")                       # ("resid_post", 15)
+    InputSpec("resid_post.15", "rmsnorm")             # a hidden state, and how it is normalised
+    Architecture(2560, (128, 64)).parameters_per_probe()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_number
+from probemon.errors import ConfigError, PackCorrupt, PackError
+
+SITE = re.compile(r"(resid_post|attn_out|mlp_out)\.(0|[1-9][0-9]{0,3})")
+
+
+def parse_site(site: str) -> tuple[str, int]:
+    """`'resid_post.15'` -> `('resid_post', 15)`. Raises `ConfigError`."""
+    match = SITE.fullmatch(site) if isinstance(site, str) else None
+    if match is None:
+        raise ConfigError(
+            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host (0 to 9999)"
+        )
+    return match.group(1), int(match.group(2))
+
+NORMS = ("none", "layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a probe reads: the hidden state at a site, normalised without affine part."""
+
+    site: str
+    norm: str = "none"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.norm not in NORMS:
+            raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
+        if not isinstance(self.site, str):
+            raise PackError(f"site {self.site!r}: expected a name such as 'resid_post.15'")
+        eps = check_number(f"eps of {self.site}", self.eps, low=0, high=1e38, remedy="expected a small number, 0 or more", error=PackError)
+        object.__setattr__(self, "eps", eps)  # torch takes no whole number past 64 bits
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def input_dtype(weights: torch.dtype) -> torch.dtype:
+    """What inputs are rounded to, for weights of a dtype: the same, and bf16 for int8."""
+    return torch.bfloat16 if weights == torch.int8 else weights
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shape of every probe of a pack: `hidden_size` D, then no, one (H1) or two (H1, H2) hidden layers of ReLU."""
+
+    hidden_size: int
+    hidden: tuple[int, ...] = ()
+
+    @staticmethod
+    def parameters() -> tuple[str, ...]:
+        """Names of the stacked tensors, in the order a probe uses them; scales are there where weights are int8."""
+        return ("w1", "w1_scale", "b1", "w2", "w2_scale", "b2", "w3", "w3_scale", "b3")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], where: str) -> Architecture:
+        """Read the architecture off stacked weights, checking every shape. Raises `PackCorrupt` naming `where`."""
+        if "w1" not in weights or weights["w1"].dim() != 3:
+            raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
+        p, h1, d = weights["w1"].shape
+        if not h1 or not d:
+            raise PackCorrupt(f"{where}: w1 has shape {(p, h1, d)}: a probe reads 1 value or more")
+        names, scales = {name for name in weights if not name.endswith("_scale")}, {name for name in weights if name.endswith("_scale")}
+        if names == {"w1", "b1"}:
+            made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
+        elif names == {"w1", "b1", "w3", "b3"}:
+            made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
+        elif names == {"w1", "b1", "w2", "b2", "w3", "b3"}:
+            h2 = weights["w2"].shape[1] or -1 if weights["w2"].dim() == 3 else -1
+            made = cls(d, (h1, h2))
+            shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
+        else:
+            raise PackCorrupt(
+                f"{where}: tensors {sorted(names)}: expected w1, b1 (linear), with w3, b3 (one hidden layer), "
+                "or all of w1, b1, w2, b2, w3, b3 (two)"
+            )
+        matrices = sorted(name for name in names if name.startswith("w"))
+        needed = {f"{name}_scale" for name in matrices if weights["w1"].dtype == torch.int8}
+        if scales != needed:
+            raise PackCorrupt(f"{where}: scales {sorted(scales)}, expected {sorted(needed)}: every int8 matrix has its scales, and no other")
+        for name in matrices:
+            if weights[name].dtype != weights["w1"].dtype:
+                raise PackCorrupt(f"{where}: {name} is {weights[name].dtype}, w1 {weights['w1'].dtype}: one dtype a pack")
+        shapes |= {name: tuple(weights[name.removesuffix("_scale")].shape[:-1]) for name in scales}
+        for name, shape in shapes.items():
+            if tuple(weights[name].shape) != shape:
+                raise PackCorrupt(f"{where}: {name} has shape {tuple(weights[name].shape)}, expected {shape}")
+        return made
+
+    def parameters_per_probe(self) -> int:
+        """Number of weights and biases of one probe."""
+        widths = (self.hidden_size, *self.hidden, 1)
+        return sum(a * b + b for a, b in itertools.pairwise(widths))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": ("linear", "mlp1", "mlp2")[len(self.hidden)], "hidden": list(self.hidden), "activation": "relu"}
+
+    def __str__(self) -> str:
+        return "linear" if not self.hidden else "-".join(map(str, (*self.hidden, 1)))
+
+
+def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs overflows fp32, in whatever order.
+
+    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that add up in different orders
+    may come to different scores, infinities and NaN, so there a probe has no score. The bound is `n_values * weight * input` for a sum of products,
+    layer by layer, and half of what fp32 holds, which leaves room for rounding. Ordinary weights give some 1e20 and more.
+    """
+    most = 2.0**127
+    n = len(largest["w1"])
+    slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)  # what comes into a layer is at most slope * input + offset
+    layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
+    with np.errstate(divide="ignore"):
+        for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):
+            products = width * largest[f"w{i}"]
+            slope, offset = slope * products, offset * products
+            limit = np.minimum(limit, (most - offset) / slope)
+            scale = largest.get(f"w{i}_scale", np.ones(n))
+            slope, offset = slope * scale, offset * scale + largest[f"b{i}"]
+            limit = np.minimum(limit, (most - offset) / slope)
+    return limit

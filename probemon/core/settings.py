@@ -1,0 +1,64 @@
+"""How a hierarchy is descended: the settings, each with its default.
+
+    CascadeConfig.of({"keep_top_k": 20})              # an unknown one is an UnknownSetting that names the nearest
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from probemon.core.checks import check_bool, check_count, check_number, is_int, shown
+from probemon.errors import ConfigError, UnknownSetting, closest
+
+
+@dataclass(frozen=True)
+class CascadeConfig:
+    """How the hierarchy is descended: the settings of docs/architecture.md, all with their defaults."""
+
+    base_layers: tuple[int, ...] = (0,)
+    load_threshold: float | str = "auto"
+    keep_top_k: int = 30
+    aggressive_pruning: bool = True
+    max_loaded_probes: int = 500
+    unload_threshold: float = 0.1
+    always_on: tuple[str | int, ...] = ()
+    report_top_k: int = 10
+    max_rounds: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> CascadeConfig:
+        """From keywords; an unknown one is an `UnknownSetting` that names the nearest."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in settings:
+            if key not in known:
+                raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        for key in ("base_layers", "always_on"):
+            if key in settings and (isinstance(settings[key], str) or not hasattr(settings[key], "__iter__")):
+                raise ConfigError(f"{key} is {settings[key]!r}: give a list, even of one")
+        tuples = {key: tuple(settings[key]) for key in ("base_layers", "always_on") if key in settings}
+        return cls(**{**settings, **tuples})
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            **{name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more") for name in ("keep_top_k", "report_top_k")},
+            "max_loaded_probes": check_count("max_loaded_probes", self.max_loaded_probes, least=1, remedy="it counts probes, so give 1 or more"),
+            "aggressive_pruning": check_bool("aggressive_pruning", self.aggressive_pruning),
+            "unload_threshold": check_number("unload_threshold", self.unload_threshold, infinite=True),
+            "load_threshold": check_load_threshold(self.load_threshold),
+        }
+        if self.max_rounds is not None:
+            checked["max_rounds"] = check_count("max_rounds", self.max_rounds, remedy="give 0 or more, or None for no limit")
+        if not all(is_int(level) and level >= 0 for level in self.base_layers):
+            raise ConfigError(f"base_layers is {shown(self.base_layers)}: give levels of the concept hierarchy, 0 or more")
+        for name, value in {**checked, "base_layers": tuple(map(int, self.base_layers))}.items():
+            object.__setattr__(self, name, value)
+
+
+def check_load_threshold(value: object) -> float | str:
+    """`load_threshold` as a number or one of its words; as a setting, and as what a pack recommends."""
+    if isinstance(value, str) and value in ("auto", "exact", "calibrated"):
+        return value
+    return check_number("load_threshold", value, infinite=True, remedy="give a number, 'auto', 'exact' or 'calibrated'")

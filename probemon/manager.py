@@ -23,11 +23,11 @@ from torch import Tensor
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import check_states
+from probemon.core.plan import CascadePlan
 from probemon.core.scores import AUDITED, Coverage, Gap, RowState, Scores
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import Part, choose_for, engines_of, parts_of
-from probemon.engine.cascade import CascadePlan
 from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
 from probemon.engine.joint import JointArena, JointInputs, JointPlan, Together
 from probemon.engine.kernels import check_device

@@ -42,7 +42,7 @@ MUTATIONS = [
     ("tracking/align.py", "        self.frontier = end\n", "        self.frontier = width\n", "the frontier forgets the cache"),
     ("tracking/align.py", "max(self.frontier, min(end, self.prompt_columns))", "max(self.frontier, min(end, self.prompt_columns - 1))", "a prompt token is called generated"),
     ("tracking/decoder_hooks.py", "one.states[site] = hidden[rows, offsets]", "one.states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
-    ("tracking/forward_call.py", "start = 0 if cache is None else _n_cached(cache, given)", "start = 0", "the cache's length is ignored"),
+    ("tracking/forward_call.py", "start = 0 if cache is None else n_cached(cache, given)", "start = 0", "the cache's length is ignored"),
     ("tracking/decoder_hooks.py", "recording.earlier = self._known(generation.prompt.cache, n_rows, column)", "pass", "the first turn is forgotten"),
     ("tracking/decoder_hooks.py", "document.earlier = known\n", "pass\n", "a document forgets what is in its cache"),
     ("tracking/generation.py", "self.ids = np.concatenate([before, given], axis=1)", "pass", "chunks of a prompt before the last are forgotten"),

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.plan import CascadePlan, expand_thresholds
 from probemon.core.settings import CascadeConfig
-from probemon.engine.cascade import CascadePlan, apply_rule, descend, expand_thresholds, retain
+from probemon.engine.cascade import apply_rule, descend, retain
 from probemon.errors import ConfigError
 
 TICKS = [np.float32(v) for v in (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)]  # few values: ties are common

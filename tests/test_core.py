@@ -16,9 +16,11 @@ import torch
 from nets import dequantized
 
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec, input_dtype
+from probemon.core.reference import exhaustive_reference
 from probemon.core.settings import CascadeConfig
-from probemon.engine.kernels import IMPLS, exhaustive_reference, prepare_input, score_probes
+from probemon.engine.kernels import IMPLS, score_probes
 from probemon.errors import (
     ConfigError,
     HierarchyError,

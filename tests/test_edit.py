@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
 from probemon.core.probes import Architecture
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset

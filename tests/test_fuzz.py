@@ -24,7 +24,7 @@ from fuzzing.mutate import Link, write_tree
 from fuzzing.targets import TARGETS, Target
 from probemon import DynamicProbeManager, ProbePack, errors
 from probemon.cli.packs import read_object
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackCorrupt, PackError
 from probemon.importers.weights import Folder, load_plain
 from probemon.packs.edit import rename
@@ -322,7 +322,7 @@ def test_an_eps_is_a_number_of_fp32_or_refused(pack, tmp_path, eps):
 def test_golden_states_are_replayed_in_blocks_with_the_same_scores(pack, monkeypatch):
     hidden = dict.fromkeys(pack.sites, torch.randn(3, HIDDEN))
     whole = exhaustive_reference(hidden, pack)
-    monkeypatch.setattr("probemon.engine.kernels._BLOCK_BYTES", 3 * 4 * pack.architecture.parameters_per_probe())
+    monkeypatch.setattr("probemon.core.reference._BLOCK_BYTES", 3 * 4 * pack.architecture.parameters_per_probe())
     assert torch.equal(exhaustive_reference(hidden, pack), whole)
 
 

@@ -10,8 +10,9 @@ from nets import SHAPES, oracle, weights
 from transformers import CompileConfig
 
 from probemon import DynamicProbeManager
+from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec, input_dtype
-from probemon.engine.kernels import prepare_input, score_probes, triton_fused
+from probemon.engine.kernels import score_probes, triton_fused
 
 pytestmark = [
     pytest.mark.gpu,

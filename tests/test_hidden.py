@@ -8,9 +8,10 @@ from corpora import make_tokenizer
 from nets import SHAPES, weights
 
 from probemon import DynamicProbeManager
+from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec
 from probemon.core.reference import score_reference
-from probemon.engine.kernels import prepare_input, score_probes
+from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.cpu import score_cpu
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.offline.corpus import CorpusScorer, score_documents

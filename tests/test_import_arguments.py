@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression
 
 from probemon import DynamicProbeManager
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, ImportRefused, UnknownSetting
 from probemon.importers.generic import import_safetensors, import_weights
 from probemon.importers.hallucination import import_head

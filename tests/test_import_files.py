@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import HierarchyError, ImportRefused, PackError
 from probemon.importers import flat
 from probemon.importers.generic import import_safetensors, import_weights

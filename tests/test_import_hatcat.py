@@ -14,7 +14,7 @@ import torch
 from hatcat_packs import KEYS, TREE, modules
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackError
 from probemon.importers.hatcat import import_pack
 from probemon.importers.weights import Folder, load_bank, load_state_dict

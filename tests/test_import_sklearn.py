@@ -22,7 +22,7 @@ from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, PolynomialFeatures
 from sklearn.svm import SVC, LinearSVC
 
 from probemon import DynamicProbeManager
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ImportRefused, PackError
 from probemon.importers.generic import import_weights
 from probemon.importers.sklearn import import_estimators

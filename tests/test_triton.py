@@ -15,10 +15,12 @@ from test_cascade import cases, plan_of
 
 from probemon import DynamicProbeManager
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.inputs import prepare_input
+from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec, input_dtype
 from probemon.core.settings import CascadeConfig
-from probemon.engine.cascade import CascadePlan, descend, retain
-from probemon.engine.kernels import prepare_input, score_probes, triton_fused
+from probemon.engine.cascade import descend, retain
+from probemon.engine.kernels import score_probes, triton_fused
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"

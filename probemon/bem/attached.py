@@ -40,9 +40,9 @@ from probemon.bem.state import ControllerState, States
 from probemon.bem.update import generated_update
 from probemon.errors import AlignmentError, BemError, BemStateError, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.adapters import OWN
+from probemon.host.cache import n_cached
 from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
 from probemon.host.shadow import shadow
-from probemon.tracking.forward_call import _n_cached as n_cached
 
 LOG = logging.getLogger("probemon")
 

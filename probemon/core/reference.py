@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.inputs import check_pairs
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.inputs import check_pairs, prepare_input
+from probemon.core.probes import Architecture, InputSpec, input_dtype
+
+
+class Probes(Protocol):
+    """What a pack has of its probes; several packs that look like one have it as well."""
+
+    @property
+    def n_probes(self) -> int: ...
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+    @property
+    def inputs(self) -> Sequence[InputSpec]: ...
+    @property
+    def input_index(self) -> Tensor: ...
+    @property
+    def score_rule(self) -> str: ...
+    @property
+    def tree(self) -> ConceptTree: ...
 
 
 def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
@@ -33,3 +55,27 @@ def sigmoid(logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
     with np.errstate(over="ignore"):
         return torch.from_numpy(1.0 / (1.0 + np.exp(-logits.contiguous().numpy().astype(np.float64)))).to(torch.float32)
+
+
+_BLOCK_BYTES = 64 << 20
+
+
+def exhaustive_reference(hidden: Mapping[str, Tensor], pack: Probes, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
+
+    `weights`: others in place of the pack's.
+    """
+    weights = pack.weights if weights is None else weights
+    n = len(next(iter(hidden.values())))
+    own = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
+    # The reference copies every weight it reads: so many probes at a time that this stays bounded.
+    block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
+    for i, spec in enumerate(pack.inputs):
+        probes = (pack.input_index == i).nonzero()[:, 0]
+        x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
+        for some in probes.split(block):
+            for row in range(n):
+                own[row, some] = score_reference(x, weights, torch.full_like(some, row), some)
+    if pack.score_rule == "path":
+        return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
+    return own

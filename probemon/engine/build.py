@@ -20,9 +20,9 @@ import torch
 
 from probemon.core.checks import check_bool, check_choice, check_count, check_number
 from probemon.core.hierarchy import Ints
+from probemon.core.plan import CascadePlan, expand_thresholds
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig
-from probemon.engine.cascade import CascadePlan, expand_thresholds
 from probemon.engine.engine import Engine
 from probemon.engine.kernels import IMPLS, check_impl, choose_impl
 from probemon.engine.memory.arena import Arena, PagedArena, ResidentArena

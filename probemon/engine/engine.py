@@ -25,8 +25,9 @@ from torch import Tensor
 
 from probemon.core.checks import check_choice
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
-from probemon.engine.cascade import Asking, CascadePlan, Descent, apply_rule, collect, descending, driven, retain
+from probemon.engine.cascade import Asking, Descent, apply_rule, collect, descending, driven, retain
 from probemon.engine.memory.arena import ResidentArena
 from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, PairScorer, unseen_inputs
 from probemon.errors import ConfigError

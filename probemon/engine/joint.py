@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
-from probemon.engine.cascade import Asking, CascadePlan, Made
+from probemon.engine.cascade import Asking, Made
 from probemon.engine.engine import BATCH_CELLS, Choice, Engine, Outcome
 from probemon.engine.memory.arena import Arena, ArenaStats
 from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, Prepared

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import largest_values
+from probemon.core.inputs import largest_values, prepare_input
 from probemon.core.probes import InputSpec
 from probemon.core.scores import Floats
-from probemon.engine.kernels import prepare_input, score_probes
+from probemon.engine.kernels import score_probes
 from probemon.engine.memory.arena import Arena, PagedArena
 from probemon.engine.memory.fetcher import Fetcher
 from probemon.errors import ArenaFull

@@ -28,9 +28,10 @@ import numpy.typing as npt
 from probemon.core.checks import check_count, check_share
 from probemon.core.hierarchy import ConceptTree, Ints, Mask
 from probemon.core.intervals import mean_interval
+from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.core.settings import CascadeConfig
-from probemon.engine.cascade import CascadePlan, apply_rule
+from probemon.engine.cascade import apply_rule
 from probemon.errors import CalibrationError
 
 _FEW = 5  # fewer scores than this say nothing of how low a probe's may be

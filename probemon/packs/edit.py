@@ -24,10 +24,10 @@ from torch import Tensor
 from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints
+from probemon.core.plan import auto_threshold, begins
 from probemon.core.settings import CascadeConfig
 from probemon.engine.build import Part
 from probemon.engine.build import named as of_pack
-from probemon.engine.cascade import auto_threshold, begins
 from probemon.errors import ConfigError, PackError
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ALWAYS, ProbePack

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from probemon.core.checks import check_share
 from probemon.core.hierarchy import Ints
+from probemon.core.inputs import prepare_input
 from probemon.core.settings import CascadeConfig
-from probemon.engine.kernels import prepare_input
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.edit import always_on, card_of, copy_pack, made_by, opened
 from probemon.packs.pack import ProbePack

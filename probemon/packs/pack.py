@@ -524,7 +524,7 @@ def _opened_again(kind: type[ProbePack], directory: str, name: str, manifest: di
 
 def _exhaustive_scores(pack: ProbePack, hidden: Tensor) -> Tensor:
     """Scores `[G, P]` of raw states `[G, S, D]` by the reference kernel: what golden scores are."""
-    from probemon.engine.kernels import exhaustive_reference
+    from probemon.core.reference import exhaustive_reference
 
     sites = pack.sites
     return exhaustive_reference({site: hidden[:, i] for i, site in enumerate(sites)}, pack)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, PackCorrupt
 from probemon.packs.edit import opened
 from probemon.packs.manifest import PROBES

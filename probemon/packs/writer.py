@@ -39,9 +39,9 @@ from probemon.core.checks import (
     check_text,
 )
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.inputs import prepare_input
 from probemon.core.probes import Architecture, InputSpec, input_dtype
 from probemon.core.reference import score_reference
-from probemon.engine.kernels import prepare_input
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs import files as packfile
 from probemon.packs.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import StaticCache
 
 from probemon.errors import NotSupportedDecoding
+from probemon.host.cache import n_cached
 from probemon.tracking.align import Forward, Ints
 from probemon.tracking.generation import Generation
 
@@ -20,7 +20,7 @@ from probemon.tracking.generation import Generation
 def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tuple[Forward, Any]:
     """The forward that has the arguments `given`, by name, and its cache; `generation` is None for a plain forward."""
     ids, cache = given.get("input_ids"), given.get("past_key_values")
-    start = 0 if cache is None else _n_cached(cache, given)
+    start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):
             raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
@@ -58,16 +58,3 @@ def _plain_mask(mask: Any) -> Ints | None:
     return found
 
 
-def _n_cached(cache: Any, given: Mapping[str, Any]) -> int:
-    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys that are zero."""
-    told = given.get("cache_position")
-    if told is None:
-        return int(cache.get_seq_length())
-    start = int(told[0])
-    # Of an encoder-decoder, the decoder's own cache is inside.
-    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(cache.get_seq_length()):
-        raise NotSupportedDecoding(
-            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the host's masks are off, so its own "
-            "answer is wrong too (transformers 5.0 does this after a prefill in chunks). Leave prefill_chunk_size out, or upgrade transformers"
-        )
-    return start

@@ -28,6 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
 from probemon.host.abilities import CACHES
+from probemon.host.cache import counted_columns
 from probemon.host.model import is_encoder_decoder
 
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
@@ -78,7 +79,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": _n_cached(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
+        "cached": counted_columns(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
     }  # fmt: skip
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
@@ -144,14 +145,6 @@ def _is_used(cache: Any) -> bool:
         return cache is not None
     held = [value for layer in cache.layers for value in vars(layer).values()]
     return any(isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,)))
-
-
-def _n_cached(cache: Any) -> int:
-    """Columns in a cache; 0 for one that does not count them (of recurrent layers alone)."""
-    try:
-        return 0 if cache is None else int(cache.get_seq_length())
-    except ValueError:
-        return 0
 
 
 def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:

@@ -23,8 +23,9 @@ from torch import Tensor
 from bench.scoring import H1, H2, LOOSE, STRICT, Cell, WrongScores, bank_forward, exact_scores, widened
 from bench.timing import interleaved, rows_of, wall_clock
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.plan import CascadePlan
 from probemon.core.settings import CascadeConfig
-from probemon.engine.cascade import CascadePlan, descend
+from probemon.engine.cascade import descend
 from probemon.engine.device_steps import DeviceSteps
 from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.triton_cascade import DeviceCascade

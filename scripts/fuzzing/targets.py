@@ -21,7 +21,7 @@ from fuzzing import changes, commands, independent, seeds
 from fuzzing.independent import Net, Unreadable
 from fuzzing.target import Call, Target, Wrong
 from probemon.cli.packs import read_object
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.importers.generic import import_safetensors
 from probemon.importers.hallucination import import_head
 from probemon.importers.hatcat import import_pack

@@ -22,7 +22,7 @@ from sae_lens import (
 from sklearn.linear_model import LogisticRegression
 from steerkit.probe import MultinomialProbe, Probe, _split_pair_indices, _stack_xy
 
-from probemon.engine.kernels import exhaustive_reference
+from probemon.core.reference import exhaustive_reference
 from probemon.errors import ImportRefused
 from probemon.importers.probekit import import_collection, import_file, import_probes
 from probemon.importers.probelab import import_files as import_probelab

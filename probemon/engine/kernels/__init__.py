@@ -26,12 +26,8 @@ from probemon.core.probes import input_dtype
 from probemon.core.reference import score_reference
 from probemon.errors import ConfigError, KernelUnavailable
 
-if TYPE_CHECKING:
-    from probemon.packs.pack import ProbePack
-
 IMPLS = ("reference", "cpu", "numba", "triton")
 _NUMBA = (torch.float32, torch.bfloat16, torch.int8)
-_BLOCK_BYTES = 64 << 20
 _TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
 
 
@@ -119,27 +115,6 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     from probemon.engine.kernels.triton_pairs import score_triton
 
     return score_triton(hidden, weights, rows, slots)
-
-
-def exhaustive_reference(hidden: Mapping[str, Tensor], pack: ProbePack, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
-
-    `weights`: others in place of the pack's.
-    """
-    weights = pack.weights if weights is None else weights
-    n = len(next(iter(hidden.values())))
-    own = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
-    # The reference copies every weight it reads: so many probes at a time that this stays bounded.
-    block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
-    for i, spec in enumerate(pack.inputs):
-        probes = (pack.input_index == i).nonzero()[:, 0]
-        x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
-        for some in probes.split(block):
-            for row in range(n):
-                own[row, some] = score_reference(x, weights, torch.full_like(some, row), some)
-    if pack.score_rule == "path":
-        return torch.from_numpy(pack.tree.times_best_parent(own.numpy()))
-    return own
 
 
 __all__ = ["IMPLS", "check_device", "check_impl", "choose_impl", "exhaustive_reference", "prepare_input", "score_probes"]

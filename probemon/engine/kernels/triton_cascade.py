@@ -37,7 +37,7 @@ from probemon.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from probemon.engine.cascade import CascadePlan
+    from probemon.core.plan import CascadePlan
 
 _BLOCK = 64  # entries of a list that a program looks at together
 _MOST = 1024  # active probes of a state that the device path holds

@@ -1,0 +1,103 @@
+"""What does not change from step to step of a descent: where it begins, what opens children, what is kept.
+
+    plan = CascadePlan.of(tree, score_rule, config, expand_thresholds(tree, score_rule, "auto", alert, expand, None), always_on)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.hierarchy import ConceptTree, Ints, Mask
+from probemon.core.scores import Floats
+from probemon.core.settings import CascadeConfig, check_load_threshold
+from probemon.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CascadePlan:
+    """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained."""
+
+    tree: ConceptTree
+    path_rule: bool
+    config: CascadeConfig
+    expand_threshold: Floats
+    always: npt.NDArray[np.bool_]
+    exempt: npt.NDArray[np.bool_]
+
+    @cached_property
+    def start(self) -> Ints:
+        """Ascending ids of `always`."""
+        return np.flatnonzero(self.always)
+
+    def reaching(self, floor: float) -> CascadePlan:
+        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score never rises downward."""
+        return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor))) if self.path_rule else self
+
+    @classmethod
+    def of(
+        cls, tree: ConceptTree, score_rule: str, config: CascadeConfig, expand_threshold: Floats, always_on: Iterable[int]
+    ) -> CascadePlan:
+        """Check that the settings fit the hierarchy. Raises `ConfigError`."""
+        present = set(tree.level.tolist())
+        missing = [level for level in config.base_layers if level not in present]
+        if missing:
+            raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
+        path_rule = score_rule == "path"
+        exempt, always = begins(tree, path_rule, config.base_layers, always_on)
+        if not always.any():
+            raise ConfigError("nothing would ever be scored: give base_layers or always_on")
+        if always.sum() > config.max_loaded_probes:
+            raise ConfigError(
+                f"base and always_on probes (with ancestors) are {int(always.sum())}, max_loaded_probes is "
+                f"{config.max_loaded_probes}: raise it, or choose fewer base_layers"
+            )
+        return cls(tree, path_rule, config, expand_threshold, always, exempt)
+
+
+def begins(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
+    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with the roots and with what is above."""
+    exempt: Mask = np.isin(tree.level, list(base_layers))
+    exempt[list(always_on)] = True
+    always = exempt.copy()
+    if path_rule:
+        always[tree.roots] = True
+        always = tree.close(always[None])[0]
+    return exempt, always
+
+
+def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:
+    """What `load_threshold="auto"` means for a pack."""
+    fallback = "exact" if score_rule == "path" and not np.isnan(alert).any() else 0.3
+    return fallback if recommended is None else recommended
+
+
+def expand_thresholds(
+    tree: ConceptTree, score_rule: str, rule: float | str, alert: Floats, calibrated: Floats, recommended: float | str | None
+) -> Floats:
+    """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it needs."""
+    if rule == "auto":
+        rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))  # a pack may recommend anything
+    if rule == "auto":
+        raise ConfigError("load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or 'calibrated'")
+    if rule == "exact":
+        if score_rule != "path":
+            raise ConfigError("load_threshold='exact' needs the path rule, this pack's scores are independent: give a number")
+        if np.isnan(alert).any():
+            raise ConfigError(
+                f"load_threshold='exact' needs every alert threshold, {int(np.isnan(alert).sum())} are not calibrated: give a number"
+            )
+        return tree.min_over_descendants(alert)
+    if rule == "calibrated":
+        lacking = np.isnan(calibrated) & tree.has_children
+        if lacking.any():
+            raise ConfigError(
+                f"load_threshold='calibrated': {int(lacking.sum())} probes with children have no expand threshold: calibrate the pack"
+            )
+        return calibrated
+    with np.errstate(over="ignore"):  # what fp32 does not hold is over, or under, every score all the same
+        return np.full(tree.n, rule, dtype=np.float32)

@@ -118,7 +118,9 @@ MUTATIONS = [
     ("monitor/run.py", "            self._tell_silence()", "            pass", "a run that watched nothing looks calm"),
     ("offline/corpus.py", "self._runs = model if wrapped else find_layers(host)[0]", "self._runs = find_layers(host)[0]", "a corpus is read without what PEFT's wrapper sets up"),
     ("offline/corpus.py", "padded=self._padded", "padded=True", "padding gets into the documents of a corpus"),
-    ("host/fingerprint.py", "if module not in inside or _of_lora(f\"{prefix}.{name}\"):", "if False:", "an analysis is gone on with under another adapter"),
+    ("offline/corpus.py", "class _Open(threading.local):", "class _Open:", "a corpus is scored by the forwards of other threads"),
+    ("offline/corpus.py", "after=self._looks_ahead", "after=False", "what a host looks ahead at is left out of a corpus"),
+    ("host/fingerprint.py", "if module not in inside or id(tensor) in adapters:", "if False:", "an analysis is gone on with under another adapter"),
     ("tracking/recording.py", "np.argwhere(self.ids != sequences)[:1]", "np.argwhere(self.ids != sequences)[:0]", "the last token of an output is not compared"),
 ]  # fmt: skip
 

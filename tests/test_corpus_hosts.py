@@ -1,11 +1,15 @@
 """A corpus is scored as the model that was given runs: under its adapters, whatever a document is batched with, and as one analysis of one host."""
 
+import threading
+
 import peft
 import pytest
 import torch
 from conftest import HIDDEN, make_model, make_pack
 from corpora import LETTERS, make_tokenizer, random_texts
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     ConvBertConfig,
     ConvBertForMaskedLM,
     DogeConfig,
@@ -22,7 +26,11 @@ from probemon import DynamicProbeManager
 from probemon.bem import BemConfig, attach_bem
 from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
 from probemon.host.abilities import Abilities
-from probemon.host.model import longest_input
+from probemon.host.fingerprint import adapters_fingerprint, fingerprint
+from probemon.host.model import longest_input, unwrap
+from probemon.offline.corpus import CorpusScorer, score_documents
+from probemon.offline.documents import read_documents
+from probemon.offline.windows import Reading, Window, shards
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -135,6 +143,92 @@ def test_windows_are_as_long_as_the_positions_that_a_host_has(tmp_path):
     assert analysis.manifest["totals"]["tokens"] == len(LONG) and analysis.manifest["totals"]["unseen"] == 0
     model.config.max_position_embeddings = -1
     assert longest_input(model) is None
+
+
+def test_what_stands_after_a_text_is_there_where_its_states_depend_on_it(tmp_path):
+    """As the tokenizer gives it, and as it is watched; documents longer than a window have it after each."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(adds_bos=True)  # <s> text </s>
+    for model, ids in ((BertForMaskedLM(BertConfig(**SMALL, num_attention_heads=2)).eval(), [*ids_of(TEXT), 2]), (make_model(), ids_of(TEXT))):
+        manager = DynamicProbeManager(make_pack(tmp_path / type(model).__name__, model, rule="independent"), load_threshold=0.0, keep_top_k=0)
+        with torch.no_grad():
+            expected = manager.score_all(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[2][0, 1 : len(TEXT) + 1])
+        [scored] = score_documents(manager, model, tokenizer, read_documents([TEXT]), exhaustive=True)
+        assert (scored.everything - expected).abs().max() < 2e-5
+        scorer = CorpusScorer(manager, model, tokenizer, Reading(Window(8, 2)))
+        [shard] = shards(read_documents([LONG]))
+        planned = scorer.plan(shard)
+        rows, mask, _ = scorer.arrays(planned.batches[0], planned.tokens)
+        assert all((row[int(n) - 1] == 2) == (model.config.model_type == "bert") for row, n in zip(rows, mask.sum(1), strict=True)) and rows.shape[1] <= 8
+
+
+def test_a_corpus_is_of_the_forwards_of_its_own_thread(tmp_path):
+    """Another thread generates meanwhile, and is between the two layers that are read while a document runs through both of them."""
+    model, tokenizer = make_model(), make_tokenizer()
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.2", "resid_post.0"), rule="independent"))
+    alone = manager.analyze(model, tokenizer, [TEXT, LONG], out=tmp_path / "alone", floor=0.0, reading=Reading(batch_rows=1))
+    between, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    ours, n_begun, made = threading.current_thread(), iter(range(99)), []
+
+    def first(module, args):
+        if threading.current_thread() is ours and next(n_begun) == 1:  # the second document: its forward may be left early
+            go_on.set()
+            assert done.wait(60)
+
+    def second(module, args):
+        if threading.current_thread() is not ours and not between.is_set():
+            between.set()
+            assert go_on.wait(60)
+
+    def generate():
+        ids = torch.tensor([ids_of(TEXT)])
+        made.append(model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0))
+        done.set()
+
+    handles = model.model.layers[0].register_forward_pre_hook(first), model.model.layers[1].register_forward_pre_hook(second)
+    other = threading.Thread(target=generate)
+    other.start()
+    assert between.wait(60)
+    beside = manager.analyze(model, tokenizer, [TEXT, LONG], out=tmp_path / "beside", floor=0.0, reading=Reading(batch_rows=1))
+    other.join()
+    for handle in handles:
+        handle.remove()
+    assert made[0].shape[1] > len(TEXT) + 1
+    assert [alone.scores(document=at).to_pylist() for at in (0, 1)] == [beside.scores(document=at).to_pylist() for at in (0, 1)]
+
+
+def test_a_host_whose_adapter_drops_at_random_is_refused(tmp_path):
+    manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=TARGETS, task_type="CAUSAL_LM"))  # the host itself is in eval mode
+    with pytest.raises(ConfigError, match=r"lora_dropout.*model\.eval\(\)"):
+        manager.analyze(model, make_tokenizer(), [TEXT], out=tmp_path / "out")
+    manager.analyze(model.eval(), make_tokenizer(), [TEXT], out=tmp_path / "out")
+
+
+ADAPTERS = {
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=[], task_type="CAUSAL_LM"),
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=TARGETS[:1], task_type="CAUSAL_LM"),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=TARGETS[:1], task_type="CAUSAL_LM"),
+    "a part that is saved whole": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+    "tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[5], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_every_value_of_an_adapter_counts_and_none_of_the_hosts_does(kind):
+    bare, model = make_model(), peft.get_peft_model(make_model(), ADAPTERS[kind]()).eval()
+    host = unwrap(model)
+    before = adapters_fingerprint(model, host)
+    assert before and fingerprint(host) == fingerprint(bare) and not adapters_fingerprint(bare, bare)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert trained
+    for parameter in trained:
+        with torch.no_grad():
+            parameter.view(-1)[-1] += 1e-3
+        after = adapters_fingerprint(model, host)
+        assert after != before and fingerprint(host) == fingerprint(bare)
+        before = after
 
 
 class Killed(Exception):

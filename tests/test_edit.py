@@ -367,6 +367,8 @@ def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(
     everything = exhaustive_reference(hidden, made)
     for bound in bounds:
         assert bool((everything[:, bound, None] >= everything[:, made.tree.children(bound)]).all())
+    with pytest.raises(ConfigError, match="has bounding probes"):  # whose rounded scores bound nothing
+        quantize(made, tmp_path / "int8")
 
 
 def test_probes_of_all_directions_are_left_flat_and_that_is_said(tmp_path):

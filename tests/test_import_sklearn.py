@@ -1,5 +1,6 @@
 """scikit-learn estimators become probes whose scores are those of predict_proba; what is no sigmoid of one logit is refused by name."""
 
+import inspect
 import pickle
 import warnings
 
@@ -188,7 +189,8 @@ REFUSED = {
     "tanh": (mlp(activation="tanh"), TWO, "activation='tanh'.*relu"),
     "three layers": (mlp(hidden_layer_sizes=(4, 3, 2)), TWO, "3 hidden layers"),
     "polynomial": (make_pipeline(PolynomialFeatures(), LogisticRegression()), TWO, "PolynomialFeatures.*not affine"),
-    "clipped": (make_pipeline(MinMaxScaler(clip=True), LogisticRegression()), TWO, "clip=False"),
+    "clipped": (make_pipeline(MinMaxScaler(clip=True), LogisticRegression()), TWO, "MinMaxScaler with clip=True"),
+    "clipped by its largest": (make_pipeline(MaxAbsScaler(clip=True), LogisticRegression()), TWO, "MaxAbsScaler with clip=True"),
     "softmax within labels": (MultiOutputClassifier(OneVsRestClassifier(LogisticRegression())), np.stack([THREE, THREE], axis=1), "has 3 outputs"),
 }
 
@@ -233,3 +235,22 @@ def test_bad_input_is_one_error_that_names_it(tmp_path):
     with pytest.raises(PackError, match="exists"):
         imported(tmp_path, fit(LogisticRegression()))
     imported(tmp_path, fit(LogisticRegression(C=0.1)), overwrite=True)
+
+
+SWITCHES = [
+    (kind, name, not default.default)
+    for kind in (StandardScaler, MinMaxScaler, MaxAbsScaler, RobustScaler, PCA)
+    for name, default in inspect.signature(kind).parameters.items()
+    if isinstance(default.default, bool) and name != "copy"
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), SWITCHES, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_every_switch_of_a_step_is_followed_or_refused(kind, name, value, tmp_path):
+    """Outside of the range that it was fitted on, too, where what is not affine shows."""
+    try:
+        pack = imported(tmp_path, fit(make_pipeline(kind(**{name: value}), estimator := LogisticRegression())))
+    except ImportRefused:
+        return
+    pipeline = fit(make_pipeline(kind(**{name: value}), estimator))
+    assert np.abs(scores(pack, 4 * NEW)[:, 0] - pipeline.predict_proba(4 * NEW)[:, 1]).max() < 2e-6

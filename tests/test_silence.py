@@ -158,5 +158,10 @@ def test_an_adapter_that_changes_between_two_turns_is_told(manager):
         second = model.generate(input_ids=torch.cat([first, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
         model.set_adapter("two")
         third = model.generate(input_ids=torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
+        model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("two", 3.0)
+        fourth = model.generate(input_ids=torch.cat([third, IDS[:, :1]], dim=1), past_key_values=DynamicCache(), **GREEDY)
+        again = model.generate(input_ids=torch.cat([fourth, IDS[:, :1]], dim=1), **GREEDY)
+        model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("two", 1.0)
+    assert run.result(fourth).host != run.result(third).host and not run.result(again).host_changed
     assert not run.result(second).host_changed
     assert run.result(third).host.adapters == ("two",) and run.result(third).host_changed

@@ -189,7 +189,7 @@ class Scores:
 class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
-    `adapters`: PEFT's, active (by row, where each has its own), and "bem" for one of `probemon.bem`; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights;
+    `adapters`: PEFT's, active (by row, where each has its own), and "bem" for one of `probemon.bem`; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights; `adapter_scales`: by what an active LoRA's update is multiplied, every value that some layer has;
     `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 
@@ -198,6 +198,7 @@ class HostState:
     adapters: tuple[str, ...]
     adapters_disabled: tuple[str, ...]
     adapters_merged: tuple[str, ...]
+    adapter_scales: tuple[tuple[str, float], ...]
     quantisation: str
     devices: tuple[str, ...]
     n_ranks: int

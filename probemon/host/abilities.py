@@ -36,7 +36,7 @@ from probemon.host.twin import VOCABULARY, OwnRandomness, shrunken, twin, window
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
 BAR = 1e-2  # of the largest logit: rounding stays below 3e-3, a state that is lost or another row's is above 5e-2
-PADDING_AFTER = "padding after"
+PADDING_AFTER, MORE_AFTER = "padding after", "more after"
 LENGTHS_MATTER = ("longrope", "dynamic")  # one long row changes how positions are told apart in all rows
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
@@ -198,6 +198,12 @@ class Abilities:
         apart = None if tried is None else tried.apart(PADDING_AFTER)
         return apart is not None and apart <= BAR
 
+    def looks_ahead(self, length: int = 0) -> bool:
+        """Whether a token's state may depend on tokens after it; rows may be up to `length` long."""
+        tried = _tried(self._model, length)
+        apart = None if tried is None else tried.apart(MORE_AFTER)
+        return apart is None or not apart <= BAR
+
     def drops_mask(self) -> bool:
         """Whether the host's forward takes an attention mask and its decoder, as far as is known, is never given it."""
         tried = _tried(self._model)
@@ -342,8 +348,8 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 
 def _try(model: Any, way: str) -> float:
-    if way == PADDING_AFTER:
-        return _try_padding_after(model)
+    if way in (PADDING_AFTER, MORE_AFTER):
+        return _try_after(model, way == PADDING_AFTER)
     if way.startswith(("forward", "pieces", "whole")):
         return _try_forwards(model, way)
     return _try_generate(model, way)
@@ -448,12 +454,12 @@ def _try_forwards(model: Any, way: str) -> float:
     return _far(torch.cat(answers), _truth(model, rows[0]))
 
 
-def _try_padding_after(model: Any) -> float:
-    """A row beside a longer one, both beyond a short window, against the same row alone."""
+def _try_after(model: Any, padding: bool) -> float:
+    """A row that goes on, by padding beside a longer one or by more tokens, against the same row alone; beyond a short window."""
     short, long = torch.tensor([ROWS[0] * 2]), torch.tensor([ROWS[1] * 3])
-    ids = torch.cat([torch.nn.functional.pad(short, (0, long.shape[1] - short.shape[1])), long])
+    ids = torch.cat([torch.cat([short, torch.zeros_like(long) if padding else long], dim=1)[:, : long.shape[1]], long])
     mask = torch.ones_like(ids)
-    mask[0, short.shape[1] :] = 0
+    mask[0, short.shape[1] :] = int(not padding)
     decoder, _ = find_layers(model)
     alone, beside = (_logits(decoder(input_ids=x, attention_mask=y, use_cache=False)) for x, y in ((short, torch.ones_like(short)), (ids, mask)))
     return _far(beside[0, : short.shape[1]], alone[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from probemon.host.adapters import OWN_NAME, own_of, wrapper_of
 from probemon.host.model import text_config
 
 _SAMPLES = 16
+_INNER = ("base_layer", "original_module")  # what a layer of PEFT calls the one that it is around
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
 
@@ -39,12 +41,11 @@ def fingerprint(model: Any) -> str:
 
 
 def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    adapters = _of_adapters(decoder)
     for prefix, module in decoder.named_modules():
-        if _of_lora(prefix):
-            continue
         with _in_memory(module):
             for name, parameter in module.named_parameters(recurse=False):
-                if name.startswith("lora_"):
+                if id(parameter) in adapters:
                     continue
                 whole = parameter.detach()
                 if not hasattr(whole, "__tensor_flatten__"):
@@ -52,8 +53,22 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
                 else:  # a quantised or sharded tensor of a class of its own has few operations
                     flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
                 sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
-                full = f"{prefix}.{name}".replace("._orig_mod.", ".").lstrip(".").replace(".base_layer.", ".")
+                full = re.sub(r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}").lstrip(".")
                 yield full, tuple(parameter.shape), sample
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """Ids of the tensors that PEFT put beside a model's own: all of its layers but what they are around."""
+    found = set[int]()
+    for module in model.modules():
+        inner = next((name for name in _INNER if module._modules.get(name) is not None), None)
+        if inner is not None and hasattr(type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"):
+            found |= _tensors(module) - _tensors(module._modules[inner])
+    return found
+
+
+def _tensors(module: nn.Module | None) -> set[int]:
+    return set() if module is None else {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _in_memory(module: nn.Module) -> Any:
@@ -82,14 +97,13 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 
 def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     """All that adapters are, by name."""
-    own = own_of(host)
-    inside = set(host.modules())
+    own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
     around = [(name, module) for name, module in model.named_modules() if module not in inside]  # X-LoRA decides outside of its host
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):
-            for name, parameter in module.named_parameters(recurse=False):
-                if module not in inside or _of_lora(f"{prefix}.{name}"):
-                    yield f"{prefix}.{name}", _bytes(parameter)
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if module not in inside or id(tensor) in adapters:
+                    yield f"{prefix}.{name}", _bytes(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
             yield f"{prefix}.scaling", json.dumps({str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True).encode()
     for adapter, config in getattr(wrapper_of(model), "peft_config", {}).items():
@@ -107,7 +121,3 @@ def _bytes(tensor: Tensor) -> bytes:
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
     flat = whole.reshape(-1).contiguous().view(torch.uint8).cpu()
     return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + flat.numpy().tobytes()
-
-
-def _of_lora(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))

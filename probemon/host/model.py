@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from probemon.core.probes import parse_site
 from probemon.core.scores import HostState
@@ -34,6 +35,16 @@ def text_config(model: Any) -> Any:
 def hidden_size(model: Any) -> int:
     """Width D of the residual stream."""
     return int(text_config(model).hidden_size)
+
+
+def drops_at_random(model: Any) -> str | None:
+    """The name of a part that drops values at random when it is run, if there is one. Adapters that are put on later may train where the host does not."""
+    for name, module in model.named_modules():
+        if module.training:
+            rates = (value for key, value in vars(module).items() if "drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                return name or type(module).__name__
+    return None
 
 
 def longest_input(model: Any) -> int | None:
@@ -109,6 +120,7 @@ def host_state(model: Any) -> HostState:
     """What changes a host's hidden states without its being another model, as it is now."""
     adapters: set[str] = set()
     merged: set[str] = set()
+    scales: set[tuple[str, float]] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
     tuned: dict[type, bool] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
@@ -119,6 +131,7 @@ def host_state(model: Any) -> HostState:
         if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
+            scales |= {(str(name), float(scale)) for name, scale in getattr(module, "scaling", {}).items()}
             disabled |= bool(module.disable_adapters)
             for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
                 by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
@@ -131,7 +144,8 @@ def host_state(model: Any) -> HostState:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
     return HostState(
         model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
-        adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)), quantisation=", ".join(sorted(kinds)),
+        adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)),
+        adapter_scales=tuple(sorted(scale for scale in scales if scale[0] in adapters)), quantisation=", ".join(sorted(kinds)),
         devices=tuple(sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})),
         n_ranks=int(getattr(model, "tp_size", None) or 1),
     )  # fmt: skip

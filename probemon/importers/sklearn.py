@@ -172,9 +172,9 @@ def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Cl
 def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor, Tensor]:
     """What a scaler subtracts, then divides by; `[D]` fp64. A scaler without one of them has None."""
     zero, one = torch.zeros(size, dtype=torch.float64, device="cpu"), torch.ones(size, dtype=torch.float64, device="cpu")
+    if getattr(step, "clip", False):
+        raise ImportRefused(f"{name}: {kind} with clip=True is not affine: fit it with clip=False")
     if kind == "MinMaxScaler":
-        if step.clip:
-            raise ImportRefused(f"{name}: MinMaxScaler with clip=True is not affine: fit it with clip=False")
         scale = 1 / _tensor(_fitted(name, step, "scale_"))
         return -_tensor(step.min_) * scale, scale
     centre = getattr(step, {"StandardScaler": "mean_", "RobustScaler": "center_"}.get(kind, ""), None)

@@ -10,6 +10,7 @@ The host is stopped after the last layer that the pack reads: what comes after c
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,15 @@ from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
 from probemon.host.compatibility import check_host
-from probemon.host.model import compiled_parts, find_layers, hidden_size, is_encoder_decoder, longest_input, unwrap
+from probemon.host.model import (
+    compiled_parts,
+    drops_at_random,
+    find_layers,
+    hidden_size,
+    is_encoder_decoder,
+    longest_input,
+    unwrap,
+)
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.offline.documents import Document
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
@@ -84,6 +93,12 @@ class _Read(BaseException):
     """Raised by a tap to end a forward that has shown all it has to; not an `Exception`, so that nothing on its way out catches it."""
 
 
+class _Open(threading.local):
+    """What the forward of this thread that is ours has shown, by site; None while there is none."""
+
+    seen: dict[str, list[Tensor]] | None = None
+
+
 def score_documents(
     manager: DynamicProbeManager, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
     exhaustive: bool = False, strict: bool = False, progress: Callable[[float, int], object] | None = None,
@@ -109,22 +124,24 @@ class CorpusScorer:
         host = unwrap(model)
         if is_encoder_decoder(host):
             raise NotSupportedHost(f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a decoder alone")
-        if host.training:
-            raise ConfigError(f"{type(host).__name__} is training, and drops at random: call model.eval()")
+        dropping = "the whole" if host.training else drops_at_random(model)
+        if dropping is not None:
+            raise ConfigError(f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()")
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
         self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
         self.window = reading.window_for(type(host).__name__, longest_input(host))
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.
-        self._padded = Abilities(host).takes_padding(self.window.n_tokens)
+        abilities = Abilities(host)
+        self._padded, self._looks_ahead = abilities.takes_padding(self.window.n_tokens), abilities.looks_ahead(self.window.n_tokens)
         wrapped = needs_its_wrapper(model, host)
         self._runs = model if wrapped else find_layers(host)[0]
         self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
         self._rehearses = rehearsal(host)
         self._width = hidden_size(host)  # the pack's, as check_host has seen
         self._known = False  # that a forward shows each site once
-        self._seen: dict[str, list[Tensor]] = {}
+        self._open = _Open()
         self._stop = False
 
     def score(
@@ -192,7 +209,7 @@ class CorpusScorer:
 
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
         try:
-            found = encode(self.tokenizer, text, special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special)
+            found = encode(self.tokenizer, text, special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special, after=self._looks_ahead)
         except Exception as error:  # of the tokenizer's own, over one text: the others are not to suffer
             return None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (found, "") if len(found) else (None, "no tokens")
@@ -205,7 +222,7 @@ class CorpusScorer:
         for row, piece in enumerate(rows):
             found = tokens[piece.place]
             assert found is not None
-            ids[row, : piece.n_prefix], ids[row, piece.n_prefix : len(piece)] = found.prefix, found.ids[piece.begin : piece.stop]
+            ids[row, : len(piece)] = [*found.prefix, *found.ids[piece.begin : piece.stop], *found.suffix]
             mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it: see _padded
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
@@ -215,12 +232,15 @@ class CorpusScorer:
     def _run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
         """Run the host over a batch; the states `[N, D]` of the tokens scored in it, row by row, at every site."""
         ids, mask, where = self.arrays(rows, tokens)
-        self._seen = {site: [] for site in self.manager.pack.sites}
+        seen: dict[str, list[Tensor]] = {site: [] for site in self.manager.pack.sites}
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
-            with suppress(_Read):
-                self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
-            seen, self._seen = self._seen, {}
+            self._open.seen = seen  # of this thread alone: others may run the same model meanwhile
+            try:
+                with suppress(_Read):
+                    self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
+            finally:
+                self._open.seen = None
             for site, hidden in seen.items():
                 if len(hidden) != 1:
                     raise AlignmentError(ran_again(site) if hidden else f"a forward of the host ended without reaching {site}")
@@ -229,9 +249,10 @@ class CorpusScorer:
             return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
-        if site in self._seen and not self._rehearses():  # else a forward of somebody else's, between two batches
-            self._seen[site].append(hidden)
-            if self._stop and all(self._seen.values()):
+        seen = self._open.seen
+        if seen is not None and not self._rehearses():  # else a forward of somebody else's
+            seen[site].append(hidden)
+            if self._stop and all(seen.values()):
                 raise _Read
 
     def _sampled(self, planned: _Planned, rows: Sequence[Piece]) -> Mask | None:

@@ -6,7 +6,8 @@
     for shard in shards(documents): shard.index, shard.documents, shard.digest
 
 Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a text begin
-every window and are not scored; those it would put after are left out, since no state before them depends on them.
+every window and are not scored; those that it puts after a text end every window where a host's states depend on what follows, and
+are left out where none does.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ SPECIAL = ("bos", "tokenizer", "none")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and the special tokens before it."""
+    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and the special tokens before and after it."""
 
     ids: Ints
     start: Ints
     end: Ints
     prefix: tuple[int, ...]
+    suffix: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -94,9 +96,10 @@ class Piece:
     scored: int
     stop: int
     n_prefix: int
+    n_suffix: int = 0
 
     def __len__(self) -> int:
-        return self.n_prefix + self.stop - self.begin
+        return self.n_prefix + self.stop - self.begin + self.n_suffix
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,12 @@ class Shard:
         return sha.hexdigest()
 
 
-def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False) -> Tokens:
+def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False) -> Tokens:
     """Tokens of a text.
 
     `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it adds none its
     beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
-    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
+    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters. `after`: with those that the tokenizer puts after it.
     """
     fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
     found = tokenizer(
@@ -130,8 +133,8 @@ def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_spec
         return_attention_mask=False, truncation=False, verbose=False,
     )  # fmt: skip
     ids = np.asarray(found["input_ids"], dtype=np.int64)
-    before, n_after = _added(tokenizer) if added else ((), 0)
-    inside = slice(len(before), len(ids) - n_after)
+    before, behind = _added(tokenizer) if added else ((), ())
+    inside = slice(len(before), len(ids) - len(behind))
     if fast:
         offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         start, end = offsets[inside, 0], offsets[inside, 1]
@@ -140,27 +143,27 @@ def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_spec
     bos = getattr(tokenizer, "bos_token_id", None)
     if special_tokens == "bos" and not before and bos is not None:
         before = (int(bos),)
-    return Tokens(ids[inside], start, end, before)
+    return Tokens(ids[inside], start, end, before, behind if after else ())
 
 
-def _added(tokenizer: Any) -> tuple[tuple[int, ...], int]:
-    """The special tokens that a tokenizer puts before a text, and how many after it."""
+def _added(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that a tokenizer puts before a text, and after it."""
     bare = tokenizer("a", add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True, return_attention_mask=False, verbose=False)["input_ids"]
     at = next((i for i in range(len(whole) - len(bare) + 1) if list(whole[i : i + len(bare)]) == list(bare)), 0)
-    return tuple(whole[:at]), len(whole) - at - len(bare)
+    return tuple(whole[:at]), tuple(whole[at + len(bare) :])
 
 
 def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
     """The pieces of a document, in order; each of its tokens is scored in one of them."""
-    n_prefix, n = len(tokens.prefix), len(tokens)
-    room = window.n_tokens - n_prefix
+    n_prefix, n_suffix, n = len(tokens.prefix), len(tokens.suffix), len(tokens)
+    room = window.n_tokens - n_prefix - n_suffix
     if room <= window.overlap:
-        raise ConfigError(f"windows of {window.n_tokens} tokens begin with {n_prefix} special ones and overlap by {window.overlap}: nothing is left")
+        raise ConfigError(f"windows of {window.n_tokens} tokens have {n_prefix + n_suffix} special ones and overlap by {window.overlap}: nothing is left")
     pieces, begin, scored = [], 0, 0
     while scored < n:
         stop = min(begin + room, n)
-        pieces.append(Piece(place, begin, scored, stop, n_prefix))
+        pieces.append(Piece(place, begin, scored, stop, n_prefix, n_suffix))
         begin, scored = stop - window.overlap, stop
     return pieces
 

@@ -49,6 +49,12 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     pack = opened(pack)
     if pack.dtype == torch.int8:
         raise ConfigError(f"{pack.name} is int8 already")
+    bounding = next((concept["id"] for concept in pack.concepts if concept.get("bounding")), None)
+    if bounding is not None:
+        raise ConfigError(
+            f"{pack.name} has bounding probes ({bounding!r}), whose scores would no longer be over those of all their members once the weights are rounded: what fires would be "
+            "missed. Quantise the pack that its hierarchy was proposed for, which is flat"
+        )
     pack.check_finite()
     weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
     pack.check_unchanged()

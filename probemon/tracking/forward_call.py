@@ -23,7 +23,7 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):
-            raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids, or detach")
+            raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids (a host with images makes embeddings of them by itself: use generate()), or detach")
         ids = generation.ids_of_embeds(given["inputs_embeds"], start)
     if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
         if generation is None or (generation.ids is None and not generation.by_hand):

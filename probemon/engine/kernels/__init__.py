@@ -15,7 +15,6 @@ import importlib.util
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor

@@ -27,7 +27,7 @@ from probemon.core.plan import CascadePlan
 from probemon.core.scores import AUDITED, Coverage, Gap, RowState, Scores
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
-from probemon.engine.build import Part, choose_for, engines_of, parts_of
+from probemon.engine.build import choose_for, engines_of
 from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
 from probemon.engine.joint import JointArena, JointInputs, JointPlan, Together
 from probemon.engine.kernels import check_device
@@ -36,6 +36,7 @@ from probemon.engine.pairs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inpu
 from probemon.errors import ConfigError
 from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
+from probemon.packs.configured import Part, parts_of
 from probemon.packs.group import AnyPack, PackGroup, one_or_several
 from probemon.packs.pack import ProbePack
 

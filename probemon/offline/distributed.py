@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from probemon import errors
-from probemon.cli.common import load_model
 from probemon.core.checks import check_count
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
+from probemon.host.loading import load_model
 from probemon.offline.analysis_folder import MANIFEST, Analysis
 from probemon.offline.analyze import Progress, Tables, check_apart, check_known, environment, identity, kernel_of, write
 from probemon.offline.corpus import CorpusScorer

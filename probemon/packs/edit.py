@@ -26,9 +26,9 @@ from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, begins
 from probemon.core.settings import CascadeConfig
-from probemon.engine.build import Part
-from probemon.engine.build import named as of_pack
 from probemon.errors import ConfigError, PackError
+from probemon.packs.configured import Part
+from probemon.packs.configured import named as of_pack
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ALWAYS, ProbePack
 from probemon.packs.widen import common, embed

@@ -20,11 +20,11 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
+from probemon.core.files import write_text_atomically
 from probemon.host.model import find_layers, site_module
 from probemon.monitor.stream import encode
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Window
-from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import bbc
 

@@ -40,11 +40,11 @@ from transformers import GenerationConfig
 import provenance
 from architecture_corpus import corpus
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.files import write_text_atomically
 from probemon.errors import ProbemonError
 from probemon.host.abilities import CACHES
 from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.twin import VOCABULARY, shrunken, twin
-from probemon.packs.files import write_text_atomically
 
 ROOT = Path(__file__).parent.parent
 BAR = (

@@ -40,7 +40,7 @@ from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.losses import Batch, LossWeights
 from probemon.bem.policy import Categorical, Gaussian, improve, regret
 from probemon.bem.training import TrainSettings, evaluate, fit, train
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from provenance import commit, machine
 
 ROOT = Path(__file__).resolve().parent.parent

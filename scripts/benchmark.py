@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from bench.scoring import Cell, WrongScores
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from profile_cascade import Disagreement
 from provenance import commit, machine
 

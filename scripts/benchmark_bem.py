@@ -36,7 +36,7 @@ from transformers import DynamicCache
 
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bundled import load_bundled
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from probemon.telemetry.monitor import RoutingMonitor
 from provenance import commit, machine
 

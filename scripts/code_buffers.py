@@ -28,7 +28,7 @@ import torch
 from benchmark_bem import GRID, SITES, weighted
 from probemon.bem import BemConfig, attach_bem
 from probemon.bundled import load_bundled
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from provenance import commit, machine
 
 ROUNDS = 31

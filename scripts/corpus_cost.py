@@ -29,12 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
+from probemon.core.files import write_text_atomically
 from probemon.host.model import find_layers
 from probemon.offline.analyze import analyze
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, shards
-from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import bbc
 

@@ -40,7 +40,7 @@ from fuzzing.case import Room
 from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
 from fuzzing.targets import TARGETS
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from provenance import commit, machine
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.

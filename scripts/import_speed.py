@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from probemon.core.files import write_text_atomically
 from probemon.importers.hatcat import import_pack
-from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 
 LEVELS = (5, 23, 241, 1283, 2603, 2687, 1158)  # 8,000

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon import ProbePack
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from probemon.packs.quantize import quantize
 from provenance import commit
 

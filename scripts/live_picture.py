@@ -16,7 +16,7 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli.app import PROMPT
 from probemon.cli.live_view import LiveView
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 
 
 def main() -> None:

@@ -28,13 +28,13 @@ from tqdm import tqdm
 from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.bundled import MODEL_ID, load_bundled
+from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson
 from probemon.host.fingerprint import fingerprint
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, shards
-from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import Text, mails
 

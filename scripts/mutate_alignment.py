@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from probemon.packs.files import write_text_atomically
+from probemon.core.files import write_text_atomically
 from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,6 +22,7 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import cache_dir, load_bundled
+from probemon.core.files import write_text_atomically
 from probemon.core.intervals import mean_interval
 from probemon.core.scores import Scores
 from probemon.engine.audit import TOP, compare
@@ -32,7 +33,6 @@ from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Reach, calibrate_expansion
 from probemon.offline.windows import Reading, shards
-from probemon.packs.files import write_text_atomically
 from provenance import commit, machine
 from real_text import bbc
 from wordnet_pack.dataset import Source, prepare

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.files import write_text_atomically
 from probemon.core.intervals import upper_bound
-from probemon.packs.files import write_text_atomically
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, History, Stream, largest
 from probemon.telemetry.tally import Tally
 from provenance import commit, machine

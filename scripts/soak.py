@@ -24,8 +24,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.files import write_text_atomically
 from probemon.host.fingerprint import fingerprint
-from probemon.packs.files import write_text_atomically
 from probemon.sinks import JsonLinesSink
 from provenance import commit, machine
 

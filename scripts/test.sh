@@ -10,6 +10,7 @@ if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/n
 fi
 export PYTHONDONTWRITEBYTECODE=  # tests start many processes, which would each compile us anew
 echo "== ruff"; .venv/bin/ruff check .
+echo "== imports"; .venv/bin/lint-imports --no-cache > /dev/null || { .venv/bin/lint-imports --no-cache; exit 1; }
 types=$(mktemp); trap 'rm -f "$types"' EXIT
 .venv/bin/mypy > "$types" 2>&1 & checking=$!  # beside the tests: alone it would leave a core idle
 failed=0

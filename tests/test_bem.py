@@ -20,8 +20,8 @@ from probemon import DynamicProbeManager
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
 from probemon.bem.sites import dense_update
+from probemon.core.files import sha256
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
-from probemon.packs.files import sha256
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 ALL = ("q", "k", "v", "o", "down")

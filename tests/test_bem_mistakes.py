@@ -19,6 +19,7 @@ from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
+from probemon.core.files import sha256
 from probemon.errors import (
     BemError,
     BemFileError,
@@ -28,7 +29,6 @@ from probemon.errors import (
     NotSupportedDecoding,
     NotSupportedHost,
 )
-from probemon.packs.files import sha256
 from probemon.telemetry import RoutingJsonLines, RoutingMonitor, RoutingSettings
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}

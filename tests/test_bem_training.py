@@ -11,8 +11,8 @@ from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import POLICIES
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
 from probemon.bem.training import Objective
+from probemon.core.files import sha256
 from probemon.errors import BemError
-from probemon.packs.files import sha256
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8, "sites": ("q", "k", "v", "o", "down"), "spectral_cap": None}
 IDS = torch.randint(3, VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import figures
 from probemon import DynamicProbeManager
+from probemon.core.files import write_text_atomically
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
-from probemon.packs.files import write_text_atomically
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -8,8 +8,8 @@ from conftest import HIDDEN, make_pack
 from safetensors.torch import load_file, save_file
 
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.files import sha256
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
-from probemon.packs.files import sha256
 
 
 def forge(pack, target, change):

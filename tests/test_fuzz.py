@@ -24,11 +24,12 @@ from fuzzing.mutate import Link, write_tree
 from fuzzing.targets import TARGETS, Target
 from probemon import DynamicProbeManager, ProbePack, errors
 from probemon.cli.packs import read_object
+from probemon.core.files import sha256
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackCorrupt, PackError
 from probemon.importers.weights import Folder, load_plain
 from probemon.packs.edit import rename
-from probemon.packs.files import MAX_CARD_BYTES, sha256
+from probemon.packs.files import MAX_CARD_BYTES
 from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_concepts, read_manifest
 
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.json"

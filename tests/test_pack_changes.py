@@ -26,6 +26,7 @@ from fuzzing import changes, tensorfile
 from fuzzing.changes import CHANGES, KEPT, PROBES, WHOLE, aged, judge_one, size_in_memory
 from fuzzing.target import Wrong
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.files import sha256
 from probemon.core.probes import Architecture
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, PackVersionError, ProbemonError
@@ -166,7 +167,7 @@ def test_what_is_written_of_a_pack_has_its_own_card_even_where_the_pack_was_repl
 
 def test_a_pinned_folder_is_checked_as_it_is_opened(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
-    pin = packfile.sha256(folder / "manifest.json")
+    pin = sha256(folder / "manifest.json")
     real = ProbePack._read.__func__
 
     def late(cls, opened, *arguments):

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
+from probemon.core.files import sha256
 from probemon.engine.kernels import IMPLS
 from probemon.errors import ConfigError, PackCorrupt, PackError
-from probemon.packs.files import sha256
 from probemon.packs.quantize import quantize, quantize_weights
 
 

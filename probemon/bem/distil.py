@@ -52,9 +52,9 @@ from probemon.bem.losses import (
 )
 from probemon.bem.sites import Site, SiteUpdate, device_of
 from probemon.bem.training import History, TrainSettings, fit
+from probemon.core.files import save_tensors, write_text_atomically
 from probemon.errors import BemError, BemFileError, ConfigError, NotSupportedHost
 from probemon.host.model import find_layers
-from probemon.packs.files import save_tensors, write_text_atomically
 
 METHODS = ("constant", "mean", "least_squares")
 STARTS = ("nearest", "fresh")

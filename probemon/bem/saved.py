@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site, find_sites
+from probemon.core.files import save_tensors, sha256, write_text_atomically
 from probemon.errors import BemFileError, ConfigError, HostMismatch
 from probemon.host.fingerprint import fingerprint
 from probemon.host.model import find_layers, hidden_size
-from probemon.packs.files import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"

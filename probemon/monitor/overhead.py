@@ -10,13 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
+from probemon.engine.scorer import Scorer
+from probemon.monitor.run import MonitorRun
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Clock(StoppingCriteria):
 
 
 def overhead(
-    manager: DynamicProbeManager, model: Any, inputs: Mapping[str, Any], *, n_tokens: int = 6, n_pairs: int = 16,
+    manager: Scorer, model: Any, inputs: Mapping[str, Any], *, n_tokens: int = 6, n_pairs: int = 16,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Overhead:  # fmt: skip
     """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and as often watched, the order turned each time.
@@ -62,7 +62,7 @@ def overhead(
             "max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False, "stopping_criteria": StoppingCriteriaList([clock])
         }  # fmt: skip
         if watched:
-            with manager.attach(model) as run:
+            with MonitorRun(manager, model) as run:
                 model.generate(**inputs, **options)
             if keep:
                 inside.extend(list(run.forward_seconds)[1:])

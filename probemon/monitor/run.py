@@ -16,10 +16,10 @@ import secrets
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT, Gap, Scores, TokenBatch
 from probemon.engine.audit import sample
+from probemon.engine.scorer import Scorer
 from probemon.errors import (
     AlignmentError,
     CallbackFailed,
@@ -55,13 +56,30 @@ from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording, Tokens, find_recording, keep_newest
 from probemon.tracking.watcher import Watcher
 
-if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
-    from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
-
 Listener = Callable[[Placed, Scores], None]
 LOG = logging.getLogger("probemon")
 _KEPT = 1000  # gaps and failures, where one may come with every token
+
+
+# Calls a callback of the user's, and keeps what it raises for the end: what it is, the function, its arguments.
+Guard = Callable[..., None]
+
+
+class Companion(Protocol):
+    """What reads more of the forwards that a run watches: the outputs at `sites`, beside the probes."""
+
+    @property
+    def sites(self) -> Sequence[Any]:
+        """Of what else the outputs are read."""
+
+    def beside(self, score: ScoreTokens) -> ScoreTokens:
+        """`score`, which takes the tokens' other states along."""
+
+    def ended(self, recording: Recording) -> None:
+        """A generation has ended."""
+
+    def close(self) -> Sequence[Exception]:
+        """The run has ended; what went wrong in the background."""
 
 
 class MonitorRun:
@@ -70,15 +88,15 @@ class MonitorRun:
     `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
     with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
     `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many tokens
-    keep their scores at least, the oldest are forgotten first (None: all). `routing`: True, or how: the routers of the model are watched beside it
-    (`run.routing`, see `probemon.telemetry.monitor`). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
+    keep their scores at least, the oldest are forgotten first (None: all). `companion(model, guard)` makes what is recorded of the same forwards
+    beside probes (`run.routing`). Raises `HostMismatch` (hidden size, layer count; with `strict` also another
     model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
     """
 
     def __init__(
-        self, manager: DynamicProbeManager, model: Any, tokenizer: Any = None, *, strict: bool = False,
+        self, manager: Scorer, model: Any, tokenizer: Any = None, *, strict: bool = False,
         on_gap: str | Callable[[Gap], object] = "raise", callback_errors: str = "raise", keep_tokens: int | None = None,
-        routing: bool | RoutingSettings = False,
+        companion: Callable[[Any, Guard], Companion] | None = None,
     ) -> None:  # fmt: skip
         if on_gap != "raise" and not callable(on_gap):
             raise ConfigError(f'on_gap is {on_gap!r}: give "raise" or a callable that takes the gap')
@@ -94,14 +112,12 @@ class MonitorRun:
         self.n_failures = 0
         self.audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
         self._on_gap, self._raise_failures, self._keep_tokens = on_gap, callback_errors == "raise", keep_tokens
-        self.routing: RoutingRecorder | None = None
+        self.routing: Any = None  # the companion: what else is recorded of the same forwards
         sites: list[str | Site] = list(manager.pack.sites)
         score: ScoreTokens = self._score
         on_end: Callable[[Recording], None] | None = None
-        if routing:
-            from probemon.telemetry.recorder import RoutingRecorder
-
-            self.routing = RoutingRecorder(model, None if routing is True else routing, self._call)
+        if companion is not None:
+            self.routing = companion(model, self._call)
             sites, score, on_end = [*sites, *self.routing.sites], self.routing.beside(score), self.routing.ended
         self._watcher = Watcher(
             model, sites, manager.pack.n_probes, score, check=self._check, on_gap=None if on_gap == "raise" else self._gap, on_end=on_end,

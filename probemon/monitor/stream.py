@@ -18,21 +18,20 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from probemon.core.checks import check_count
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
+from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
+from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
 from probemon.tracking.align import Placed
 from probemon.tracking.generate_call import read_call
 from probemon.tracking.recording import LAST
-
-if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[
 
 
 def stream(
-    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
     include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
 ) -> Iterator[TokenEvent]:  # fmt: skip
     """Events of one sequence; `generate`: arguments of `model.generate`. What it raises is raised here."""
@@ -85,7 +84,7 @@ def stream(
 
 
 def stream_async(
-    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
     include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
 ) -> AsyncIterator[TokenEvent]:  # fmt: skip
     """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is closed."""
@@ -117,13 +116,13 @@ class _Generating:
     """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
 
     def __init__(
-        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]],
+        self, manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]],
         include_prompt: bool, strict: bool, max_waiting: int, generate: dict[str, Any],
     ) -> None:  # fmt: skip
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
         max_waiting = check_count("max_waiting", max_waiting, least=1, remedy="it counts batches of tokens that wait for the reader, so give 1 or more")
-        self._run = manager.attach(model, tokenizer, strict=strict)
+        self._run = MonitorRun(manager, model, tokenizer, strict=strict)
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate

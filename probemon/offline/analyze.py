@@ -17,13 +17,14 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from probemon.core.checks import check_bool, check_number, is_int, shown
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
+from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.host.model import host_state
@@ -34,14 +35,11 @@ from probemon.offline.windows import Reading, Shard, shards
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import CONCEPTS, PROBES
 
-if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
-
 Progress = Callable[[float, int], object]
 
 
 def analyze(
-    manager: DynamicProbeManager, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False,
+    manager: Scorer, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False,
     floor: float | str = "fired", reading: Reading | None = None, keep_text: bool = True, text_field: str = "text", id_field: str = "id",
     max_chars: int = MAX_CHARS, strict: bool = False, rank: int = 0, world_size: int = 1, progress: Progress | None = None,
 ) -> Analysis:  # fmt: skip

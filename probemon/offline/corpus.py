@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import Scores
 from probemon.engine.audit import sample
+from probemon.engine.scorer import Scorer
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
@@ -41,9 +42,6 @@ from probemon.host.model import (
 from probemon.host.tap import Tap, check_states, ran_again
 from probemon.offline.documents import Document
 from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode, shards
-
-if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
 
 _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
 
@@ -100,7 +98,7 @@ class _Open(threading.local):
 
 
 def score_documents(
-    manager: DynamicProbeManager, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
+    manager: Scorer, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
     exhaustive: bool = False, strict: bool = False, progress: Callable[[float, int], object] | None = None,
 ) -> Iterator[ScoredDocument]:  # fmt: skip
     """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what `CorpusScorer` does."""
@@ -119,7 +117,7 @@ class CorpusScorer:
     """
 
     def __init__(
-        self, manager: DynamicProbeManager, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False, floor: float | None = None
+        self, manager: Scorer, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False, floor: float | None = None
     ) -> None:
         host = unwrap(model)
         if is_encoder_decoder(host):

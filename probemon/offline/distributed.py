@@ -67,7 +67,7 @@ def analyze_dataset(
     Raises `MissingExtra`, `ConfigError`; what a worker raises is raised here.
     """
     ray = _ray()
-    from probemon.manager import DynamicProbeManager
+    from probemon.engine.scorer import Scorer
 
     concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
     source: Source = documents
@@ -82,7 +82,7 @@ def analyze_dataset(
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
     # Chosen once, so that every worker's kernel is the same one.
     settings = {**job.settings, **kernel_of(out)}
-    manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
+    manager = Scorer(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
     Tables(manager.pack, job.floor, job.keep_text)  # a wrong floor is to be told before anything is started
     read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
@@ -128,11 +128,11 @@ class _Worker:
     def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
         import torch
 
-        from probemon.manager import DynamicProbeManager
+        from probemon.engine.scorer import Scorer
 
         torch.set_num_threads(threads)  # Ray sets 1
         model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
-        manager = DynamicProbeManager(job.opened(), device=job.device, **settings)
+        manager = Scorer(job.opened(), device=job.device, **settings)
         tables = Tables(manager.pack, job.floor, job.keep_text)
         self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)
         self._tables = tables

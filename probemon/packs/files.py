@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import secrets
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
-
+from probemon.core.files import sha256
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.held_file import HeldFolder, inside, read_whole
 from probemon.packs.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
@@ -47,12 +43,6 @@ def check_stated_size(path: Path, found: int, size: int) -> None:
         raise PackCorrupt(f"{path} is {what}: {found} bytes, the manifest says {size}: fetch the pack again")
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def check_hash(path: Path, expected: str) -> None:
     """Raise `PackCorrupt` unless the file has the hash the manifest states."""
     check_stated_hash(path, sha256(path), expected)
@@ -68,12 +58,6 @@ def check_pin(path: Path, found: str, pin: str) -> None:
     """Raise `PackCorrupt` unless a manifest has the hash that was asked for."""
     if found != pin.lower():
         raise PackCorrupt(f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack, or was changed")
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, readable by all (safetensors makes it private)."""
-    save_file(tensors, path)
-    path.chmod(0o644)
 
 
 def check_replaceable(target: Path) -> None:
@@ -147,15 +131,3 @@ def _exchange(one: Path, other: Path) -> bool:
     return _rename is not None and _rename(_CURRENT, os.fsencode(one), _CURRENT, os.fsencode(other), _EXCHANGE) == 0
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

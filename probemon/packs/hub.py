@@ -29,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probemon.core.files import sha256, write_text_atomically
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
@@ -83,7 +84,7 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
         made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         for file in (CONCEPTS, PROBES):
             shutil.copyfile(pack.directory / file, made / file)
-            _check_copied(pack, file, packfile.sha256(made / file))
+            _check_copied(pack, file, sha256(made / file))
         (made / CARD).write_bytes(card)
         (made / MANIFEST).write_bytes(manifest)
         made.chmod(0o755)  # mkdtemp makes it private
@@ -128,7 +129,7 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
     folder = _snapshot(repo, revision, [MANIFEST], how)
     if not (folder / MANIFEST).is_file():
         raise PackError(f"{repo!r} holds no {MANIFEST}{'' if revision is None else f' at {revision!r}'}: it is not a probe pack")
-    digest = packfile.sha256(folder / MANIFEST)
+    digest = sha256(folder / MANIFEST)
     accepted = _accepted(folder).is_file() and _accepted(folder).read_bytes() == digest.encode()
     suspect = MANIFEST
     try:
@@ -151,7 +152,7 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
         raise
     if not accepted:
         with suppress(OSError):  # a cache that cannot be written is hashed each time
-            packfile.write_text_atomically(_accepted(folder), digest)
+            write_text_atomically(_accepted(folder), digest)
     return folder
 
 
@@ -186,7 +187,7 @@ def _listed(folder: Path) -> dict[str, Any]:
 
 def _check_pin(folder: Path, pin: str | None) -> None:
     if pin is not None:
-        packfile.check_pin(folder / MANIFEST, packfile.sha256(folder / MANIFEST), pin)
+        packfile.check_pin(folder / MANIFEST, sha256(folder / MANIFEST), pin)
 
 
 def _check_file(path: Path, stated: dict[str, Any]) -> None:

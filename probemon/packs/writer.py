@@ -38,6 +38,7 @@ from probemon.core.checks import (
     check_tensor,
     check_text,
 )
+from probemon.core.files import sha256
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import Architecture, InputSpec, input_dtype
@@ -305,7 +306,7 @@ class PackWriter:
             (self._made / CARD).write_text(self.card, encoding="utf-8", errors="replace")
             (self._made / CONCEPTS).write_bytes(concepts)
             manifest["files"] = {
-                file: {"sha256": packfile.sha256(self._made / file), "size": (self._made / file).stat().st_size} for file in (CONCEPTS, PROBES, CARD)
+                file: {"sha256": sha256(self._made / file), "size": (self._made / file).stat().st_size} for file in (CONCEPTS, PROBES, CARD)
             }
             (self._made / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
             self._made.chmod(0o755)  # private until now

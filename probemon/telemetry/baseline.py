@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from probemon.bem.config import LEVELS
+from probemon.core.files import write_text_atomically
 from probemon.errors import ConfigError
-from probemon.packs.files import write_text_atomically
 from probemon.telemetry.alerts import Baseline, Rule
 from probemon.telemetry.decisions import BEM, Stream
 from probemon.telemetry.routers import Source

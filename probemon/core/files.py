@@ -1,0 +1,42 @@
+"""Files that appear whole or not at all, and their hashes.
+
+    write_text_atomically(path, text)
+    save_tensors(path, {"w1": ...})
+    sha256(path)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, readable by all (safetensors makes it private)."""
+    save_file(tensors, path)
+    path.chmod(0o644)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

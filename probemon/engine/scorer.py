@@ -1,0 +1,224 @@
+"""Scorer: composes packs, arenas and kernels into scores; what runs and corpora call.
+
+    scorer = Scorer(ProbePack.open(path), keep_top_k=30)
+    state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
+    scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
+    everything = scorer.score_all(hidden)                 # fp32 [T, P]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import check_states
+from probemon.core.plan import CascadePlan
+from probemon.core.scores import AUDITED, Coverage, RowState, Scores
+from probemon.core.settings import CascadeConfig
+from probemon.engine.audit import check_rate, compare
+from probemon.engine.build import choose_for, engines_of
+from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
+from probemon.engine.joint import JointArena, JointInputs, JointPlan, Together
+from probemon.engine.kernels import check_device
+from probemon.engine.memory.arena import Arena
+from probemon.engine.pairs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
+from probemon.errors import ConfigError
+from probemon.packs.configured import Part, parts_of
+from probemon.packs.group import AnyPack, PackGroup, one_or_several
+from probemon.packs.pack import ProbePack
+
+Hidden = Tensor | Mapping[str, Tensor]
+Plan = CascadePlan | JointPlan
+
+
+class Scorer:
+    """Scores hidden states with a pack, or several, descending their hierarchies. The settings are those of `probemon.manager.DynamicProbeManager`."""
+
+    def __init__(
+        self, pack: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack], *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
+        cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", audit_rate: float = 0.0, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.pack = one_or_several(pack)
+        group = self.pack if isinstance(self.pack, PackGroup) else None
+        self._parts = [Part.of(self.pack, settings)] if isinstance(self.pack, ProbePack) else parts_of(self.pack, settings)
+        configs = [part.config for part in self._parts]
+        self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
+        self.report_top_k = max(config.report_top_k for config in configs)
+        self.audit_rate = check_rate(audit_rate)
+        self._made_with = {"arena_bytes": arena_bytes, "cache_bytes": cache_bytes, "late": late, "prefetch": prefetch, "audit_rate": self.audit_rate, **settings}
+        self.device = check_device(device)
+        self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
+        self._alert = self.pack.alert_threshold.numpy()
+        dtypes = sorted({str(part.pack.input_dtype).removeprefix("torch.") for part in self._parts})
+        self._reasons = {
+            SEEN: "", NOT_FINITE: "hidden state is not finite", NOT_PREPARED: f"hidden state is finite, but not once normalised and rounded to {' and '.join(dtypes)}",
+            NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
+        }  # fmt: skip
+        self._hidden_size = self._parts[0].pack.architecture.hidden_size
+        self.plan = self.plan_with(())
+        engines = engines_of(self._parts, self.device, self.impl, arena_bytes=arena_bytes, cache_bytes=cache_bytes, late=late, prefetch=prefetch)
+        self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
+        self.engine = self._evaluator(engines)
+        self.strategy = self.engine.choose(self.plan, strategy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were chosen; nothing is measured again."""
+        engines = self.engine.engines if isinstance(self.engine, Together) else [self.engine]
+        choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
+        return _made_again, (type(self), self.pack, {**self._made_with, "device": str(self.device), "impl": self.impl}, self.impl_why, choices)
+
+    def plan_with(self, extra: Sequence[str | int]) -> Plan:
+        """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
+        if not isinstance(self.pack, PackGroup):
+            return self._parts[0].plan_with(extra)
+        own = self.pack.split([self.pack.find(concept) for concept in extra])
+        return JointPlan.of(self.pack, [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)])
+
+    def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
+        """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
+
+        A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
+        """
+        inputs = self.engine.inputs(self._sites(hidden))
+        n = len(inputs)
+        if state is not None and not isinstance(state, RowState):
+            raise ConfigError(f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned")
+        if state is not None and (state.retained.shape != (n, self.pack.n_probes) or state.retained.dtype != np.bool_):
+            raise ConfigError(f"state holds {state.retained.dtype} {list(state.retained.shape)}, hidden {n} rows: give a state of bool [{n}, {self.pack.n_probes}]")
+        retained = np.zeros((n, self.pack.n_probes), dtype=bool) if state is None else state.retained
+        scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n))
+        return RowState(kept), scores
+
+    def score_tokens(self, hidden: Hidden, prompt_len: int | None = None) -> Scores:
+        """Score one document, hidden [T, D]. Its first `prompt_len` tokens (default all) memorylessly, the rest step by step.
+
+        The last prompt token's retained set begins the generation, as online.
+        """
+        sites = self._sites(hidden)
+        n_tokens = len(next(iter(sites.values())))
+        n_prompt = n_tokens if prompt_len is None else check_count("prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens")
+        state, parts = self.score_prompt(self.plan, {site: x[:n_prompt] for site, x in sites.items()}, [n_prompt - 1])
+        kept = state if n_prompt else np.zeros((1, self.pack.n_probes), dtype=bool)
+        for t in range(n_prompt, n_tokens):
+            row = RowState(kept)
+            row, scores = self.step(row, {site: x[t : t + 1] for site, x in sites.items()})
+            kept = row.retained
+            parts.append(scores)
+        return Scores.join(parts, self.pack.n_probes, self.report_top_k)
+
+    def score_all(self, hidden: Hidden) -> Tensor:
+        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where an input is no number, and NaN where a score is none."""
+        sites = self._sites(hidden)
+        n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
+        parts = [torch.empty(0, self.pack.n_probes, dtype=torch.float32, device="cpu")]
+        for at in range(0, n_tokens, size):
+            inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
+            scores = self.engine.everything(inputs)
+            scores[inputs.unseen != SEEN] = np.nan
+            parts.append(torch.from_numpy(scores))
+        return torch.cat(parts)
+
+    # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
+
+    def score_prompt(
+        self, plan: Plan, sites: Mapping[str, Tensor], last: Sequence[int], *, audit: Mask | None = None, strategy: str | None = None
+    ) -> tuple[Mask, list[Scores]]:
+        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them.
+
+        `audit [N]`: which tokens have every probe evaluated too; `strategy` overrides the choice.
+        """
+        n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
+        kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
+        wanted, parts = np.asarray(last, dtype=np.int64), []
+        for at in range(0, n_tokens, size):
+            inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
+            here = np.flatnonzero((wanted >= at) & (wanted < at + size))
+            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at, None if audit is None else audit[at : at + size], strategy)
+            parts.append(scores)
+        return kept, parts
+
+    def evaluate(
+        self, plan: Plan, inputs: Inputs | JointInputs, retained: Mask | None, keep: Ints, audit: Mask | None = None, strategy: str | None = None
+    ) -> tuple[Scores, Mask]:
+        """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
+        found = self.engine.evaluate(plan, inputs, retained, keep, strategy)
+        return self._told(found, None if audit is None else self._audited(inputs, found, audit))
+
+    def begin(
+        self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
+    ) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
+        """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""
+        keep = np.arange(len(retained))
+        if audit is not None:
+            return self.evaluate(plan, self.engine.inputs(hidden), retained, keep, audit)
+        outcome = self.engine.begin(plan, hidden, retained, keep)
+        return (lambda: self._told(outcome())) if callable(outcome) else self._told(outcome)
+
+    def _audited(self, inputs: Inputs | JointInputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
+        """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
+        at = np.flatnonzero(audit & (found.unseen == SEEN))
+        counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
+        for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
+            active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
+            for i, state in enumerate(some):
+                active[i, found.probes[found.ptr[state] : found.ptr[state + 1]]] = True
+            for name, values in compare(self.engine.everything(inputs.take(some)), self._alert, active).items():
+                counts[name][some] = values
+        counts["audited"][at] = 1
+        return counts
+
+    def _told(self, found: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
+        p, none = self.pack.n_probes, np.zeros(len(found.unseen), dtype=np.int64)
+        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.unseen)
+        if found.unseen.any():
+            not_reached = np.where(found.unseen == SEEN, not_reached, 0)
+            unseen = tuple(self._reasons[why] for why in found.unseen.tolist())
+        coverage = Coverage(
+            n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
+            released=found.n_released, late=found.n_late, unseen=unseen, **(audited or dict.fromkeys(AUDITED, none)),
+        )  # fmt: skip
+        return Scores(
+            ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.report_top_k,
+        ), found.kept  # fmt: skip
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _evaluator(self, engines: Sequence[Engine]) -> Evaluator:
+        return Together(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
+
+    def _sites(self, hidden: Hidden) -> dict[str, Tensor]:
+        if isinstance(hidden, Tensor):
+            if len(self.pack.sites) != 1:
+                raise ConfigError(f"the pack reads {self.pack.sites}: give hidden as a dict of these")
+            hidden = {self.pack.sites[0]: hidden}
+        elif not isinstance(hidden, Mapping):
+            raise ConfigError(f"hidden is {type(hidden).__name__}: give a tensor [N, {self._hidden_size}] (torch.from_numpy makes one of an array), or a dict of one for each site")
+        lengths = {}
+        for site in self.pack.sites:
+            if site not in hidden:
+                raise ConfigError(f"hidden has no site {site!r}, which the pack reads; it has {list(hidden)}")
+            if not isinstance(hidden[site], Tensor):
+                raise ConfigError(f"hidden at {site} is {type(hidden[site]).__name__}: give a tensor [N, {self._hidden_size}]")
+            check_states(hidden[site], self._hidden_size, f"hidden at {site}")
+            lengths[site] = hidden[site].shape[0]
+        if len(set(lengths.values())) != 1:
+            raise ConfigError(f"hidden states of the sites have different lengths {lengths}: give as many at each")
+        return {site: hidden[site].detach() for site in self.pack.sites}
+
+
+def _made_again(
+    kind: type[Scorer], pack: AnyPack, arguments: Mapping[str, Any], impl_why: str, choices: tuple[Choice, list[Choice]]
+) -> Scorer:
+    manager = kind(pack, strategy="descent", **arguments)
+    manager.impl_why = impl_why
+    manager.strategy, own = choices
+    manager.engine.choice = manager.strategy
+    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, Together) else [manager.engine], own, strict=True):
+        engine.choice = choice
+    return manager

@@ -90,15 +90,15 @@ def trace_of(manager: DynamicProbeManager, states: torch.Tensor) -> Trace:
     return found
 
 
-def foreseen(pack: ProbePack, states: torch.Tensor, margin: float) -> dict[str, int]:
+def prefetched(pack: ProbePack, states: torch.Tensor, margin: float) -> dict[str, int]:
     """Misses that a step had to wait for, and probes loaded in the background, which is done before the next token; room for a third of the pack."""
     manager = DynamicProbeManager(pack, arena_bytes=pack.weight_bytes() // 3, prefetch=margin)
     state = None
     before = manager.arena.stats().misses
     for hidden in states.split(1):
         state, _ = manager.step(state, hidden)
-        if manager.engine.foreseer is not None:
-            manager.engine.foreseer.wait()
+        if manager.engine.prefetcher is not None:
+            manager.engine.prefetcher.wait()
     stats = manager.arena.stats()
     return {"misses": stats.misses - before, "fetched": stats.fetched}
 
@@ -123,7 +123,7 @@ def main() -> None:
         random = write_pack(world, Path(scratch) / "pack")
         settings: dict[str, Any] = {"load_threshold": LOAD_THRESHOLD, "max_rounds": 1, "max_loaded_probes": 5000, "strategy": "descent"}
         traces["5,000 random probes"] = (trace_of(DynamicProbeManager(random, **settings), world.states), 5000)
-    found["prefetch"] = {"pack": pack.name, "tokens": len(traces[pack.name][0]), "margins": {f"{m}": foreseen(pack, kept[0].reshape(-1, kept[0].shape[-1])[1:], m) for m in MARGINS}}
+    found["prefetch"] = {"pack": pack.name, "tokens": len(traces[pack.name][0]), "margins": {f"{m}": prefetched(pack, kept[0].reshape(-1, kept[0].shape[-1])[1:], m) for m in MARGINS}}
     print("prefetch", json.dumps(found["prefetch"]))
     for name, (trace, n_probes) in traces.items():
         most = max(map(len, trace))

@@ -33,8 +33,8 @@ FIRST = {
 SLOW = ["tests/test_attach.py", "tests/test_device_step.py"]
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
-    ("tracking/align.py", "found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
-     "found.append(Placed(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))", "every column one too far"),
+    ("tracking/align.py", "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
+     "found.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))", "every column one too far"),
     ("tracking/align.py", "offsets = at + (first - forward.start)\n            found", "offsets = at\n            found", "offsets count from the new columns"),
     ("tracking/align.py", "forward.mask[:, first:stop] != 0", "forward.mask[:, first:stop] == forward.mask[:, first:stop]", "padding is taken for tokens"),
     ("tracking/align.py", "real &= (first <= self.last_column)[:, None]", "real &= (first < self.last_column)[:, None]", "a row's last token is lost"),
@@ -65,7 +65,7 @@ MUTATIONS = [
     ("tracking/continuous_batching.py", "[placed.moved(begin) for placed in", "[placed.moved(0) for placed in", "every request has the states of the first"),
     ("tracking/continuous_batching.py", "recording.earlier = parent.generation.recording", "recording.earlier = None", "a fork forgets its parent"),
     ("tracking/continuous_batching.py", "state.generated_len() + 1", "state.generated_len() + 2", "a stop in continuous batching comes one token late"),
-    ("tracking/continuous_batching.py", "recording = self._new_recording(Call(len(prompt)))\n        recording.request, recording.before", "recording = self._new_recording(Call(len(prompt) + 1))\n        recording.request, recording.before", "a request's first token is called prompt"),
+    ("tracking/continuous_batching.py", "recording = self._new_recording(SequenceColumns(len(prompt)))\n        recording.request, recording.before", "recording = self._new_recording(SequenceColumns(len(prompt) + 1))\n        recording.request, recording.before", "a request's first token is called prompt"),
     ("tracking/generate_call.py", "return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))", "return int(ids.shape[1])", "the start token that transformers adds is not counted"),
     ("tracking/held_streamer.py", "generation.showable_columns():\n            self._streamer", "generation.scored_columns:\n            self._streamer", "a held streamer shows the token that met the rule"),
     ("tracking/generation.py", "int(placed.columns.max()) + 1\n", "int(placed.columns.max()) + 2\n", "a held streamer shows a token before its score"),
@@ -103,7 +103,7 @@ MUTATIONS = [
     ("tracking/decoder_hooks.py", "if generation is None and self._of_another_head(forward, cache):", "if False:", "generate() of another head is taken for documents"),
     ("tracking/decoder_hooks.py", "if self._acts() and self._decodes(forward):", "if False:", "a loop by hand looks calm beside rules"),
     ("tracking/decoder_hooks.py", "            return forward.ids.shape[1] == 1\n", "            return False\n", "a loop by hand with a cache looks calm beside rules"),
-    ("tracking/decoder_hooks.py", "if self._acts() and INSIDE.begun[id(self.model)] > self._attached_at:", "if False:", "a run is blind where another follows"),
+    ("tracking/decoder_hooks.py", "if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:", "if False:", "a run is blind where another follows"),
     ("tracking/watcher.py", " and generate_around(self._forwards.decoder) is not None", "", "a loop that prepares its inputs is not seen"),
     ("monitor/run.py", "if self._rules and error is None and self._watcher.n_documents:", "if False:", "rules that could never fire are not told"),
     ("tracking/hand_loop.py", "self._ended = self._sampled(generation, ids, self._ended, True)", "self._ended = self._sampled(generation, ids, self._ended, False)", "rows that end in a loop by hand are fed on"),

@@ -26,7 +26,7 @@ from probemon.telemetry.tally import Tally
 from provenance import commit, machine
 
 ROWS, BATCH, CHUNK, RANK = 4, 250, 32, 8  # BATCH: steps made at a time; how a stream is cut changes nothing
-Batches = Iterator[Decisions]
+DecisionStream = Iterator[Decisions]
 
 
 def choices(raw: np.ndarray, k: int) -> Decisions:
@@ -38,7 +38,7 @@ def choices(raw: np.ndarray, k: int) -> Decisions:
     return Decisions.of(raw[None].astype(np.float32), weights, top, np.take_along_axis(weights, top, axis=-1).astype(np.float32))
 
 
-def peaked(rng: np.random.Generator, e: int, k: int, shares: np.ndarray, peak: float, stays: float) -> Batches:
+def peaked(rng: np.random.Generator, e: int, k: int, shares: np.ndarray, peak: float, stays: float) -> DecisionStream:
     """Each row is at one expert, drawn by `shares`, and stays there with probability `stays` at each step; that one's logit stands out by `peak`."""
     at = rng.choice(e, size=ROWS, p=shares)
     while True:
@@ -52,7 +52,7 @@ def peaked(rng: np.random.Generator, e: int, k: int, shares: np.ndarray, peak: f
         yield choices(logits, k)
 
 
-def topics(rng: np.random.Generator, e: int, k: int) -> Batches:
+def topics(rng: np.random.Generator, e: int, k: int) -> DecisionStream:
     """Experts by topic, of which there are many: for some hundred steps each, another part of them is preferred, as text changes its subject."""
     left, liking = 0, np.zeros(e)
     while True:
@@ -65,7 +65,7 @@ def topics(rng: np.random.Generator, e: int, k: int) -> Batches:
         yield choices(np.concatenate(lines), k)
 
 
-def codes(rng: np.random.Generator, level: str, r: int) -> Batches:
+def codes(rng: np.random.Generator, level: str, r: int) -> DecisionStream:
     """Codes about a mean, correlated: a walk from chunk to chunk as the EMA makes it, or one a token."""
     mix, mean = rng.normal(0, 0.5, (r, r)), rng.normal(0, 0.5, r)
     held = np.zeros((ROWS, r))
@@ -91,7 +91,7 @@ def uneven(e: int, power: float) -> np.ndarray:
 
 
 # What each kind is, how it is made, of how many experts, how many are chosen.
-KINDS: dict[str, tuple[str, str, Callable[[np.random.Generator], Batches], int, int]] = {
+KINDS: dict[str, tuple[str, str, Callable[[np.random.Generator], DecisionStream], int, int]] = {
     "8 experts, 2 chosen, by token": (MOE, "", lambda rng: peaked(rng, 8, 2, uneven(8, 0), 5, 0), 8, 2),
     "8 experts, 2 chosen, for 30 tokens each": (MOE, "", lambda rng: peaked(rng, 8, 2, uneven(8, 0), 5, 29 / 30), 8, 2),
     "8 experts, 1 chosen, uneven loads": (MOE, "", lambda rng: peaked(rng, 8, 1, uneven(8, 1), 8, 0.5), 8, 1),

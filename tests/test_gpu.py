@@ -79,8 +79,8 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
         there = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, **settings)
         mine = there.score_tokens(states.cuda(), prompt_len=10)
         assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-5
-        if there.engine.foreseer is not None:
-            there.engine.foreseer.wait()
+        if there.engine.prefetcher is not None:
+            there.engine.prefetcher.wait()
         there.arena.check_integrity()
     late = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, late=True)
     scores, exact = late.score_tokens(states.cuda(), prompt_len=10), late.score_all(states.cuda())

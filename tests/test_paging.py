@@ -110,7 +110,7 @@ def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
         state, mine = plain.step(state, hidden)
         other, theirs = ahead.step(other, hidden)
         assert same(mine, theirs)
-        ahead.engine.foreseer.wait()
+        ahead.engine.prefetcher.wait()
         ahead.arena.check_integrity()
     assert (ahead.arena.stats().fetched > 0) == (n_slots > 30) and plain.arena.stats().fetched == 0  # 30 are too few to spare any
     assert ahead.arena.stats().misses <= plain.arena.stats().misses
@@ -121,14 +121,14 @@ def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
 def test_what_is_only_foreseen_takes_no_slot_that_is_used():
     arena, _, _ = staged(10, 0)
     fetch(arena, range(8))
-    arena.fetch([50, 51, 52, 53], foreseen=True)
+    arena.fetch([50, 51, 52, 53], prefetched=True)
     assert (arena.held(np.arange(8)) >= 0).all() and (arena.held(np.arange(50, 54)) >= 0).sum() == 2
     before = arena.stats().misses
     fetch(arena, [0, 1, 2, 60])  # the one that is new takes the place of one that was only foreseen
     assert arena.stats().misses == before + 1 and (arena.held(np.arange(8)) >= 0).all()
     for _ in range(100):
         fetch(arena, [0])
-    arena.fetch([54, 55], foreseen=True)
+    arena.fetch([54, 55], prefetched=True)
     assert (arena.held(np.array([0, 54, 55])) >= 0).all()
     assert all(p in arena._store._cache for p in (52, 53))  # in RAM at any rate
     arena.check_integrity()

@@ -48,7 +48,7 @@ class CascadePlan:
         if missing:
             raise ConfigError(f"base_layers names level {missing[0]}, the pack has levels {sorted(present)}")
         path_rule = score_rule == "path"
-        exempt, always = begins(tree, path_rule, config.base_layers, always_on)
+        exempt, always = starting_probes(tree, path_rule, config.base_layers, always_on)
         if not always.any():
             raise ConfigError("nothing would ever be scored: give base_layers or always_on")
         if always.sum() > config.max_loaded_probes:
@@ -59,7 +59,7 @@ class CascadePlan:
         return cls(tree, path_rule, config, expand_threshold, always, exempt)
 
 
-def begins(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
+def starting_probes(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
     """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with the roots and with what is above."""
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True

@@ -23,7 +23,7 @@ from probemon.engine.memory.slab import Layout
 from probemon.engine.memory.store import JoinedSource, PackSource, ProbeStore
 from probemon.engine.pairs import PairScorer
 from probemon.errors import ConfigError, KernelUnavailable
-from probemon.packs.configured import Part
+from probemon.packs.configured import ConfiguredPack
 from probemon.packs.pack import ProbePack
 
 
@@ -44,7 +44,7 @@ def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.devic
 
 
 def engines_of(
-    parts: Sequence[Part], device: torch.device, impl: str, *, arena_bytes: int | None, cache_bytes: int, late: bool = False, prefetch: float = 0.0
+    parts: Sequence[ConfiguredPack], device: torch.device, impl: str, *, arena_bytes: int | None, cache_bytes: int, late: bool = False, prefetch: float = 0.0
 ) -> list[Engine]:
     """An engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
     packs = [part.pack for part in parts]
@@ -60,7 +60,7 @@ def engines_of(
     kinds: dict[Any, list[int]] = {}
     for i, pack in enumerate(packs):
         kinds.setdefault((pack.architecture, pack.dtype) if copied else i, []).append(i)
-    groups = [_Kind([parts[i] for i in members]) for members in kinds.values()]
+    groups = [_ArenaGroup([parts[i] for i in members]) for members in kinds.values()]
     shares = [None] * len(groups) if resident else _divided(groups, arena_bytes or 0)
     engines: dict[int, Engine] = {}
     for members, kind, share in zip(kinds.values(), groups, shares, strict=True):
@@ -71,10 +71,10 @@ def engines_of(
     return [engines[i] for i in range(len(parts))]
 
 
-class _Kind:
+class _ArenaGroup:
     """Parts whose probes lie in one arena, one pack after another."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ConfiguredPack]) -> None:
         self.packs = [part.pack for part in parts]
         sizes = [pack.n_probes for pack in self.packs]
         self.n_probes = sum(sizes)
@@ -109,7 +109,7 @@ class _Kind:
                 pack.check_finite(mine)
 
 
-def _divided(kinds: Sequence[_Kind], arena_bytes: int) -> list[int]:
+def _divided(kinds: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:
     """Bytes of each kind's arena: room for what is always active and one probe more, and of the rest a share by what is left of its weights."""
     needed = sum(kind.needed for kind in kinds)
     if arena_bytes < needed:

@@ -26,7 +26,7 @@ from probemon.core.scores import Floats
 ScorePairs = Callable[[Ints, Ints], Floats]
 Made = TypeVar("Made")
 # What yields (rows, probes), is sent the own scores of these pairs, and in the end returns what it made of them.
-Asking = Generator[tuple[Ints, Ints], Floats, Made]
+PairRequests = Generator[tuple[Ints, Ints], Floats, Made]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Descent:
 
 def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
     """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or `max_rounds`."""
-    return driven(descending(plan, n_rows, retained), score)
+    return answer(descend_in_rounds(plan, n_rows, retained), score)
 
 
-def driven(asking: Asking[Made], score: ScorePairs) -> Made:
+def answer(asking: PairRequests[Made], score: ScorePairs) -> Made:
     """What comes of it when every pair that it asks for is scored by `score`."""
     try:
         pairs = next(asking)
@@ -54,11 +54,11 @@ def driven(asking: Asking[Made], score: ScorePairs) -> Made:
         return made
 
 
-def descending(plan: CascadePlan, n_rows: int, retained: Mask | None) -> Asking[Descent]:
+def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> PairRequests[Descent]:
     """`descend`, for whom it asks: the pairs of one round are yielded at once."""
     scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
 
-    def fill(which: Mask) -> Asking[None]:
+    def fill(which: Mask) -> PairRequests[None]:
         rows, probes = np.nonzero(which)
         if len(rows):
             scores[rows, probes] = yield rows, probes
@@ -72,10 +72,10 @@ def descending(plan: CascadePlan, n_rows: int, retained: Mask | None) -> Asking[
 def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
     """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the search."""
 
-    def known(which: Mask) -> Asking[None]:
+    def known(which: Mask) -> PairRequests[None]:
         yield from ()
 
-    active, dropped = driven(_rounds(plan, len(everything), retained, everything, known), _nobody)
+    active, dropped = answer(_rounds(plan, len(everything), retained, everything, known), _nobody)
     return Descent(active, dropped, np.where(active, everything, np.float32(0)))
 
 
@@ -84,8 +84,8 @@ def _nobody(rows: Ints, probes: Ints) -> Floats:
 
 
 def _rounds(
-    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], Asking[None]]
-) -> Asking[tuple[Mask, Mask]]:
+    plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], PairRequests[None]]
+) -> PairRequests[tuple[Mask, Mask]]:
     """Active and dropped probes; `fill(mask)` makes the scores of newly active ones present in `scores`."""
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)

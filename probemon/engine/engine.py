@@ -27,7 +27,7 @@ from probemon.core.checks import check_choice
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
-from probemon.engine.cascade import Asking, Descent, apply_rule, collect, descending, driven, retain
+from probemon.engine.cascade import Descent, PairRequests, answer, apply_rule, collect, descend_in_rounds, retain
 from probemon.engine.memory.arena import ResidentArena
 from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, PairScorer, unseen_inputs
 from probemon.errors import ConfigError
@@ -139,9 +139,9 @@ class Engine:
         return self.scorer.fetcher
 
     @property
-    def foreseer(self) -> Fetcher | None:
+    def prefetcher(self) -> Fetcher | None:
         """What loads ahead, if anything does."""
-        return self.scorer.foreseer
+        return self.scorer.prefetcher
 
     def background_errors(self) -> list[Exception]:
         """What loads in the background met and nobody was told yet."""
@@ -178,9 +178,9 @@ class Engine:
 
     def everything(self, inputs: Inputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
-        return driven(self.asking_everything(inputs), lambda rows, probes: self.own_scores(inputs, rows, probes))
+        return answer(self.request_every_pair(inputs), lambda rows, probes: self.own_scores(inputs, rows, probes))
 
-    def asking_everything(self, inputs: Inputs) -> Asking[Floats]:
+    def request_every_pair(self, inputs: Inputs) -> PairRequests[Floats]:
         """`everything`, for whom it asks: all pairs at once."""
         n, p = len(inputs), self.pack.n_probes
         rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
@@ -203,7 +203,7 @@ class Engine:
         """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
         late = self.late(len(inputs), retained)
         asking = self.evaluating(plan, inputs, retained, keep, strategy, late)
-        return driven(asking, lambda rows, probes: self.own_scores(inputs, rows, probes, late))
+        return answer(asking, lambda rows, probes: self.own_scores(inputs, rows, probes, late))
 
     def strategy(self, n: int, retained: Mask | None) -> str:
         """How N states are evaluated by choice."""
@@ -211,7 +211,7 @@ class Engine:
 
     def evaluating(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None, late: Mask | None
-    ) -> Asking[Outcome]:
+    ) -> PairRequests[Outcome]:
         """`evaluate`, for whom it asks, who marks in `late` what is. What is compiled, or all on the device, asks nothing."""
         n = len(inputs)
         strategy = strategy or self.strategy(n, retained)
@@ -224,9 +224,9 @@ class Engine:
         if self._net is not None:
             step = self._compiled(plan, inputs, retained, everything)
         elif everything:
-            step = apply_rule(plan, (yield from self.asking_everything(inputs)), retained)
+            step = apply_rule(plan, (yield from self.request_every_pair(inputs)), retained)
         else:
-            step = yield from descending(plan, n, retained)
+            step = yield from descend_in_rounds(plan, n, retained)
         if late is not None:
             by_parent = np.isnan(step.scores) & late.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
             late = np.asarray(late | (step.active & by_parent))
@@ -252,7 +252,7 @@ class Engine:
             self.arena.used(int(evaluated.sum()))
         n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
         n_dropped = n_dropped + n_late
-        if self.foreseer is not None:
+        if self.prefetcher is not None:
             self._foresee(plan, ptr, probes, values)
         return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, unseen, kept)
 
@@ -283,7 +283,7 @@ class Engine:
         last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
         below = plan.expand_threshold[probes[last]] - values[last]
         near = probes[last][(below >= 0) & (below <= self.scorer.prefetch)]
-        self.scorer.foresee(sorted({self.first + int(child) for p in near for child in plan.tree.children(int(p))}))
+        self.scorer.prefetch_probes(sorted({self.first + int(child) for p in near for child in plan.tree.children(int(p))}))
 
     def on_device(self, plan: CascadePlan, n: int, retained: Mask | None) -> DeviceSteps | None:
         """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
@@ -323,7 +323,7 @@ class Engine:
         step.active[rows, found.probes], step.scores[rows, found.probes] = True, found.values
         if len(again):
             self.n_overflowed += len(again)
-            exact = driven(descending(plan, len(again), retained[again]), lambda rows, probes: self.own_scores(inputs, again[rows], probes))
+            exact = answer(descend_in_rounds(plan, len(again), retained[again]), lambda rows, probes: self.own_scores(inputs, again[rows], probes))
             step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
         unseen = self._unseen(found.largest, n, step)
         seen = unseen == SEEN

@@ -25,7 +25,7 @@ from torch import Tensor
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
-from probemon.engine.cascade import Asking, Made
+from probemon.engine.cascade import Made, PairRequests
 from probemon.engine.engine import BATCH_CELLS, Choice, Engine, Outcome
 from probemon.engine.memory.arena import Arena, ArenaStats
 from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, Prepared
@@ -78,7 +78,7 @@ class JointInputs:
         return JointInputs(tuple(taken[id(part)] for part in self.parts))
 
 
-class Together:
+class JointEngine:
     """Evaluates the packs of a group, `engines[i]` that of pack i."""
 
     def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
@@ -99,7 +99,7 @@ class Together:
 
     def everything(self, inputs: JointInputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
-        asking = [engine.asking_everything(part) for engine, part in zip(self.engines, inputs.parts, strict=True)]
+        asking = [engine.request_every_pair(part) for engine, part in zip(self.engines, inputs.parts, strict=True)]
         found = self._in_step(asking, inputs, [None] * len(self.engines))
         return self._laid_out(found, np.float32)
 
@@ -157,7 +157,7 @@ class Together:
             raise ConfigError(f"strategy {strategy!r} names {len(ways)} strategies, there are {len(self.engines)} packs: give one, or one each")
         return ways * len(self.engines) if len(ways) == 1 else ways
 
-    def _in_step(self, asking: Sequence[Asking[Made]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[Made]:
+    def _in_step(self, asking: Sequence[PairRequests[Made]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[Made]:
         """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
         made: dict[int, Made] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))

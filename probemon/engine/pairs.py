@@ -96,7 +96,7 @@ class PairScorer:
         self.n_probes = sum(pack.n_probes for pack in packs)
         self._dtype = packs[0].input_dtype
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
-        self.foreseer = Fetcher(partial(arena.fetch, foreseen=True), arena.locks) if isinstance(arena, PagedArena) and prefetch else None
+        self.prefetcher = Fetcher(partial(arena.fetch, prefetched=True), arena.locks) if isinstance(arena, PagedArena) and prefetch else None
 
     def block_of(self, pack: ProbePack) -> Ints:
         """Of each probe of a pack the block of the inputs that it reads, `[P]`."""
@@ -152,10 +152,10 @@ class PairScorer:
         self.fetcher.ask(np.unique(probes[missing]).tolist())
         return scores, missing
 
-    def foresee(self, probes: Iterable[int]) -> None:
+    def prefetch_probes(self, probes: Iterable[int]) -> None:
         """Have these fetched, since they may be wanted next."""
-        assert self.foreseer is not None
-        self.foreseer.ask(probes)
+        assert self.prefetcher is not None
+        self.prefetcher.ask(probes)
 
     def check_room(self, n_always: int, what: str) -> None:
         """Raise `ArenaFull` where so many probes that are always active leave a paged arena no slot for another."""
@@ -165,7 +165,7 @@ class PairScorer:
 
     def background_errors(self) -> list[Exception]:
         """What loads in the background met and nobody was told yet."""
-        return [error for fetcher in (self.fetcher, self.foreseer) if fetcher is not None and (error := fetcher.take_error()) is not None]
+        return [error for fetcher in (self.fetcher, self.prefetcher) if fetcher is not None and (error := fetcher.take_error()) is not None]
 
     def _score(self, values: Tensor, rows: Ints, slots: Ints) -> Floats:
         rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)

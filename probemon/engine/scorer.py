@@ -24,12 +24,12 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
 from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
-from probemon.engine.joint import JointArena, JointInputs, JointPlan, Together
+from probemon.engine.joint import JointArena, JointEngine, JointInputs, JointPlan
 from probemon.engine.kernels import check_device
 from probemon.engine.memory.arena import Arena
 from probemon.engine.pairs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
 from probemon.errors import ConfigError
-from probemon.packs.configured import Part, parts_of
+from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup, one_or_several
 from probemon.packs.pack import ProbePack
 
@@ -46,7 +46,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.pack = one_or_several(pack)
         group = self.pack if isinstance(self.pack, PackGroup) else None
-        self._parts = [Part.of(self.pack, settings)] if isinstance(self.pack, ProbePack) else parts_of(self.pack, settings)
+        self._parts = [ConfiguredPack.of(self.pack, settings)] if isinstance(self.pack, ProbePack) else configure_group(self.pack, settings)
         configs = [part.config for part in self._parts]
         self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
         self.report_top_k = max(config.report_top_k for config in configs)
@@ -69,7 +69,7 @@ class Scorer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were chosen; nothing is measured again."""
-        engines = self.engine.engines if isinstance(self.engine, Together) else [self.engine]
+        engines = self.engine.engines if isinstance(self.engine, JointEngine) else [self.engine]
         choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
         return _made_again, (type(self), self.pack, {**self._made_with, "device": str(self.device), "impl": self.impl}, self.impl_why, choices)
 
@@ -190,7 +190,7 @@ class Scorer:
     # -- inside ----------------------------------------------------------------------------------
 
     def _evaluator(self, engines: Sequence[Engine]) -> Evaluator:
-        return Together(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
+        return JointEngine(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
 
     def _sites(self, hidden: Hidden) -> dict[str, Tensor]:
         if isinstance(hidden, Tensor):
@@ -219,6 +219,6 @@ def _made_again(
     manager.impl_why = impl_why
     manager.strategy, own = choices
     manager.engine.choice = manager.strategy
-    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, Together) else [manager.engine], own, strict=True):
+    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, JointEngine) else [manager.engine], own, strict=True):
         engine.choice = choice
     return manager

@@ -27,7 +27,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat_files import Source, Stored
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
-from probemon.importers.hatcat_tree import Graph, Node, Placed, hierarchies, key_of, read_graph
+from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, hierarchies, key_of, read_graph
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
 from probemon.packs.pack import ProbePack
@@ -231,13 +231,13 @@ def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: 
     return kinds
 
 
-def _concept(node: Node, place: Placed, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
+def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
     made = {"id": key_of(node), "name": node[0], "level": node[1], "parents": [key_of(parent) for parent in place.parents], **graph.about.get(node, {})}
     return {**made, **({"calibration": calibration[node]} if node in calibration else {}), **({} if place.reachable else {"reachable": False})}
 
 
-def _calibration(folder: Folder, placed: Mapping[Node, Placed], notes: Notes) -> dict[Node, dict[str, Any]]:
+def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes) -> dict[Node, dict[str, Any]]:
     """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where JSON has none."""
     content = folder.json("calibration.json")
     if content is None:
@@ -258,7 +258,7 @@ def _calibration(folder: Folder, placed: Mapping[Node, Placed], notes: Notes) ->
     return found
 
 
-def _recommended(placed: Mapping[Node, Placed], base: Sequence[int]) -> dict[str, Any]:
+def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
     """Settings without which a manager would have nothing to begin with, or no room to descend."""
     n_base = sum(level in base for _, level in placed)
     n_children = sum(node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items())
@@ -269,7 +269,7 @@ def _recommended(placed: Mapping[Node, Placed], base: Sequence[int]) -> dict[str
     return recommended
 
 
-def _unreached(placed: Mapping[Node, Placed], base: Sequence[int]) -> str:
+def _unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
     """What to read first of a pack some of whose probes are never come to, or ""."""
     lost = [node for node, place in placed.items() if not place.reachable]
     if not lost:
@@ -335,7 +335,7 @@ def _about(info: Mapping[str, Any]) -> dict[str, Any]:
     return {key: info[key] for key in known if key in info}
 
 
-def _card(name: str, report: ImportReport, placed: Mapping[Node, Placed], worst: float, model: str | None, licence: str) -> str:
+def _card(name: str, report: ImportReport, placed: Mapping[Node, PlacedNode], worst: float, model: str | None, licence: str) -> str:
     lost = sum(not place.reachable for place in placed.values())
     lines = [
         f"# {name}", "", f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.", "",

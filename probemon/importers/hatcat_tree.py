@@ -38,7 +38,7 @@ def node_of(key: object) -> Node | None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedNode:
     """A concept with a probe: the nearest concepts above it that have one, and whether a descent from the base levels can come to it."""
 
     parents: tuple[Node, ...]
@@ -82,7 +82,7 @@ class Graph:
                 notes.add("flattened", f"{key_of(parent)} > {key_of(node)}")
             self.parents[node] = {}
 
-    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()) -> dict[Node, Placed]:
+    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()) -> dict[Node, PlacedNode]:
         """Every stored node with its place; `base`: the levels that a descent begins with (default: the lowest). Raises `HierarchyError` for a cycle, unless it may be broken."""
         known = set(self.parents)
         for node in sorted(set(stored) - known, key=_order):
@@ -101,7 +101,7 @@ class Graph:
         have = set(stored)
         above: dict[Node, dict[Node, None]] = {}
         base = base or {min((level for _, level in have), default=0)}
-        placed: dict[Node, Placed] = {}
+        placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
             # Of a concept without a probe, what is above it stands in for it.
             nearest = dict.fromkeys(up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent]))
@@ -113,7 +113,7 @@ class Graph:
             for up in nearest:
                 if up[1] >= node[1]:
                     notes.add("not_down", f"{key_of(up)} > {key_of(node)}")
-            placed[node] = Placed(tuple(nearest), node[1] in base or any(placed[up].reachable for up in nearest))
+            placed[node] = PlacedNode(tuple(nearest), node[1] in base or any(placed[up].reachable for up in nearest))
         for node in sorted(placed, key=_order):
             if not placed[node].reachable:
                 notes.add("unreachable", key_of(node))

@@ -14,7 +14,7 @@ import numpy as np
 
 from probemon.aggregate import Aggregator
 from probemon.core.scores import Scores
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("stop", "raise")
 
@@ -54,7 +54,7 @@ class Rule:
     aggregator: Aggregator
     action: str | Callable[[Event], object]
 
-    def observe(self, placed: Placed, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
+    def observe(self, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
         """Entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
 
         `states`: by row, replaced here and never changed in place. An unseen token neither counts nor breaks a streak:

@@ -47,16 +47,16 @@ from probemon.monitor.delivery import Delivery
 from probemon.monitor.result import Result
 from probemon.monitor.rules import ACTIONS, Event, Rule
 from probemon.sinks import Sink
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report, ScoreTokens
-from probemon.tracking.generate_call import Prompt
+from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.hand_loop import HandLoop, described
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording, Tokens, find_recording, keep_newest
 from probemon.tracking.watcher import Watcher
 
-Listener = Callable[[Placed, Scores], None]
+Listener = Callable[[PlacedTokens, Scores], None]
 LOG = logging.getLogger("probemon")
 _KEPT = 1000  # gaps and failures, where one may come with every token
 
@@ -334,7 +334,7 @@ class MonitorRun:
 
     # -- scoring ---------------------------------------------------------------------------------
 
-    def _score(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Report | None:
+    def _score(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> Report | None:
         if not len(placed):
             return None
         assert recording.retained is not None
@@ -359,7 +359,7 @@ class MonitorRun:
 
         return step_ended
 
-    def _prompt_ended(self, generation: Generation | None, recording: Recording, placed: Placed, states: States, audit: Mask | None) -> None:
+    def _prompt_ended(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States, audit: Mask | None) -> None:
         assert recording.retained is not None
         # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
         found, last = np.unique(placed.rows[::-1], return_index=True)
@@ -367,7 +367,7 @@ class MonitorRun:
         recording.retained[found] = kept
         self._tell(generation, recording, placed, Scores.join(parts, self.manager.pack.n_probes, self.manager.report_top_k))
 
-    def _tell(self, generation: Generation | None, recording: Recording, placed: Placed, scores: Scores) -> None:
+    def _tell(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores) -> None:
         with self._keeping:
             recording.add(placed, scores)
             if self._keep_tokens is not None:
@@ -394,11 +394,11 @@ class MonitorRun:
             for delivery in self._deliveries:
                 delivery.put(batch)
 
-    def _check(self, prompt: Prompt) -> None:
+    def _check(self, prompt: GenerateCall) -> None:
         if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self._rules):
             raise NotSupportedDecoding("a stop cannot end one beam: what it would have continued comes from the others. Use a callable action")
 
-    def _act(self, generation: Generation, placed: Placed, scores: Scores) -> None:
+    def _act(self, generation: Generation, placed: PlacedTokens, scores: Scores) -> None:
         pack = self.manager.pack
         for number, rule in enumerate(self._rules):
             for i, score, value in rule.observe(placed, scores, generation.rule_states.setdefault(number, {})):

@@ -29,7 +29,7 @@ from probemon.errors import ConfigError
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
 from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import read_call
 from probemon.tracking.recording import LAST
 
@@ -133,7 +133,7 @@ class _Generating:
         if prompt.n_beams > 1 or prompt.n_sequences > 1:
             raise ConfigError(f"stream follows one sequence, {prompt.n_beams} beams and {prompt.n_sequences} sequences are asked for: attach and use run.result")
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Placed, Scores]] = deque()
+        self._waiting: deque[tuple[PlacedTokens, Scores]] = deque()
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
@@ -179,7 +179,7 @@ class _Generating:
             self._done = True
             self._changed.notify_all()
 
-    def _put(self, placed: Placed, scores: Scores) -> None:
+    def _put(self, placed: PlacedTokens, scores: Scores) -> None:
         if threading.current_thread() is not self._thread:
             return  # another generate() on the same model
         if self._closed:
@@ -190,7 +190,7 @@ class _Generating:
                 self._waiting.append((placed, scores))
                 self._changed.notify_all()
 
-    def _event(self, placed: Placed, scores: Scores, i: int) -> TokenEvent:
+    def _event(self, placed: PlacedTokens, scores: Scores, i: int) -> TokenEvent:
         token_id = int(placed.ids[i])
         return TokenEvent(
             int(placed.columns[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[placed.phase],

@@ -21,7 +21,7 @@ from probemon.packs.pack import ProbePack
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfiguredPack:
     """A pack, its settings, and its expand thresholds `[P]` by them."""
 
     pack: ProbePack
@@ -29,7 +29,7 @@ class Part:
     thresholds: Floats
 
     @classmethod
-    def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> Part:
+    def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> ConfiguredPack:
         """With the pack's recommendation for what is not given. Raises `ConfigError` (`UnknownSetting` for a typo)."""
         recommended = {name: value for name, value in pack.recommended.items() if name != "load_threshold"}  # that one is what "auto" means
         config = CascadeConfig.of({**recommended, **settings})
@@ -45,7 +45,7 @@ class Part:
         return CascadePlan.of(self.pack.tree, self.pack.score_rule, self.config, self.thresholds, always_on)
 
 
-def parts_of(group: PackGroup, settings: Mapping[str, Any]) -> list[Part]:
+def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:
     """Every pack of a group with the settings given; `always_on` names concepts of the group. An error says of which pack it is."""
     always_on = CascadeConfig.of(settings).always_on
     own = group.split([group.find(concept) for concept in always_on])
@@ -53,7 +53,7 @@ def parts_of(group: PackGroup, settings: Mapping[str, Any]) -> list[Part]:
     for (name, pack), mine in zip(group.packs.items(), own, strict=True):
         given = {**settings, "always_on": mine.tolist()} if "always_on" in settings else settings
         with named(name):
-            part = Part.of(pack, given)
+            part = ConfiguredPack.of(pack, given)
             part.plan_with(())  # what does not fit the hierarchy is told here, too
         made.append(part)
     return made

@@ -24,10 +24,10 @@ from torch import Tensor
 from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
 from probemon.core.hierarchy import Ints
-from probemon.core.plan import auto_threshold, begins
+from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
-from probemon.packs.configured import Part
+from probemon.packs.configured import ConfiguredPack
 from probemon.packs.configured import named as of_pack
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ALWAYS, ProbePack
@@ -132,7 +132,7 @@ def subset(
     elsewhere = bool(orphans) or not base  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
     if not elsewhere and "base_layers" in pack.recommended:
         recommended["base_layers"] = base
-    _, always = begins(pack.tree, pack.score_rule == "path", layers, [pack.find(concept) for concept in pack.recommended.get("always_on", ())])
+    _, always = starting_probes(pack.tree, pack.score_rule == "path", layers, [pack.find(concept) for concept in pack.recommended.get("always_on", ())])
     always[orphans] = True  # another parent, which is left out, could open it
     on = list(recommended.get("always_on", []))
     for line, probe in zip(lines, probes.tolist(), strict=True):
@@ -269,18 +269,18 @@ def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: 
 
 def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
     """What is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for a pack that does not work as it is recommended."""
-    parts, begins = [], []
+    parts, never_kept = [], []
     for _, pack in named:
         with of_pack(pack.name):
-            parts.append(Part.of(pack, {}))
-            begins.append(parts[-1].plan_with(()).exempt)
+            parts.append(ConfiguredPack.of(pack, {}))
+            never_kept.append(parts[-1].plan_with(()).exempt)
     said = {key for _, pack in named for key in pack.recommended}
     found = {key: combine([getattr(part.config, key) for part in parts]) for key, combine in _TOGETHER.items()}
     # Levels at which every pack begins that has them; what else one begins with is always on.
     levels = {level for part in parts for level in part.config.base_layers}
     found["base_layers"] = base = sorted(level for level in levels if all(level in part.config.base_layers or level not in part.pack.tree.level for part in parts))
     on: list[str] = []
-    for (prefix, pack), begun in zip(named, begins, strict=True):
+    for (prefix, pack), begun in zip(named, never_kept, strict=True):
         ids = always_on(pack).get("always_on", []) + [pack.concepts[probe]["id"] for probe in np.flatnonzero(begun & ~np.isin(pack.tree.level, base))]
         on += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
     found["always_on"] = on

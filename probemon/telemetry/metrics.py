@@ -23,7 +23,7 @@ import numpy as np
 from probemon.core.scores import COUNTS, PROMPT, Scores
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, MissingExtra
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
@@ -64,7 +64,7 @@ class RunMetrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._registry.unregister(self)
 
-    def _add(self, placed: Placed, scores: Scores) -> None:
+    def _add(self, placed: PlacedTokens, scores: Scores) -> None:
         """A listener of the run: sums of one batch of tokens."""
         phase, coverage = "prompt" if placed.phase == PROMPT else "generated", scores.coverage
         audit = Audit.of(coverage) if coverage.audited.any() else None

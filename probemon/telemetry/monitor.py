@@ -26,7 +26,7 @@ from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
 from probemon.host.model import unwrap
 from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording, keep_newest
 from probemon.tracking.watcher import Watcher
@@ -75,7 +75,7 @@ class RoutingMonitor(RoutingRecorder):
         """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
         return list(self._watcher.forward_seconds)
 
-    def _forget(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
+    def _forget(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> None:
         """Of tokens nothing is kept, so that nothing grows; they are numbered all the same."""
         with self._lock:
             recording.n_entries += len(placed)

@@ -37,12 +37,12 @@ from probemon.telemetry.routers import Source, find_sources
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
 from probemon.telemetry.tally import WINDOW, Memory, Tally, memory_of
-from probemon.tracking.align import Placed
+from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report, ScoreTokens
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 
-Listener = Callable[[Placed, Decisions, RoutingRecord], object]
+Listener = Callable[[PlacedTokens, Decisions, RoutingRecord], object]
 LOG = logging.getLogger("probemon")
 _CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of many experts is taken in parts
 
@@ -88,7 +88,7 @@ class RoutingSettings:
 class _Waiting:
     """Decisions about tokens of beams, which may not be in the output; `entries [n]`: which of their recording each token is."""
 
-    placed: Placed
+    placed: PlacedTokens
     entries: Ints
     decisions: Decisions
     latency_us: float
@@ -243,7 +243,7 @@ class RoutingRecorder:
 
     # -- tokens with what routers gave -----------------------------------------------------------
 
-    def take(self, recording: Recording, placed: Placed, states: States | str) -> Callable[[], None] | None:
+    def take(self, recording: Recording, placed: PlacedTokens, states: States | str) -> Callable[[], None] | None:
         """Accepted tokens, in order, before they are added to `recording`: what records their decisions once the forward has ended."""
         if not len(placed):
             return None
@@ -262,7 +262,7 @@ class RoutingRecorder:
     def beside(self, score: ScoreTokens) -> ScoreTokens:
         """What takes tokens for routing, then hands them to `score`."""
 
-        def both(generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> Report | None:
+        def both(generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> Report | None:
             record, report_scores = self.take(recording, placed, states), score(generation, recording, placed, states)
 
             def report_both(report: bool) -> None:
@@ -302,7 +302,7 @@ class RoutingRecorder:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _arrived(self, recording: Recording, placed: Placed, states: Mapping[str, Singles], first_entry: int, spent: float) -> None:
+    def _arrived(self, recording: Recording, placed: PlacedTokens, states: Mapping[str, Singles], first_entry: int, spent: float) -> None:
         with self._lock:
             for number, source in enumerate(self.sources):
                 n_cells = sum(states[site.name].shape[1] for site in source.sites)
@@ -344,12 +344,12 @@ class RoutingRecorder:
                 new = np.flatnonzero(~counted[path] & (phases[path] == phase))
                 if len(new):
                     where = path[new]
-                    placed = Placed(np.full(len(new), row), columns[where], columns[where], ids[where], phase)
+                    placed = PlacedTokens(np.full(len(new), row), columns[where], columns[where], ids[where], phase)
                     self._count(number, recording, placed, mine.take(new), told.take(new), latency_us)
                     self.n_tokens += len(new) if number == 0 else 0
             counted[path] = True
 
-    def _count(self, number: int, recording: Recording, placed: Placed, decisions: Decisions, told: Told, latency_us: float) -> None:
+    def _count(self, number: int, recording: Recording, placed: PlacedTokens, decisions: Decisions, told: Told, latency_us: float) -> None:
         source = self.sources[number]
         tally = self._tallies.get(number)
         if tally is None:

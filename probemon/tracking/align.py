@@ -35,7 +35,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTokens:
     """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
 
     `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
@@ -52,19 +52,19 @@ class Placed:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, which: Ints) -> Placed:
+    def take(self, which: Ints) -> PlacedTokens:
         """Some of them."""
         return dataclasses.replace(
             self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
         )
 
-    def moved(self, by: int) -> Placed:
+    def moved(self, by: int) -> PlacedTokens:
         """The same tokens, their states `by` places further in the forward."""
         return dataclasses.replace(self, offsets=self.offsets + by)
 
 
 @dataclass
-class Call:
+class SequenceColumns:
     """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).
 
     `speculative`: a forward may hold several generated columns, drafts until they are accepted (one row).
@@ -95,7 +95,7 @@ class Call:
             self.first_column = self.frontier = column
             self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
 
-    def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[Placed]:
+    def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[PlacedTokens]:
         """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`. Goes on after them."""
         self.begin(0, len(ids))
         first, found = self.frontier, []
@@ -110,10 +110,10 @@ class Call:
                 self.mask = mask
             rows, at = np.nonzero(real)
             at_ids = at + begin - ids_begin
-            found.append(Placed(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase))
+            found.append(PlacedTokens(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase))
         return found
 
-    def place(self, forward: Forward) -> list[Placed]:
+    def place(self, forward: Forward) -> list[PlacedTokens]:
         """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape
         self.begin(forward.start, n_rows)
@@ -138,7 +138,7 @@ class Call:
                 if self.speculative:
                     rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
                     offsets = at + (first - forward.start)
-                    found.append(Placed(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
+                    found.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
                     continue
                 if stop - first > 1:
                     raise AlignmentError(f"{stop - first} generated columns in one forward: this decoding mode is not understood")
@@ -147,7 +147,7 @@ class Call:
                 real &= (first <= self.last_column)[:, None]
             rows, at = np.nonzero(real)
             offsets = at + (first - forward.start)
-            found.append(Placed(rows, at + first, offsets, forward.ids[rows, offsets], phase))
+            found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))
         self.frontier = end
         self.mask = forward.mask
         return found

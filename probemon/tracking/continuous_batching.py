@@ -25,8 +25,8 @@ import numpy as np
 
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.host.shadow import Owner, shadow
-from probemon.tracking.align import Call, Forward, Ints, Placed
-from probemon.tracking.generate_call import Prompt
+from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
+from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import SHARED, Recording
 
@@ -55,7 +55,7 @@ class Request:
             state._new_tokens_limit = state.generated_len() + 1
 
 
-class Batches:
+class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
     `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that columns
@@ -64,7 +64,7 @@ class Batches:
     """
 
     def __init__(
-        self, model: Any, new_recording: Callable[[Call], Recording], seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        self, model: Any, new_recording: Callable[[SequenceColumns], Recording], seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._model, self._new_recording, self._seen_up_to, self._take_stop = model, new_recording, seen_up_to, take_stop
@@ -158,7 +158,7 @@ class Batches:
         weakref.finalize(manager, _let_go_all, live)
         return True
 
-    def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, Placed]]:
+    def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
         """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
         managers = [m for m in list(self._live) if m.batch_processor is not None and m.batch_processor.cache is given.get("cache")]
         if given.get("cache") is None or len(managers) != 1:
@@ -228,18 +228,18 @@ class Batches:
         return live[state.request_id]
 
     def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
-        recording = self._new_recording(Call(len(prompt)))
+        recording = self._new_recording(SequenceColumns(len(prompt)))
         recording.request, recording.before = request_id, SHARED
         parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
         if parent is not None and parent.prompt == prompt:
             recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
-        return Generation(recording, Prompt(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new)
+        return Generation(recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new)
 
     def _shared(self, manager: Any, n_columns: int) -> bool:
         """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
         return bool(manager.batch_processor.cache.use_prefix_sharing) and n_columns % int(manager.continuous_batching_config.page_size) == 0
 
-    def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[Placed]:
+    def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[PlacedTokens]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens]
         told = sequence[first : first + len(ids)]

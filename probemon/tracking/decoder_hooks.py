@@ -33,11 +33,11 @@ from probemon.host.adapters import rehearsal
 from probemon.host.compiled import Bracket
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size, host_state
 from probemon.host.tap import Site, Tap, check_states, ran_again
-from probemon.tracking.align import Call, Forward, Ints, Placed
-from probemon.tracking.continuous_batching import Batches
+from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
+from probemon.tracking.continuous_batching import ContinuousBatches
 from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.forward_call import read_forward
-from probemon.tracking.generation import INSIDE, ORDER, Generation, States, Thread, Waiting
+from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
 from probemon.tracking.hand_loop import generate_around
 from probemon.tracking.recording import GAP, Recording
 
@@ -46,10 +46,10 @@ LOG = logging.getLogger("probemon")
 # Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports their scores,
 # to be called at the end of the forward: with False where they turned out not to be the tokens' and are to be thrown away.
 Report = Callable[[bool], None]
-ScoreTokens = Callable[[Generation | None, Recording, Placed, States | str], Report | None]
+ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str], Report | None]
 
 
-class Forwards:
+class DecoderHooks:
     """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
 
     `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an error.
@@ -74,8 +74,8 @@ class Forwards:
         self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
-        self.thread = Thread()
-        self.batches = Batches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
+        self.thread = ThreadState()
+        self.batches = ContinuousBatches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
         self._n_recordings = 0
         self.documents: set[int] = set()  # numbers of those that no generation went on from
         self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
@@ -135,7 +135,7 @@ class Forwards:
             raise AlignmentError(reason)
         self._on_gap(Gap(recording.number, first, last, reason))
 
-    def new_recording(self, call: Call, offset: int) -> Recording:
+    def new_recording(self, call: SequenceColumns, offset: int) -> Recording:
         recording = Recording(call, offset, self._n_probes, host=host_state(self.model))
         with self._lock:
             recording.number, self._n_recordings = self._n_recordings, self._n_recordings + 1
@@ -160,8 +160,8 @@ class Forwards:
         # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
         if kwargs is None or foreign or (generation is not None and generation.drafting):
             return
-        if generation is None and INSIDE.models[id(self.model)]:
-            if self._acts() and INSIDE.begun[id(self.model)] > self._attached_at:
+        if generation is None and FOLLOWING.models[id(self.model)]:
+            if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:
                 raise NotSupportedDecoding(
                     "another run follows this generation, and this one does not, so its rules would never fire and its sinks hear nothing: look generate() up after "
                     "both are attached, and open run.generating of both for a loop by hand"
@@ -171,7 +171,7 @@ class Forwards:
         if given.get("cu_seq_lens_q") is not None:
             with self.batches.reporting():
                 packed = self.batches.place(given)
-            mine.waiting = [Waiting(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
+            mine.waiting = [PendingTokens(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             if self._closing.id not in self.decoder._forward_hooks:
@@ -200,7 +200,7 @@ class Forwards:
         self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
-        mine.waiting = [Waiting(generation, recording, part) for part in placed]
+        mine.waiting = [PendingTokens(generation, recording, part) for part in placed]
         mine.recording, mine.shape = recording, forward.ids.shape
         if self._in_parts or self._bracket.is_open:
             self._tap.buffers.make_room(mine.shape, self._width)
@@ -244,7 +244,7 @@ class Forwards:
             if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
                 self.recordings.append(known)
             return known
-        document = self.new_recording(Call(None), 0)
+        document = self.new_recording(SequenceColumns(None), 0)
         document.done = True  # for all that is known: another forward may go on with it
         document.earlier = known
         self.documents.add(document.number)
@@ -362,7 +362,7 @@ class Forwards:
                     one.generation.end()
         mine.waiting = []
 
-    def hand(self, generation: Generation | None, recording: Recording, placed: Placed, states: States | str) -> None:
+    def hand(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> None:
         self.finish()  # its retained sets are what this one begins with
         self.thread.unfinished = self._score(generation, recording, placed, states)
 

@@ -37,7 +37,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.AS
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerateCall:
     """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
@@ -57,7 +57,7 @@ class Prompt:
     length: int = 0
 
 
-def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt:
+def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateCall:
     """Where the prompt of `model.generate(*args, **kwargs)` ends. Raises `NotSupportedDecoding`, `ConfigError`."""
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
@@ -84,27 +84,27 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
         _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", kind["chunked"])
-        return Prompt(_decoder_columns(config, given), 0, **kind)
+        return GenerateCall(_decoder_columns(config, given), 0, **kind)
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
     if embeds is not None and embeds.shape[1] == 0:
         raise ConfigError(f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token")
     if embeds is not None and n_ids == 0:
-        return Prompt(int(embeds.shape[1]), int(embeds.shape[1]), **kind)  # the output holds only what is generated
+        return GenerateCall(int(embeds.shape[1]), int(embeds.shape[1]), **kind)  # the output holds only what is generated
     _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
     if ids is None:
-        return Prompt(1, 0, **kind)  # generate starts from one beginning-of-sequence token
+        return GenerateCall(1, 0, **kind)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])
     if ids.numel() == 0:
         raise ConfigError(f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token")
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
-        return Prompt(width, 0, **kind)
+        return GenerateCall(width, 0, **kind)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
-    return Prompt(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+    return GenerateCall(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
 
 
 def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:

@@ -26,8 +26,8 @@ from transformers import StoppingCriteriaList
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
-from probemon.tracking.align import NO_ID, Forward, Ints, Placed
-from probemon.tracking.generate_call import Prompt
+from probemon.tracking.align import NO_ID, Forward, Ints, PlacedTokens
+from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.recording import Recording
 
 States = dict[str, Tensor]
@@ -50,7 +50,7 @@ class Generation:
     """
 
     recording: Recording
-    prompt: Prompt
+    prompt: GenerateCall
     ids: Ints | None = None
     begin: int = 0
     mask: Ints | None = None
@@ -65,7 +65,7 @@ class Generation:
     on_failure: list[Callable[[], None]] = field(default_factory=list)
     stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
     rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
-    drafts: list[tuple[Placed, States | str]] = field(default_factory=list)
+    drafts: list[tuple[PlacedTokens, States | str]] = field(default_factory=list)
     origin: Ints | None = None
     end: Callable[[], None] | None = None
     by_hand: bool = False
@@ -99,7 +99,7 @@ class Generation:
             )
         self.sampling = True
 
-    def told(self, placed: Placed, seen: Mask) -> None:
+    def told(self, placed: PlacedTokens, seen: Mask) -> None:
         """`placed` have their scores, where `seen`."""
         if placed.phase == GENERATED:
             first = int(placed.columns.min())
@@ -124,7 +124,7 @@ class Generation:
                 "out; or the cache holds other columns than the sequence, so that the host's own answer is wrong too: start with an empty one"
             )
 
-    def beam_tokens(self, placed: Placed) -> Placed:
+    def beam_tokens(self, placed: PlacedTokens) -> PlacedTokens:
         """A prompt is scored once, in the first of its beams; a generated token for every beam that has it."""
         beams = self.recording.beams
         assert beams is not None and self.ids is not None
@@ -135,7 +135,7 @@ class Generation:
             self.rule_states[number] = {row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}
         return dataclasses.replace(placed, provisional=True)
 
-    def accepted(self, ids: Tensor) -> Iterator[tuple[Placed, States | str]]:
+    def accepted(self, ids: Tensor) -> Iterator[tuple[PlacedTokens, States | str]]:
         """Drafts that are in the accepted sequence `ids [1, L]`, one token after another; the others are forgotten."""
         call, offset = self.recording.call, self.recording.offset
         kept = ids.detach().cpu().numpy()
@@ -176,12 +176,12 @@ class Generation:
 
 
 @dataclass
-class Waiting:
+class PendingTokens:
     """Tokens of the open forward, and their hidden states so far, by site."""
 
     generation: Generation | None
     recording: Recording
-    placed: Placed
+    placed: PlacedTokens
     states: States = field(default_factory=dict)
 
 
@@ -193,11 +193,11 @@ class Inside(threading.local):
         self.begun: dict[int, int] = {}
 
 
-INSIDE = Inside()
+FOLLOWING = Inside()
 ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
 
 
-class Thread(threading.local):
+class ThreadState(threading.local):
     """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Thread(threading.local):
         self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.recording: Recording | None = None  # of the open forward, where it is of one
-        self.waiting: list[Waiting] = []
+        self.waiting: list[PendingTokens] = []
         self.early: States = {}  # of sites that run before the forward their output is of
         self.ran: set[str] = set()  # sites that the open forward has run through
         self.inside = False  # whether a forward of the decoder is open, watched or not
@@ -214,7 +214,7 @@ class Thread(threading.local):
         self.seconds = 0.0
 
 
-class Watched(StoppingCriteriaList):
+class FollowedCriteria(StoppingCriteriaList):
     """generate's own criteria; `sampled(ids, done, pads)` is told which rows have ended, and may end more."""
 
     def __init__(self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor, bool], Tensor]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from probemon.core.hierarchy import Mask
 from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
 from probemon.errors import AlignmentError
-from probemon.tracking.align import NEVER, Call, Ints, Placed
+from probemon.tracking.align import NEVER, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.beams import Beams
 
 LAST = "the last generated token is never run by the host"
@@ -57,7 +57,7 @@ class Recording:
     before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
     """
 
-    call: Call
+    call: SequenceColumns
     offset: int
     n_probes: int
     earlier: Recording | None = None
@@ -75,11 +75,11 @@ class Recording:
     n_forgotten: int = 0
     forgotten: int = 0
     _n_small: int = 0
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[PlacedTokens] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
 
-    def add(self, placed: Placed, scores: Scores) -> None:
+    def add(self, placed: PlacedTokens, scores: Scores) -> None:
         """One batch of tokens with their scores, entry by entry."""
         self.n_entries += len(placed)
         self.placed.append(placed)
@@ -157,7 +157,7 @@ class Recording:
         self._n_small = 0
         placed = self.placed[-n:]
         rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
-        self.placed[-n:] = [Placed(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
+        self.placed[-n:] = [PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
         del self.ages[len(self.ages) - n + 1 :]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
 

@@ -30,11 +30,11 @@ from probemon.host.model import host_state, is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.shadow import shadow
 from probemon.host.tap import Site
-from probemon.tracking.align import Call
+from probemon.tracking.align import SequenceColumns
 from probemon.tracking.beams import Beams
-from probemon.tracking.decoder_hooks import Forwards, ScoreTokens
-from probemon.tracking.generate_call import Prompt, read_call
-from probemon.tracking.generation import INSIDE, ORDER, Generation, Watched
+from probemon.tracking.decoder_hooks import DecoderHooks, ScoreTokens
+from probemon.tracking.generate_call import GenerateCall, read_call
+from probemon.tracking.generation import FOLLOWING, ORDER, FollowedCriteria, Generation
 from probemon.tracking.hand_loop import HandLoop, generate_around
 from probemon.tracking.held_streamer import HeldStreamer
 from probemon.tracking.recording import Recording
@@ -50,12 +50,12 @@ class Watcher:
     """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
 
     def __init__(
-        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[Prompt], None] = lambda prompt: None,
+        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[GenerateCall], None] = lambda prompt: None,
         on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None, acts: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
-        self._forwards = Forwards(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
+        self._forwards = DecoderHooks(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
         self._running: list[Generation] = []
         self._acts = acts
         self._attaching_thread = 0
@@ -157,7 +157,7 @@ class Watcher:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
                 kwargs["streamer"].failed()
             raise
-        recording = self._forwards.new_recording(Call(prompt.columns, speculative=prompt.speculative), prompt.offset)
+        recording = self._forwards.new_recording(SequenceColumns(prompt.columns, speculative=prompt.speculative), prompt.offset)
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = Generation(recording, prompt)
@@ -175,10 +175,10 @@ class Watcher:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
         if self._forwards.thread.generation is not None:
             raise ConfigError("run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a forward shows would be a guess")
-        prompt = Prompt(from_column, 0)
+        prompt = GenerateCall(from_column, 0)
         self._check(prompt)
         self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
-        generation = Generation(self._forwards.new_recording(Call(from_column), 0), prompt, by_hand=True)
+        generation = Generation(self._forwards.new_recording(SequenceColumns(from_column), 0), prompt, by_hand=True)
         loop = HandLoop(generation, self._sampled, self.current)
         with self._following(generation):
             yield loop
@@ -199,8 +199,8 @@ class Watcher:
     def _following(self, generation: Generation) -> Iterator[None]:
         """While the block runs, forwards of the calling thread are of this generation."""
         self._forwards.thread.generation = generation
-        INSIDE.models[id(self.model)] += 1
-        INSIDE.begun[id(self.model)] = next(ORDER)
+        FOLLOWING.models[id(self.model)] += 1
+        FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
         generation.stop_all |= self._take_stop()
         try:
@@ -215,7 +215,7 @@ class Watcher:
                 self._forwards.finish()
             finally:
                 self._running.remove(generation)
-                INSIDE.models[id(self.model)] -= 1
+                FOLLOWING.models[id(self.model)] -= 1
                 self._forwards.leave()
                 generation.recording.done = True
 
@@ -229,7 +229,7 @@ class Watcher:
         generation = self._forwards.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched. Outside of a generate()
         # somebody prepares the inputs of a loop by hand.
-        self._forwards.thread.foreign = generation is None and not INSIDE.models[id(self.model)] and generate_around(self._forwards.decoder) is not None
+        self._forwards.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)] and generate_around(self._forwards.decoder) is not None
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
             generation.prepared = True
@@ -240,7 +240,7 @@ class Watcher:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._forwards.thread.generation
         self._forwards.called = True
-        if generation is None and not INSIDE.models[id(self.model)]:  # else another run follows it, which was there first
+        if generation is None and not FOLLOWING.models[id(self.model)]:  # else another run follows it, which was there first
             if threading.get_ident() != self._attaching_thread and not self._acts():  # it may have been running when this run attached
                 LOG.warning("a generate() of another thread began before probemon was attached, was looked up before, or called on the class: it is not watched")
                 return criteria
@@ -250,7 +250,7 @@ class Watcher:
             )
         if generation is None or generation.drafting:
             return criteria
-        return Watched(criteria, lambda ids, done, pads: self._sampled(generation, ids, done, pads))
+        return FollowedCriteria(criteria, lambda ids, done, pads: self._sampled(generation, ids, done, pads))
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
         recording = generation.recording

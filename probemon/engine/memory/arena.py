@@ -191,7 +191,7 @@ class PagedArena:
         room = self._n_slots - len(self._pins.keys() | set(probes[held].tolist()))
         first, rest = np.concatenate([held, missing[:room]]), missing[room:]
         if len(first):
-            yield first, self._bring(probes[first])
+            yield first, self._make_resident(probes[first])
         room = self._n_slots - len(self._pins)
         if len(rest) and not room:
             raise ArenaFull(
@@ -199,7 +199,7 @@ class PagedArena:
             )
         for at in range(0, len(rest), max(room, 1)):
             wave = rest[at : at + room]
-            yield wave, self._bring(probes[wave])
+            yield wave, self._make_resident(probes[wave])
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
         """Load these and never evict them until as many `unpin`. All or nothing."""
@@ -208,7 +208,7 @@ class PagedArena:
         if needed > self._n_slots:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
         with self.lock:
-            self._bring(np.asarray(wanted, dtype=np.int64))
+            self._make_resident(np.asarray(wanted, dtype=np.int64))
             self._upload.wait()  # who reads them may be on another stream
             self._pins.update(wanted)
 
@@ -217,7 +217,7 @@ class PagedArena:
         with self.lock:
             _take_back(self._pins, probes)
 
-    def _bring(self, probes: Ints) -> Ints:
+    def _make_resident(self, probes: Ints) -> Ints:
         missing = probes[self._slot_of[probes] < 0].tolist()
         loaded = self._load(missing)  # before anything is evicted: it may raise
         if len(missing) > len(self._free):
@@ -262,20 +262,20 @@ class PagedArena:
         self._use(probes[there])
         return slots
 
-    def fetch(self, probes: Sequence[int], *, foreseen: bool = False) -> None:
+    def fetch(self, probes: Sequence[int], *, prefetched: bool = False) -> None:
         """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises `ProbeLoadError`.
 
-        What is only `foreseen` takes slots that are free or hold what nobody uses, and is the first to go; it is in RAM at any rate.
+        What is only `prefetched` takes slots that are free or hold what nobody uses, and is the first to go; it is in RAM at any rate.
         """
         loaded = self._load([p for p in probes if self._slot_of[p] < 0])
         with self.lock:
             nobody = np.empty(0, dtype=np.int64)  # who reads slots holds the lock
             may_go, worth = self._evictable(nobody)
-            room = len(self._free) + int((worth < UNUSED).sum() if foreseen else len(may_go))
+            room = len(self._free) + int((worth < UNUSED).sum() if prefetched else len(may_go))
             missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
             if len(missing) > len(self._free):
                 self._evict(len(missing) - len(self._free), nobody)
-            if foreseen:
+            if prefetched:
                 self._worth[missing], self._used_at[missing] = UNUSED, self._now
             else:
                 self._use(missing)

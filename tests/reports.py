@@ -48,5 +48,5 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
         }  # fmt: skip
         analysis.write_shard(index, tables, {"digest": "", "first": first, "n_documents": len(part), "totals": totals})
     if finish:
-        assert analysis.finish(-(-len(documents) // shard))
+        assert analysis.finish([""] * -(-len(documents) // shard))
     return analysis

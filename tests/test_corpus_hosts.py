@@ -2,11 +2,13 @@
 
 import threading
 
+import pandas
 import peft
 import pytest
 import torch
 from conftest import HIDDEN, make_model, make_pack
 from corpora import LETTERS, make_tokenizer, random_texts
+from tokenizers import Tokenizer, models, processors
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -18,6 +20,7 @@ from transformers import (
     FNetForMaskedLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -28,9 +31,10 @@ from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.fingerprint import adapters_fingerprint, fingerprint
 from probemon.host.model import longest_input, unwrap
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
-from probemon.offline.windows import Reading, Window, shards
+from probemon.offline.windows import Reading, Window, encode, shards
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -283,3 +287,43 @@ def test_a_steered_host_is_told_apart_online(tmp_path):
     assert run.result(out).host.adapters == ("bem",)
     with manager.attach(model, strict=True):
         pass
+
+
+def test_an_analysis_is_not_gone_on_with_of_another_site_or_begun_otherwise(tmp_path):
+    model, texts = make_model(), random_texts(1100, longest=12)
+    first, second = (DynamicProbeManager(make_pack(tmp_path / site, model, sites=(site,), rule="independent")) for site in ("resid_post.1", "resid_post.2"))
+    begun(first, model, tmp_path / "out", texts)
+    with pytest.raises(ConfigError, match="pack"):
+        second.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", floor=0.0, resume=True)
+    otherwise = make_tokenizer()
+    otherwise.bos_token = "q"
+    with pytest.raises(ConfigError, match="around"):
+        first.analyze(model, otherwise, texts, out=tmp_path / "out", floor=0.0, resume=True)
+
+
+def test_a_tokenizer_that_leaves_letters_out_is_read_in_place(tmp_path):
+    """Its template is seen on a text that it does not leave out: "a" is none of these letters."""
+    backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: 4 + i for i, letter in enumerate("ACDEFGHIKLMNPQRSTVWY")}, merges=[]))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    for letters in ("ACDEFG", "WYW"):
+        tokens = encode(tokenizer, letters, after=True)
+        assert tokens.prefix == (1,) and tokens.suffix == (2,) and tokens.ids.tolist() == [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+        assert tokens.start.tolist() == list(range(len(letters)))
+    backend.model = models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2}, merges=[])
+    with pytest.raises(ConfigError, match="cannot be told"):
+        encode(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"), "ACD")
+
+
+def test_ranks_that_were_given_other_documents_are_told(tmp_path):
+    model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
+    texts = [f"{text}{i % 7}" for i, text in enumerate(random_texts(512, longest=12))]
+    manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", rank=0, world_size=2)
+    with pytest.raises(ConfigError, match=r"same documents, in the same order|have changed"):
+        manager.analyze(model, make_tokenizer(), texts[::-1], out=tmp_path / "out", rank=1, world_size=2, resume=True)
+    assert not Analysis.open(tmp_path / "out", unfinished=True).manifest.get("complete")
+
+
+def test_a_data_frame_is_no_list_of_documents():
+    with pytest.raises(ConfigError, match=r"df\.to_dict"):
+        read_documents(pandas.DataFrame({"id": ["a"], "text": ["the whale sang"]}))

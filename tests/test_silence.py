@@ -1,6 +1,7 @@
 """What looks calm is calm: prompts that change on their way, padding that is read, layers past the hooks, runs in which nothing was watched."""
 
 import copy
+import threading
 import types
 import warnings
 
@@ -8,7 +9,7 @@ import peft
 import pytest
 import torch
 from conftest import make_model, make_pack
-from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, RwkvForCausalLM
+from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, RwkvForCausalLM, StoppingCriteria
 
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedDecoding
@@ -165,3 +166,53 @@ def test_an_adapter_that_changes_between_two_turns_is_told(manager):
     assert run.result(fourth).host != run.result(third).host and not run.result(again).host_changed
     assert not run.result(second).host_changed
     assert run.result(third).host.adapters == ("two",) and run.result(third).host_changed
+
+
+@pytest.mark.parametrize("guard_last", [True, False])
+def test_a_row_that_one_run_stops_has_ended_for_all(manager, guard_last):
+    """Whichever was attached first: what follows is padding, which no run scores and no rule is asked of."""
+    model, columns = make_model(), []
+    ids = torch.tensor([[1, 9, 5, 6, 7], [8, 9, 5, 6, 7]])
+    settings = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    with manager.attach(model) as run:
+        result = run.result(model.generate(ids, **settings))
+    at = (result.row == 0) & (result.position == 6)
+    above = float(result.scores.take(at.nonzero()[0]).active_scores(0).max()) - 1e-4
+    concept = int(result.scores.take(at.nonzero()[0]).active(0)[result.scores.take(at.nonzero()[0]).active_scores(0).argmax()])
+    with manager.attach(model) as first, manager.attach(model) as last:
+        guard, audit = (last, first) if guard_last else (first, last)
+        audit.on(0, above=0.0, for_tokens=1, action=lambda event: columns.append((event.row, event.column)))
+        guard.on(concept, above=above, action="stop")
+        out = model.generate(ids, **settings)
+    positions = [[one.position[(one.row == row) & (one.phase == 1)].tolist() for row in (0, 1)] for one in (guard.result(out), audit.result(out))]
+    assert positions[0] == positions[1] and len(positions[0][0]) < 8
+    assert guard.result(out).coverage.totals() == audit.result(out).coverage.totals()
+
+
+def test_a_run_that_ends_while_another_thread_generates_warns(manager):
+    model, begun, go_on = make_model(), threading.Event(), threading.Event()
+
+    class Pausing(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            begun.set()
+            assert go_on.wait(60)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    other = threading.Thread(target=lambda: model.generate(IDS, **GREEDY, stopping_criteria=[Pausing()]))
+    with pytest.warns(UserWarning, match="1 generations of other threads were under way when this run ended"), manager.attach(model) as run:
+        run.add_sink(MemorySink())
+        other.start()
+        assert begun.wait(60)
+    go_on.set()
+    other.join()
+
+
+def test_stopping_criteria_where_the_run_does_not_watch_are_an_error(manager):
+    model, other = make_model(), make_model(seed=3)
+    with manager.attach(model) as run:
+        ruled(run, [])
+        model.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
+        with pytest.raises(NotSupportedDecoding, match="does not watch this generate"):
+            other.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
+    with pytest.raises(NotSupportedDecoding, match="does not watch this generate"):
+        model.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)

@@ -294,7 +294,13 @@ class MonitorRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        n_generating = self._watcher.n_generating
         self._stack.close()
+        if error is None and n_generating and (self._rules or self._sinks):
+            warnings.warn(
+                f"{n_generating} generations of other threads were under way when this run ended: what they generate from now on is not watched, rules are not asked of it "
+                "and sinks hear nothing. End them, or wait for them, inside the with block", UserWarning, stacklevel=2,
+            )  # fmt: skip
         for delivery in self._deliveries:
             delivery.close()
             stats = delivery.stats()
@@ -445,4 +451,6 @@ class _Stopped(StoppingCriteria):
         self._watcher = watcher
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        if self._watcher.current() is None:
+            raise NotSupportedDecoding("run.stopping_criteria is of a run that does not watch this generate(): its rules would never stop it. Call the model that is attached, inside the with block")
         return self._watcher.stopped(torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device))

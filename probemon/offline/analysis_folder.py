@@ -200,16 +200,25 @@ class Analysis:
         except OSError as error:  # pyarrow's are such, too
             raise SinkFailed(f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same again when there is room") from error
 
-    def finish(self, n_shards: int) -> bool:
-        """Merge the tables of all shards and mark the analysis as complete; False where other processes have shards to write still.
+    def finish(self, digests: Sequence[str]) -> bool:
+        """Merge the tables of all shards, whose documents have these digests, and mark the analysis as complete; False where other processes have shards to write still.
 
-        Where several end at once each does it, one after another, with the same result.
+        Where several end at once each does it, one after another, with the same result. Raises `ConfigError` where a shard is of other documents than this process
+        was given: each has to be given all of them, in one order.
         """
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
-            return self._finish(n_shards)
+            return self._finish(digests)
 
-    def _finish(self, n_shards: int) -> bool:
+    def _finish(self, digests: Sequence[str]) -> bool:
+        n_shards = len(digests)
         shards = [self.shard(index) for index in range(n_shards)]
+        for shard, digest in zip(shards, digests, strict=True):
+            if shard is not None and shard["digest"] != digest:
+                last = shard["first"] + shard["n_documents"] - 1
+                raise ConfigError(
+                    f"documents {shard['first']} to {last} of {self.directory} are not those that this process was given: give every process the same documents, in the "
+                    "same order (sets and listings of folders have none), and another folder"
+                )
         if any(shard is None for shard in shards):
             return False
         if self.shard(n_shards) is not None:

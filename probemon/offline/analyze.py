@@ -59,12 +59,11 @@ def analyze(
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
     analysis = Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
     with analysis.locked(rank, world_size):
-        n_shards = 0
+        digests: list[str] = []
 
         def missing() -> Iterator[Shard]:
-            nonlocal n_shards
             for shard in shards(read):
-                n_shards = shard.index + 1
+                digests.append(shard.digest)
                 known = check_known(analysis, shard)
                 if known is None and shard.index % world_size == rank:
                     yield shard
@@ -73,7 +72,7 @@ def analyze(
 
         for scored in scorer.score(missing(), progress=progress):
             write(analysis, table, scored)
-        analysis.finish(n_shards)
+        analysis.finish(digests)
     return analysis
 
 
@@ -124,7 +123,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     return {
         "pack": _identified(manager.pack),
         "host": {"model": state.model, "dtype": state.dtype, "fingerprint": fingerprint(host), "config": config_fingerprint(host), "adapters": state.adapters, "adapter_weights": adapters_fingerprint(scorer.model, host), "quantisation": state.quantisation, "device": host.device.type},
-        "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32],
+        "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32], "around": scorer.around(),
         "cascade": dataclasses.asdict(config) if isinstance(config, CascadeConfig) else {name: dataclasses.asdict(one) for name, one in config.items()},
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
@@ -135,8 +134,8 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
         return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
-    files = pack.manifest["files"]
-    return {"name": pack.name, "concepts": files[CONCEPTS]["sha256"], "probes": files[PROBES]["sha256"]}
+    files, read = pack.manifest["files"], [dataclasses.asdict(spec) for spec in pack.inputs]
+    return {"name": pack.name, "concepts": files[CONCEPTS]["sha256"], "probes": files[PROBES]["sha256"], "inputs": read, "score_rule": pack.score_rule}
 
 
 def environment() -> dict[str, Any]:

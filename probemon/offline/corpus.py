@@ -142,6 +142,11 @@ class CorpusScorer:
         self._open = _Open()
         self._stop = False
 
+    def around(self) -> dict[str, list[int]]:
+        """The special tokens before and after every window."""
+        found = encode(self.tokenizer, "a", special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special, after=self._looks_ahead)
+        return {"before": list(found.prefix), "after": list(found.suffix)}
+
     def score(
         self, shards: Iterable[Shard], *, exhaustive: bool = False, progress: Callable[[float, int], object] | None = None
     ) -> Iterator[ScoredShard]:

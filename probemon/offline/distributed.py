@@ -96,9 +96,9 @@ def analyze_dataset(
 
 def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], documents: Iterator[Document], concurrency: int, progress: Progress | None) -> Analysis:
     """The shards that are missing, to workers; then what `analyze` does in the end."""
-    analysis, todo, n_shards = Analysis(out, {}), [], 0
+    analysis, todo, digests = Analysis(out, {}), list[int](), list[str]()
     for shard in shards(documents):
-        n_shards = shard.index + 1
+        digests.append(shard.digest)
         if check_known(analysis, shard) is None:
             _spool(out, shard)
             todo.append(shard.index)
@@ -115,7 +115,7 @@ def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], document
             if progress is not None:
                 progress(row["documents"], row["tokens"])
     found = Analysis.open(out, unfinished=True)
-    found.finish(n_shards)
+    found.finish(digests)
     return found
 
 

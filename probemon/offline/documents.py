@@ -64,6 +64,8 @@ def read_documents(source: Source, *, text_field: str = "text", id_field: str = 
     fields = (text_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
+    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame gives the names of its columns when it is gone through
+        raise ConfigError(f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas: df.to_dict('records'), polars: df.to_dicts())")
     elif isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
         raise ConfigError(f"documents are {type(source).__name__}: give a path, '-', or an iterable of texts or of dicts with {text_field!r}")
     else:

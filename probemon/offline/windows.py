@@ -133,7 +133,7 @@ def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_spec
         return_attention_mask=False, truncation=False, verbose=False,
     )  # fmt: skip
     ids = np.asarray(found["input_ids"], dtype=np.int64)
-    before, behind = _added(tokenizer) if added else ((), ())
+    before, behind = _added(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
     if fast:
         offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -146,12 +146,16 @@ def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_spec
     return Tokens(ids[inside], start, end, before, behind if after else ())
 
 
-def _added(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer puts before a text, and after it."""
-    bare = tokenizer("a", add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True, return_attention_mask=False, verbose=False)["input_ids"]
-    at = next((i for i in range(len(whole) - len(bare) + 1) if list(whole[i : i + len(bare)]) == list(bare)), 0)
-    return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+def _added(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that a tokenizer puts before a text, and after it: seen on one that it does not leave out, as it may do with letters that it has not."""
+    for sample in ("a", "A", "0", ".", text):
+        bare, whole = ([int(i) for i in tokenizer(sample, add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]] for add in (False, True))
+        at = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+        if bare and len(at) == 1:
+            return tuple(whole[: at[0]]), tuple(whole[at[0] + len(bare) :])
+        if not whole:
+            return (), ()
+    raise ConfigError("which special tokens its tokenizer adds cannot be told: use special_tokens='none'")
 
 
 def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:

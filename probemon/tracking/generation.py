@@ -46,7 +46,7 @@ class Generation:
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
     rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
     is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
-    `sampling`: the first token was sampled.
+    `sampling`: the first token was sampled; `sampled`: a token was just now, and which rows it ended is not told yet.
     """
 
     recording: Recording
@@ -70,6 +70,7 @@ class Generation:
     end: Callable[[], None] | None = None
     by_hand: bool = False
     sampling: bool = False
+    sampled: bool = False
 
     def sequence(self, ids: Any, mask: Any) -> None:
         """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
@@ -215,14 +216,28 @@ class ThreadState(threading.local):
 
 
 class FollowedCriteria(StoppingCriteriaList):
-    """generate's own criteria; `sampled(ids, done, pads)` is told which rows have ended, and may end more."""
+    """generate's own criteria; `sampled(ids, done)` is told which rows have ended, and may end more; `ended(ids, done, pads)` is told which have in the end.
 
-    def __init__(self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor, bool], Tensor]) -> None:
+    Of several runs each is around those that were attached before it, and what one of them ends has ended for all.
+    """
+
+    def __init__(
+        self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor], Tensor], ended: Callable[[Tensor, Tensor, bool], None]
+    ) -> None:
         super().__init__(criteria)
-        self._inner, self._sampled = criteria, sampled
+        self._inner, self._sampled, self._ended = criteria, sampled, ended
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        done = self._inner(input_ids, scores, **kwargs)
+        done = self._ask(input_ids, scores, kwargs)
         # generate pads rows that ended exactly where one of its criteria knows the end-of-sequence token.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in self)
-        return self._sampled(input_ids, done, pads)
+        criteria: Any = self
+        while isinstance(criteria, FollowedCriteria):
+            criteria._ended(input_ids, done, pads)
+            criteria = criteria._inner
+        return done
+
+    def _ask(self, ids: Tensor, scores: Any, more: dict[str, Any]) -> Tensor:
+        inner = self._inner
+        done: Tensor = inner._ask(ids, scores, more) if isinstance(inner, FollowedCriteria) else inner(ids, scores, **more)
+        return self._sampled(ids, done)

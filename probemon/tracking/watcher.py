@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -87,6 +88,11 @@ class Watcher:
     def called(self) -> bool:
         """Whether this very model ran, or was asked to."""
         return self._forwards.called
+
+    @property
+    def n_generating(self) -> int:
+        """How many calls of `generate()` are under way, in all threads."""
+        return len(self._running)
 
     @property
     def generating(self) -> bool:
@@ -179,7 +185,7 @@ class Watcher:
         self._check(prompt)
         self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
         generation = Generation(self._forwards.new_recording(SequenceColumns(from_column), 0), prompt, by_hand=True)
-        loop = HandLoop(generation, self._sampled, self.current)
+        loop = HandLoop(generation, self._sampled_by_hand, self.current)
         with self._following(generation):
             yield loop
             self._forwards.ended()
@@ -250,9 +256,19 @@ class Watcher:
             )
         if generation is None or generation.drafting:
             return criteria
-        return FollowedCriteria(criteria, lambda ids, done, pads: self._sampled(generation, ids, done, pads))
+        return FollowedCriteria(criteria, partial(self._sampled, generation), partial(self._ended, generation))
 
-    def _sampled(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
+    def _sampled_by_hand(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
+        done = self._sampled(generation, ids, done)
+        self._ended(generation, ids, done, pads)
+        return done
+
+    def _ended(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
+        if self._forwards.scores and generation.sampled:
+            generation.ended(ids, done, pads)
+        generation.sampled = False
+
+    def _sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
         if generation.prepared and not generation.by_hand:  # something was run, not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
@@ -275,10 +291,8 @@ class Watcher:
                 raise ConceptRaised("an action raised on rank 0, which scores", None)
         if generation.raising is not None:
             raise generation.raising
-        done = done | stopped
-        if self._forwards.scores:
-            generation.ended(ids, done, pads)
-        return done
+        generation.sampled = True
+        return done | stopped
 
     def stopped(self, like: Tensor) -> Tensor:
         """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""

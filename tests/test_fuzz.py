@@ -172,8 +172,8 @@ def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
 @pytest.mark.parametrize(
     "target, place, name, value, told",
     [
-        ("opened", "heldfile.HeldFolder", "unchanged", lambda folder: True, "wrong: a mixture"),  # a pack is opened file by file
-        ("used", "heldfile.HeldFile", "check", lambda file: None, "scores are others"),  # nobody looks whether a file was written to
+        ("opened", "held_file.HeldFolder", "unchanged", lambda folder: True, "wrong: a mixture"),  # a pack is opened file by file
+        ("used", "held_file.HeldFile", "check", lambda file: None, "scores are others"),  # nobody looks whether a file was written to
     ],
 )
 def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch, target, place, name, value, told):
@@ -181,7 +181,7 @@ def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch,
     monkeypatch.delitem(changes.CHANGES, "cut")  # without the check these would end this process
     monkeypatch.delitem(changes.CHANGES, "halve")
     module, _, owner = place.partition(".")
-    monkeypatch.setattr(getattr(importlib.import_module(f"probemon.{module}"), owner), name, value)
+    monkeypatch.setattr(getattr(importlib.import_module(f"probemon.packs.{module}"), owner), name, value)
     assert any(told in (room.run(target, tree, Random(seed)).trouble or "") for seed in range(300))
 
 

@@ -12,7 +12,7 @@ from transformers import CompileConfig
 from probemon import DynamicProbeManager
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec, input_dtype
-from probemon.engine.kernels import score_probes, triton_fused
+from probemon.engine.kernels import score_probes, triton_pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def on_gpu(net):
 def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d, n, dtype, monkeypatch):
     net = weights(shape, d, dtype)
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
-    monkeypatch.setattr(triton_fused, "MANY", 11 * n)  # all of them in groups that share weights, fewer of them alone
+    monkeypatch.setattr(triton_pairs, "MANY", 11 * n)  # all of them in groups that share weights, fewer of them alone
     rows, slots = (t.cuda() for t in (torch.arange(n).repeat(11), torch.arange(11).repeat_interleave(n)))
     device = on_gpu(net)
     whole = score_probes(x.cuda(), device, rows, slots, impl="triton")
@@ -93,9 +93,9 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
 @pytest.mark.parametrize("d", [576, 4096])
 def test_a_row_is_normalised_alike_in_every_batch(d, norm):
     x = torch.randn(65, d, device="cuda", dtype=torch.bfloat16, generator=torch.Generator(device="cuda").manual_seed(0))
-    whole = triton_fused.normalise_triton(x, norm, 1e-6, torch.float32)
+    whole = triton_pairs.normalise_triton(x, norm, 1e-6, torch.float32)
     for i in (0, 31, 64):
-        assert torch.equal(triton_fused.normalise_triton(x[i : i + 1], norm, 1e-6, torch.float32), whole[i : i + 1])
+        assert torch.equal(triton_pairs.normalise_triton(x[i : i + 1], norm, 1e-6, torch.float32), whole[i : i + 1])
     exact = prepare_input(x.double().cpu().float(), InputSpec("resid_post.0", norm, 1e-6), torch.float32)
     assert (whole.cpu() - exact).abs().max() < 1e-5
 

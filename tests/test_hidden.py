@@ -96,16 +96,16 @@ def test_every_launcher_refuses_what_it_would_read_outside_of(shape):
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
     """On a GPU the numbers are not looked at beforehand."""
-    from probemon.engine.kernels import triton_fused
+    from probemon.engine.kernels import triton_pairs
 
     net = weights(shape, HIDDEN, torch.float32)
     rows = torch.tensor([0, 1, 2, 3, 0, 1, 2, 4, 0, 1, -1, 3, 3])
     slots = torch.tensor([2, 2, 2, 2, 5, 5, 5, 5, 7, 7, 7, 11, -1])
     out = torch.zeros(13)
-    triton_fused._score(STATES, net, rows, slots, out, shares)
+    triton_pairs._score(STATES, net, rows, slots, out, shares)
     sound = torch.tensor([*[True] * 7, False, True, True, False, False, False])
     assert torch.equal(out.isfinite(), sound)
-    assert torch.equal(out[sound], triton_fused.score_triton(STATES, net, rows[sound], slots[sound]))
+    assert torch.equal(out[sound], triton_pairs.score_triton(STATES, net, rows[sound], slots[sound]))
 
 
 def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):

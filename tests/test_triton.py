@@ -20,7 +20,7 @@ from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec, input_dtype
 from probemon.core.settings import CascadeConfig
 from probemon.engine.cascade import descend, retain
-from probemon.engine.kernels import score_probes, triton_fused
+from probemon.engine.kernels import score_probes, triton_pairs
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 
 PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
@@ -40,7 +40,7 @@ def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype
     strided = score_probes(x, net, torch.stack([rows, slots], dim=1)[:, 0], torch.stack([rows, slots], dim=1)[:, 1], impl="triton")
     assert torch.equal(first, again) and torch.equal(first, strided)
     assert (first.reshape(11, 3).T - oracle(net, x)).abs().max() < 1e-6
-    assert all(not counters.any() for counters in triton_fused._ARRIVED.values())
+    assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
@@ -53,13 +53,13 @@ def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monk
     rows, slots = torch.arange(n).repeat(11)[shuffled], torch.arange(11).repeat_interleave(n)[shuffled]
     alone = score_probes(x, net, rows, slots, impl="triton")
     launched = []
-    monkeypatch.setattr(triton_fused, "MANY", 99)
-    kernel = triton_fused._layered_groups
-    monkeypatch.setattr(triton_fused, "_layered_groups", type("Counted", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})())
+    monkeypatch.setattr(triton_pairs, "MANY", 99)
+    kernel = triton_pairs._layered_groups
+    monkeypatch.setattr(triton_pairs, "_layered_groups", type("Counted", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})())
     together = score_probes(x, net, rows, slots, impl="triton")
     assert launched == [(25 * 2,)] and torch.equal(alone, together)
     assert (together - oracle(net, x)[rows, slots]).abs().max() < 1e-6
-    assert all(not counters.any() for counters in triton_fused._ARRIVED.values())
+    assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
 
 
 def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
@@ -87,13 +87,13 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
 def test_rows_normalised_by_the_kernel_are_those_of_torch(norm, dtype):
     x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor([[1.0], [100.0], [0.0], [1e25], [1.0]])
     x[4, 3] = float("nan")
-    mine, theirs = triton_fused.normalise_triton(x, norm, 1e-6, dtype), prepare_input(x, InputSpec("resid_post.0", norm, 1e-6), dtype)
+    mine, theirs = triton_pairs.normalise_triton(x, norm, 1e-6, dtype), prepare_input(x, InputSpec("resid_post.0", norm, 1e-6), dtype)
     if norm == "none":
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
     assert mine.dtype == dtype and torch.equal(mine.isfinite(), theirs.isfinite()) and mine[4].isnan().any() and (norm == "none" or mine[3].isinf().all())
     error = (mine[:3].double() - theirs[:3].double()).abs()
     assert (error <= (1e-6 if dtype == torch.float32 else 2**-8) * theirs[:3].double().abs() + 1e-7).all()
-    assert torch.equal(triton_fused.normalise_triton(x[1:2], norm, 1e-6, dtype), mine[1:2])
+    assert torch.equal(triton_pairs.normalise_triton(x[1:2], norm, 1e-6, dtype), mine[1:2])
 
 
 def sets_of(found, n_probes):

@@ -13,13 +13,13 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-
 from probemon.errors import ConfigError, ProbemonError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST = 2**63 - 1  # what a whole number may be: those of NumPy and of compiled code end here
 LARGEST = float(np.finfo(np.float32).max)
@@ -113,7 +113,9 @@ def check_mappings(name: str, value: object, error: type[ProbemonError] = Config
 
 def check_tensor(name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError) -> Tensor:
     """`value`, which is a dense tensor, of a shape where one is given."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
+    import torch  # here: the command line starts without it
+
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":
         raise error(f"{name} is {shown(value)}: give a tensor with values (torch.from_numpy makes one of an array)")
     if shape is not None and tuple(value.shape) != shape:
         raise error(f"{name} has shape {tuple(value.shape)}, expected {shape}")

@@ -78,7 +78,7 @@ def embed(value: Any) -> str:
 
 
 def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
-    folder = resources.files("probemon") / "report_page"
+    folder = resources.files("probemon.offline") / "report_page"
     page, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js"))
     # Not 'unsafe-inline': only this very script and style run, even where something got past the escaping.
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from probemon.core.probes import input_dtype
 from probemon.engine.kernels import triton_cascade as cascade
-from probemon.engine.kernels import triton_fused as kernels
+from probemon.engine.kernels import triton_pairs as kernels
 
 WEIGHTS = ("w1_ptr", "w2_ptr", "w3_ptr")
 FLOATS = (*(f"{kind}{i}_ptr" for kind in "sb" for i in (1, 2, 3)), "parts_ptr", "own_ptr", "score_ptr", "threshold_ptr")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from probemon.errors import ConfigError, ProbemonError
 
 if TYPE_CHECKING:

@@ -144,8 +144,8 @@ class CorpusScorer:
 
     def around(self) -> dict[str, list[int]]:
         """The special tokens before and after every window."""
-        found = encode(self.tokenizer, "a", special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special, after=self._looks_ahead)
-        return {"before": list(found.prefix), "after": list(found.suffix)}
+        tokens = self._encoded("a")
+        return {"before": list(tokens.prefix), "after": list(tokens.suffix)}
 
     def score(
         self, shards: Iterable[Shard], *, exhaustive: bool = False, progress: Callable[[float, int], object] | None = None
@@ -210,9 +210,13 @@ class CorpusScorer:
         grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded)
         return _Planned(shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None))
 
+    def _encoded(self, text: str) -> Tokens:
+        reading = self.reading
+        return encode(self.tokenizer, text, special_tokens=reading.special_tokens, parse_special=reading.parse_special, after=self._looks_ahead)
+
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
         try:
-            found = encode(self.tokenizer, text, special_tokens=self.reading.special_tokens, parse_special=self.reading.parse_special, after=self._looks_ahead)
+            found = self._encoded(text)
         except Exception as error:  # of the tokenizer's own, over one text: the others are not to suffer
             return None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (found, "") if len(found) else (None, "no tokens")

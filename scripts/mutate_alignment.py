@@ -120,7 +120,7 @@ MUTATIONS = [
     ("offline/corpus.py", "padded=self._padded", "padded=True", "padding gets into the documents of a corpus"),
     ("offline/corpus.py", "class _Open(threading.local):", "class _Open:", "a corpus is scored by the forwards of other threads"),
     ("offline/corpus.py", "after=self._looks_ahead", "after=False", "what a host looks ahead at is left out of a corpus"),
-    ("host/fingerprint.py", "if module not in inside or id(tensor) in adapters:", "if False:", "an analysis is gone on with under another adapter"),
+    ("host/fingerprint.py", "if module not in inside or module in adapters:", "if False:", "an analysis is gone on with under another adapter"),
     ("tracking/recording.py", "np.argwhere(self.ids != sequences)[:1]", "np.argwhere(self.ids != sequences)[:0]", "the last token of an output is not compared"),
 ]  # fmt: skip
 

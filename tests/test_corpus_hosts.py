@@ -2,6 +2,7 @@
 
 import threading
 
+import accelerate
 import pandas
 import peft
 import pytest
@@ -233,6 +234,15 @@ def test_every_value_of_an_adapter_counts_and_none_of_the_hosts_does(kind):
         after = adapters_fingerprint(model, host)
         assert after != before and fingerprint(host) == fingerprint(bare)
         before = after
+
+
+def test_adapters_of_an_offloaded_host_are_told_apart_from_it():
+    """Its tensors lie elsewhere, and are others while they are looked at."""
+    bare, model = make_model(), lora()
+    expected = adapters_fingerprint(model, unwrap(model))
+    accelerate.cpu_offload(model)
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    assert adapters_fingerprint(model, unwrap(model)) == expected and fingerprint(unwrap(model)) == fingerprint(bare)
 
 
 class Killed(Exception):

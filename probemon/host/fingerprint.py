@@ -43,32 +43,31 @@ def fingerprint(model: Any) -> str:
 def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
     adapters = _of_adapters(decoder)
     for prefix, module in decoder.named_modules():
+        if module in adapters:
+            continue
         with _in_memory(module):
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in adapters:
-                    continue
-                whole = parameter.detach()
-                if not hasattr(whole, "__tensor_flatten__"):
-                    flat = whole.reshape(-1)
-                else:  # a quantised or sharded tensor of a class of its own has few operations
-                    flat = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()).reshape(-1)
+                flat = _flat(parameter)
                 sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
                 full = re.sub(r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}").lstrip(".")
                 yield full, tuple(parameter.shape), sample
 
 
-def _of_adapters(model: nn.Module) -> set[int]:
-    """Ids of the tensors that PEFT put beside a model's own: all of its layers but what they are around."""
-    found = set[int]()
+def _of_adapters(model: nn.Module) -> set[nn.Module]:
+    """The modules that PEFT put beside a model's own: all of its layers but what they are around. Modules, since tensors are others while they are brought into memory."""
+    found = set[nn.Module]()
     for module in model.modules():
         inner = next((name for name in _INNER if module._modules.get(name) is not None), None)
         if inner is not None and hasattr(type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"):
-            found |= _tensors(module) - _tensors(module._modules[inner])
+            found |= set(module.modules()) - set(getattr(module, inner).modules())
     return found
 
 
-def _tensors(module: nn.Module | None) -> set[int]:
-    return set() if module is None else {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+def _flat(tensor: Tensor) -> Tensor:
+    whole = tensor.detach()
+    if hasattr(whole, "__tensor_flatten__"):  # a quantised or sharded tensor of a class of its own has few operations
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
+    return whole.reshape(-1)
 
 
 def _in_memory(module: nn.Module) -> Any:
@@ -102,7 +101,7 @@ def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                if module not in inside or id(tensor) in adapters:
+                if module not in inside or module in adapters:
                     yield f"{prefix}.{name}", _bytes(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
             yield f"{prefix}.scaling", json.dumps({str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True).encode()
@@ -116,8 +115,5 @@ def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    whole = tensor.detach()
-    if hasattr(whole, "__tensor_flatten__"):
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
-    flat = whole.reshape(-1).contiguous().view(torch.uint8).cpu()
+    flat = _flat(tensor).contiguous().view(torch.uint8).cpu()
     return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + flat.numpy().tobytes()

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from probemon.core.checks import check_bool, check_choice, check_count, check_number
+from probemon.core.checks import check_bool, check_count, check_number
 from probemon.core.hierarchy import Ints
 from probemon.engine.engine import Engine
-from probemon.engine.kernels import IMPLS, check_impl, choose_impl
+from probemon.engine.kernels import check_impl, choose_impl
 from probemon.engine.memory.arena import Arena, PagedArena, ResidentArena
 from probemon.engine.memory.slab import Layout
 from probemon.engine.memory.store import JoinedSource, PackSource, ProbeStore
@@ -29,15 +29,13 @@ from probemon.packs.pack import ProbePack
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
     """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it. Raises `KernelUnavailable`, `ConfigError`."""
-    if impl is not None:
-        impl = check_choice("impl", impl, IMPLS)
     largest = max(packs, key=ProbePack.weight_bytes)
-    chosen, why = (impl, "as asked") if impl else choose_impl(device, largest.weights)
+    chosen, why = choose_impl(device, largest.weights) if impl is None else (impl, "as asked")
     for pack in packs:
         try:
             check_impl(chosen, device, pack.dtype)
         except KernelUnavailable as error:
-            if impl:
+            if impl is not None:
                 raise
             chosen, why = "cpu", f"of another: {error}"
     return chosen, why

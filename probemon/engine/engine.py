@@ -76,7 +76,7 @@ class Choice:
 
 
 class Evaluator(Protocol):
-    """What a manager asks: `Engine` for one pack, `probemon.engine.joint.Together` for several. Each has inputs and plans of its own kind."""
+    """What a manager asks: `Engine` for one pack, `probemon.engine.joint.JointEngine` for several. Each has inputs and plans of its own kind."""
 
     choice: Choice
 

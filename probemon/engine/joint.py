@@ -1,6 +1,6 @@
-"""Together: several packs evaluated as one; the face of an engine, over the engines of the packs.
+"""JointEngine: several packs evaluated as one; the face of an engine, over the engines of the packs.
 
-    both = Together(group, engines)
+    both = JointEngine(group, engines)
     plan = JointPlan.of(group, [part.plan_with(()) for part in parts])
     inputs = both.inputs({"resid_post.9": x, "resid_post.15": y})      # x, y [N, D]
     outcome = both.evaluate(plan, inputs, retained, keep)              # retained [N, P] of the group

@@ -1,8 +1,8 @@
 """A pack with the settings and thresholds that hold for it.
 
-    part = Part.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
+    part = ConfiguredPack.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
     plan = part.plan_with(["weapon"])
-    parts = parts_of(group, {"keep_top_k": 20})           # of several packs, each its own
+    parts = configure_group(group, {"keep_top_k": 20})    # of several packs, each its own
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which row and token each hidden state belongs to.
 
-    call = Call(prompt_columns=12)
-    placed = call.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
+    columns = SequenceColumns(prompt_columns=12)
+    placed = columns.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
     placed.rows, placed.columns, placed.offsets, placed.phase
-    call.ended(done)                                              # what the stopping criteria said of the token just sampled
+    columns.ended(done)                                           # what the stopping criteria said of the token just sampled
 
 A column is a position of the padded sequence: cache length before the forward plus offset in it. Only
 columns not seen before are placed (without a cache every forward repeats the old ones).

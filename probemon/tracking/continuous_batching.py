@@ -1,6 +1,6 @@
 """Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = Batches(model, new_recording, seen_up_to, take_stop)
+    batches = ContinuousBatches(model, new_recording, seen_up_to, take_stop)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...

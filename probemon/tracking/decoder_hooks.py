@@ -1,9 +1,9 @@
-"""Forwards: the hooks on one host's decoder, which recording each forward belongs to, and that none escapes.
+"""DecoderHooks: the hooks on one host's decoder, which recording each forward belongs to, and that none escapes.
 
-    forwards = Forwards(model, sites, n_probes, score)      # score(generation, recording, placed, states): called in order
+    hooks = DecoderHooks(model, sites, n_probes, score)    # score(generation, recording, placed, states): called in order
     with ExitStack() as stack:
-        forwards.attach(stack)
-        model(input_ids)                                    # forwards.recordings grows
+        hooks.attach(stack)
+        model(input_ids)                                    # hooks.recordings grows
 
 Before the decoder runs, the tokens of the forward are placed; at each tapped layer their hidden states are copied out, and
 handed on at the last one; after the decoder, a forward that escaped a tap is an error. State is kept per thread.

@@ -46,7 +46,7 @@ class Generation:
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
     rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
     is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
-    `sampling`: the first token was sampled; `sampled`: a token was just now, and which rows it ended is not told yet.
+    `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given; `sampled`: a token was just now, and which rows it ended is not told yet.
     """
 
     recording: Recording
@@ -69,7 +69,7 @@ class Generation:
     origin: Ints | None = None
     end: Callable[[], None] | None = None
     by_hand: bool = False
-    sampling: bool = False
+    prompt_checked: bool = False
     sampled: bool = False
 
     def sequence(self, ids: Any, mask: Any) -> None:
@@ -93,12 +93,12 @@ class Generation:
     def check_prompt(self, n_columns: int) -> None:
         """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the one that was run."""
         expected = self.prompt.columns + 1
-        if not self.sampling and (n_columns < expected if self.prompt.speculative else n_columns != expected):
+        if not self.prompt_checked and (n_columns < expected if self.prompt.speculative else n_columns != expected):
             raise AlignmentError(
                 f"generate() was given a prompt of {self.prompt.columns} columns, and ran one of {n_columns - 1}: something around it changes the prompt (a generate() "
                 "patched on the instance?), so which tokens are generated would be a guess. Change the prompt before generate() is called, or attach first and patch then"
             )
-        self.sampling = True
+        self.prompt_checked = True
 
     def told(self, placed: PlacedTokens, seen: Mask) -> None:
         """`placed` have their scores, where `seen`."""

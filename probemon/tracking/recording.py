@@ -1,6 +1,6 @@
 """Recording: what one generation, or one document of plain forwards, showed.
 
-    recording = Recording(Call(prompt_columns=12), offset=0, n_probes=363)
+    recording = Recording(SequenceColumns(prompt_columns=12), offset=0, n_probes=363)
     recording.add(placed, scores)
     tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
     recording.forget(n)                           # drops the scores of up to n of its oldest tokens

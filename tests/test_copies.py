@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, make_model, make_pack
 
+from conftest import HIDDEN, make_model, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import PackError, SinkFailed
 from probemon.monitor.delivery import Delivery

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_pack
 
+from conftest import make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, UnknownConcept, UnknownSetting
 

@@ -1,6 +1,6 @@
 """How near scores of the real host are to those of another forward: what "the same scores" means where arithmetic is the host's.
 
-    python scripts/agreement.py --out docs/benchmarks/agreement.json
+    python scripts/evidence/agreement.py --out docs/benchmarks/agreement.json
 
 SmolLM2-135M-Instruct in fp32 and bf16, both shipped packs. Watched while it generates, the monitor's scores are compared with (a) scores of the states that a
 plain hook of ours copied in the very same forwards, which must be the same bits, and (b) those of one plain forward over the finished sequence.
@@ -28,7 +28,7 @@ from probemon.offline.windows import Reading, Window
 from provenance import commit, machine
 from real_text import bbc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 PROMPTS = ("Tell me about whales and the ships that hunted them.", "What does a lawyer do all day?", "Write a short letter about a broken violin.")
 N_NEW, N_ARTICLES = 40, 12

@@ -1,8 +1,8 @@
 """Every architecture of the installed transformers in every mode: exact, refused by name, or impossible without us too.
 
-    python scripts/architectures.py                                  # all, to docs/benchmarks/architectures.json
-    python scripts/architectures.py llama mamba2 --mode beams        # some of them, printed
-    python scripts/architectures.py llama --out FILE                 # some of them, renewed in FILE
+    python scripts/evidence/architectures.py                                  # all, to docs/benchmarks/architectures.json
+    python scripts/evidence/architectures.py llama mamba2 --mode beams        # some of them, printed
+    python scripts/evidence/architectures.py llama --out FILE                 # some of them, renewed in FILE
 
 Each host is tiny and random, of the architecture's own code, and runs in a process of its own with a time limit.
 What can come out:
@@ -46,7 +46,7 @@ from probemon.host.abilities import CACHES
 from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.twin import VOCABULARY, shrunken, twin
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BAR = (
     1e-3  # of scores between 0 and 1, in fp32: rounding grows in random hosts, what is wrong is wrong by more than 1e-2
 )

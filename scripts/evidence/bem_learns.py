@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Do routed adapters learn? Toys whose answers are known, on tiny random hosts; all data are random.
 
-    python scripts/bem_learns.py                      # writes docs/benchmarks/bem_learns.json
-    python scripts/bem_learns.py --only afterwards distilled     # measures these again, and leaves the rest of that file
+    python scripts/evidence/bem_learns.py                      # writes docs/benchmarks/bem_learns.json
+    python scripts/evidence/bem_learns.py --only afterwards distilled     # measures these again, and leaves the rest of that file
 
 two domains   a row's first tokens say its domain, and the right next token differs by domain: the adapter against PEFT LoRAs of at least as many
               parameters, over seeds, at the learning rate that is best for each on a validation part
@@ -43,7 +43,7 @@ from probemon.bem.training import TrainSettings, evaluate, fit, train
 from probemon.core.files import write_text_atomically
 from provenance import commit, machine
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
 FIRST_PREFIX, FIRST_CONTENT, VOCAB = 3, 20, 40
 LR = (2e-2, 3e-2, 5e-2, 1e-1)

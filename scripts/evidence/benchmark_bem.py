@@ -2,8 +2,8 @@
 # ruff: noqa: E402
 """What a BEM adapter costs on SmolLM2-135M, beside the bare host and an unmerged LoRA (PEFT's) of the same rank, sites and weights.
 
-    python scripts/benchmark_bem.py --json docs/benchmarks/bem.json
-    python scripts/benchmark_bem.py --quick --json FILE               # shorter lengths, within five minutes
+    python scripts/evidence/benchmark_bem.py --json docs/benchmarks/bem.json
+    python scripts/evidence/benchmark_bem.py --quick --json FILE               # shorter lengths, within five minutes
 
 The weights of both adapters are random and alike; the controller is as it was made. What must be right is checked first: with U = 0 the
 logits are the host's to the last bit, and with a cache they are those of a full forward. Then the methods take turns in one process, and figures
@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -2,7 +2,7 @@
 # ruff: noqa: E402
 """Whether writing codes into buffers that are kept would be faster than making tensors anew.
 
-    python scripts/code_buffers.py --json docs/benchmarks/code_buffers.json
+    python scripts/evidence/code_buffers.py --json docs/benchmarks/code_buffers.json
 
 Of every forward an adapter keeps, for each of its sites, the codes of all tokens within their limits. Two ways take turns, on random codes that all exceed the cap: new tensors,
 as the adapter does it, and the same products written into tensors that stay from forward to forward. What is seen is one forward's worth of either, beside all of governance.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -1,6 +1,6 @@
 """What an analysis costs over running the same tokens through the host in the same batches, and how much memory a long one takes.
 
-    python scripts/corpus_cost.py --out docs/benchmarks/corpus.json
+    python scripts/evidence/corpus_cost.py --out docs/benchmarks/corpus.json
 
 Times: the demo model in bf16; texts: BBC news articles, real ones. Three ways of reading the same documents alternate: the bare host, tokenised and
 run to its last layer; the analysis, which stops the host after the pack's layer; and the analysis of a host that is not stopped. Memory: a narrow
@@ -38,7 +38,7 @@ from probemon.offline.windows import Reading, shards
 from provenance import commit, machine
 from real_text import bbc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BAR_PCT = 15.0
 
 

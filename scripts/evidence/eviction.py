@@ -2,7 +2,7 @@
 # ruff: noqa: E402
 """Which probe should a full arena give up? Policies on recorded traces, beside the best that could be done knowing the future.
 
-    python scripts/eviction.py --out docs/benchmarks/eviction.json
+    python scripts/evidence/eviction.py --out docs/benchmarks/eviction.json
 
 A trace is the probes that a cascade evaluates, token by token, on the demo model's real hidden states: of the shipped pack with
 hidden layers and of a random pack of 5,000 probes. Probes that are always active are pinned and not counted, and nothing that
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

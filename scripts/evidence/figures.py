@@ -1,6 +1,6 @@
 """The tables of README and docs/performance.md, from the result files; the tests compare them.
 
-    python scripts/figures.py docs/benchmarks/cpu.json          # prints them
+    python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # ruff: noqa: E402
 """Break 100,000 inputs and see that each ends in a typed error or a correct pack, and in nothing else.
 
-    python scripts/fuzz.py --out docs/benchmarks/fuzz.json
-    python scripts/fuzz.py --only hatcat,pack --cases 2000 --troubles found/
+    python scripts/evidence/fuzz.py --out docs/benchmarks/fuzz.json
+    python scripts/evidence/fuzz.py --only hatcat,pack --cases 2000 --troubles found/
 
 Every room that reads what others made is given valid input, broken with its structure in mind (`fuzzing`), guided by coverage: an input that takes a branch of the package
 that none took before is kept and broken further. In the rooms "opened" and "used" valid packs are replaced, cut or overwritten while they are opened or used. A case is in trouble where the error is not probemon's, the pack made does not verify or scores otherwise than an
@@ -30,8 +30,8 @@ from random import Random
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))  # the writers of other projects' files
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests/support")]  # the writers of other projects' files
 
 import torch
 from tqdm import tqdm

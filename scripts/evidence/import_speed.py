@@ -1,6 +1,6 @@
 """How long a HatCat pack of thousands of files takes to import, and how much memory.
 
-    python scripts/import_speed.py --out docs/benchmarks/import.json
+    python scripts/evidence/import_speed.py --out docs/benchmarks/import.json
 
 Random probes, called random, in that format: a file each, in the layers of a tree of that project's size, bf16, most of them perceptrons of 128 and 64 units, some behind a
 LayerNorm, some linear. They read 2,560 values, as the smaller hosts of that project have; source and pack together take 11 GB of disk, and less with --hidden-size. The source

@@ -1,6 +1,6 @@
 """int8 copies of the packs that come with the project: their size, and how far their scores move on their golden states.
 
-    python scripts/int8_error.py                # writes docs/benchmarks/int8.json
+    python scripts/evidence/int8_error.py                # writes docs/benchmarks/int8.json
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from probemon.core.files import write_text_atomically
 from probemon.packs.quantize import quantize
 from provenance import commit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:

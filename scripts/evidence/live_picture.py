@@ -1,6 +1,6 @@
 """The picture of the live view in the README: the real view of a real run, as SVG.
 
-    python scripts/live_picture.py --out docs/live_view.svg
+    python scripts/evidence/live_picture.py --out docs/live_view.svg
 """
 
 from __future__ import annotations

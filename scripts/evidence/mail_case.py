@@ -1,6 +1,6 @@
 """From labelled mails to a calibrated monitor, on real text: what single tokens, running scores and two baselines make of it.
 
-    python scripts/mail_case.py --out docs/benchmarks/mails.json
+    python scripts/evidence/mail_case.py --out docs/benchmarks/mails.json
 
 SpamAssassin's public corpus (fetched), each mail its subject and body, cut; mails with the same text count once. A random split: two fifths train a
 pack of two linear probes (mail that sells > spam; the first also learns from legitimate mail that looks like it), three tenths calibrate

@@ -1,6 +1,6 @@
 """Break attribution on purpose, one line at a time, and show that the tests notice.
 
-    python scripts/mutate_alignment.py --out docs/benchmarks/mutations.json
+    python scripts/evidence/mutate_alignment.py --out docs/benchmarks/mutations.json
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
 ends the script with status 1. What FILE says of mutations caught at the same commit is kept, so a run goes on where it ended.
@@ -22,15 +22,19 @@ from tqdm import tqdm
 from probemon.core.files import write_text_atomically
 from provenance import commit
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/test_{name}.py" for name in ("align", "attach", "run", "actions", "blindness", "batching", "hosts", "abilities", "states", "by_hand", "extreme", "silence", "corpus_hosts")]
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = [
+    "tests/tracking/test_align.py", "tests/tracking/test_attach.py", "tests/monitor/test_run.py", "tests/monitor/test_actions.py", "tests/tracking/test_blindness.py",
+    "tests/tracking/test_batching.py", "tests/host/test_hosts.py", "tests/host/test_abilities.py", "tests/tracking/test_states.py", "tests/tracking/test_by_hand.py",
+    "tests/engine/test_extreme.py", "tests/tracking/test_silence.py", "tests/offline/test_corpus_hosts.py",
+]  # fmt: skip
 # Which of them is asked first about a file: it most likely notices, and the others need not run.
 FIRST = {
     "tracking/align.py": "align", "tracking/continuous_batching.py": "batching", "tracking/held_streamer.py": "actions", "host/abilities.py": "abilities", "host/twin.py": "abilities", "host/tap.py": "states",
     "offline/corpus.py": "states", "tracking/hand_loop.py": "by_hand", "host/fingerprint.py": "corpus_hosts", "tracking/copied_caches.py": "by_hand", "engine/engine.py": "extreme", "packs/pack.py": "extreme",
 }  # fmt: skip
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
-SLOW = ["tests/test_attach.py", "tests/test_device_step.py"]
+SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
     ("tracking/align.py", "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
@@ -161,8 +165,8 @@ def main() -> int:
 
 def first(file: str) -> list[str]:
     """The quick tests, the one that most likely notices a broken file before the others."""
-    likely = f"tests/test_{FIRST.get(file, 'align')}.py"
-    return sorted(TESTS, key=lambda test: test != likely)
+    likely = f"test_{FIRST.get(file, 'align')}.py"
+    return sorted(TESTS, key=lambda test: not test.endswith(likely))
 
 
 def failed(copy: Path, tests: list[str]) -> str:

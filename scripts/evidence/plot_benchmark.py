@@ -1,6 +1,6 @@
 """Draw a benchmark's result file: what scoring costs beside the bytes it reads, and what a step costs beside the slow twin.
 
-    python scripts/plot_benchmark.py docs/benchmarks/cpu.json docs/cpu.svg          # needs matplotlib: pip install -e '.[docs]'
+    python scripts/evidence/plot_benchmark.py docs/benchmarks/cpu.json docs/cpu.svg          # needs matplotlib: pip install -e '.[docs]'
 """
 
 from __future__ import annotations

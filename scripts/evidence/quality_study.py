@@ -1,6 +1,6 @@
 """What each way of descending finds of all that fires, and how much it evaluates: the figures of docs/quality.md.
 
-    python scripts/quality_study.py --out docs/benchmarks/quality.json
+    python scripts/evidence/quality_study.py --out docs/benchmarks/quality.json
 
 The shipped packs on three real texts, each scored by every probe once, which is the truth: noun mentions of WordNet's examples and glosses whose words the packs
 were not trained on; answers that the host model wrote with a seed of its own; BBC news articles. Expand thresholds are calibrated on other news articles. An
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,11 +36,13 @@ from probemon.offline.expansion import Reach, calibrate_expansion
 from probemon.offline.windows import Reading, shards
 from provenance import commit, machine
 from real_text import bbc
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the pack builder
 from wordnet_pack.dataset import Source, prepare
 from wordnet_pack.generated import generate_texts
 from wordnet_pack.mentions import LABELLED
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 FIXED, RECALLS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7), (0.9, 0.95, 0.99)
 KEEP, SEED = (0, 10, 30, 100), 1

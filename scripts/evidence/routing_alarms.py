@@ -1,6 +1,6 @@
 """Count the alerts that routing telemetry raises over healthy streams, where each is a false alarm.
 
-    python scripts/routing_alarms.py --out docs/benchmarks/routing_alarms.json
+    python scripts/evidence/routing_alarms.py --out docs/benchmarks/routing_alarms.json
 
 Streams are synthetic and random, and healthy by construction, of kinds that differ in how peaked, uneven, slow and noisy they are. A step
 is one token of each of four rows; every kind has 100,000 of them. The latencies are drawn too: tails and pauses that any machine has.

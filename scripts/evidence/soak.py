@@ -1,6 +1,6 @@
 """Watch one generation of 100,000 tokens and measure that memory stays where it was.
 
-    python scripts/soak.py --out docs/benchmarks/soak.json
+    python scripts/evidence/soak.py --out docs/benchmarks/soak.json
 
 The host is a tiny random Mistral with a sliding window, whose own cache is bounded; the pack is random too: what is measured
 is what watching keeps. Each arm is a process of its own: the bare host; watched with `keep_tokens` and a sink that takes every

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The importers on files that the other projects' own packages write, in an environment with those packages. Safe to repeat.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export HF_HUB_OFFLINE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 WANDB_MODE=disabled
 venv=.venv-importers
-stamp=$(cat constraints.txt constraints-importers.txt pyproject.toml scripts/test_importers.sh | sha256sum | cut -d' ' -f1)
+stamp=$(cat constraints.txt constraints-importers.txt pyproject.toml scripts/evidence/test_importers.sh | sha256sum | cut -d' ' -f1)
 if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   echo "== setting up $venv (once; a few minutes)"
   [ -x $venv/bin/python ] || "${PYTHON:-python3}" -m venv $venv

@@ -10,12 +10,12 @@ import weakref
 
 import pytest
 import torch
-from bem_oracle import SHAPES, VOCAB, make_host, randomise
-from conftest import PAD, make_model, make_pack, n_hooks
-from oracle import check, states
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
+from bem_oracle import SHAPES, VOCAB, make_host, randomise
+from conftest import PAD, make_model, make_pack, n_hooks
+from oracle import check, states
 from probemon import DynamicProbeManager
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bem_oracle import SHAPES, VOCAB, make_host, randomise
-from conftest import EOS, OLDEST, PAD, not_in_oldest
 from transformers import CompileConfig, DynamicCache, StaticCache
 
+from bem_oracle import SHAPES, VOCAB, make_host, randomise
+from conftest import EOS, OLDEST, PAD, not_in_oldest
 from probemon.bem import BemConfig, ControllerState, attach_bem
 from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from bem_oracle import VOCAB, codes_of_row, make_host, randomise, steered_logits
 
+from bem_oracle import VOCAB, codes_of_row, make_host, randomise, steered_logits
 from probemon.bem import Bem, BemConfig, Controller, ControllerState, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.errors import BemStateError, ConfigError, UnknownSetting

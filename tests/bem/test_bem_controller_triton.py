@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bem_oracle import codes_of_row, make_host, randomise
-from conftest import PAD
 from test_bem_controller import Alone, check_row
 
+from bem_oracle import codes_of_row, make_host, randomise
+from conftest import PAD
 from probemon.bem import BemConfig, Controller, ControllerState, FallbackPolicy, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.fallback import FallbackGuard
@@ -23,7 +23,7 @@ from probemon.bem.kernels import controller_steps as bem_step
 from probemon.bem.state import Carry
 from probemon.errors import ConfigError
 
-PROGRAM = Path(__file__).parent / "programs" / "cross_compile_controller.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "cross_compile_controller.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

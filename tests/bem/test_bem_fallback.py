@@ -6,12 +6,12 @@ import logging
 import numpy as np
 import pytest
 import torch
-from bem_oracle import codes_of_row, governed, make_host, randomise
-from conftest import PAD
 from test_bem_cache import cached, full, some_ids
 from transformers import DynamicCache
 
 import probemon.bem.fallback as fallback_module
+from bem_oracle import codes_of_row, governed, make_host, randomise
+from conftest import PAD
 from probemon.bem import BemConfig, Codes, Controller, ControllerState, FallbackPolicy, attach_bem
 from probemon.bem.fallback import FallbackGuard, Fallbacks
 from probemon.bem.sites import dense_update

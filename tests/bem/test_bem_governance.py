@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from bem_oracle import VOCAB, governed, make_host, randomise
 
+from bem_oracle import VOCAB, governed, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.governance import (

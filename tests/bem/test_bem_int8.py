@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bem_oracle import VOCAB, make_host, randomise
 
+from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem, quantize
 from probemon.bem.int8 import Int8Update
 from probemon.bem.saved import SETTINGS, WEIGHTS
@@ -63,7 +63,7 @@ def write(folder):
 def folder(tmp_path_factory):
     """Written in a process of its own: where torchao can be imported, every import of transformers does so, and talks about it."""
     made = tmp_path_factory.mktemp("int8")
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(sys.prefix) / "torchao")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")])
     code = "import sys, pathlib, test_bem_int8; test_bem_int8.write(pathlib.Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(made)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

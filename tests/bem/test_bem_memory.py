@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bem_oracle import VOCAB, make_host, randomise
 
+from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import BemConfig, ControllerState, attach_bem, memory, memory_pressure, with_batch_backoff
 from probemon.bem.memory import host_memory, is_out_of_memory
 from probemon.errors import ConfigError

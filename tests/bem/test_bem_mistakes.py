@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from bem_oracle import make_host
-from conftest import make_model, n_hooks
 from safetensors.torch import load_file, save_file
 
+from bem_oracle import make_host
+from conftest import make_model, n_hooks
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.bem.distil import distil, distil_trained
 from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, CircuitBreaker, FallbackPolicy

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from bem_oracle import VOCAB, make_host, randomise
 from safetensors.torch import load_file, save_file
 
+from bem_oracle import VOCAB, make_host, randomise
 from probemon.bem import BemConfig, attach_bem
 from probemon.bem.config import POLICIES
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash

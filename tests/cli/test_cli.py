@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import n_hooks
 from rich.console import Console
 
+from conftest import n_hooks
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.cli.live_view import LiveView, PlainView, path_text, printable, summary

@@ -7,16 +7,15 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console
+
 from arrangements import tokenizer
 from conftest import make_model
-from rich.console import Console
-from test_routing import GREEDY, PROMPT, make_moe
-from test_routing_adapters import make_bem
-
 from probemon.cli import app as command_line
 from probemon.cli.routing_view import LiveRouting, PlainRouting, load_bars, summary
 from probemon.telemetry import RoutingMonitor
 from probemon.telemetry.alerts import Rule
+from routed_hosts import GREEDY, PROMPT, make_bem, make_moe
 
 SAY = "w1 w44 w3 w17 w8"
 

@@ -13,12 +13,10 @@ import unicodedata
 import warnings
 from pathlib import Path
 
-import hatcat_packs
 import numpy as np
 import pytest
 import torch
 import typer
-from conftest import EOS, HIDDEN, make_model, make_pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -26,7 +24,9 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import load_file, save_file
 
+import hatcat_packs
 import probemon
+from conftest import EOS, HIDDEN, make_model, make_pack
 from probemon import ProbePack
 from probemon.cli import app as cli
 from probemon.cli.live_view import LiveView

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from conftest import HIDDEN
 from corpora import make_tokenizer
-
 from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Ema, RollingMax, RollingMean
 from probemon.bem.config import BemConfig

@@ -13,8 +13,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from nets import dequantized
 
+from nets import dequantized
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec, input_dtype

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import foreign_files as foreign
-import hatcat_packs as hatcat
 import pytest
 from safetensors.torch import save_file
 
+import foreign_files as foreign
+import hatcat_packs as hatcat
 from probemon import ProbePack
 from probemon.cli import app as cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/bring-your-own-probes.md").read_text(encoding="utf-8")
 
 

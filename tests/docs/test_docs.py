@@ -10,8 +10,9 @@ import pytest
 
 import benchmark
 import figures
+from mutate_alignment import MUTATIONS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 
@@ -221,7 +222,7 @@ def test_tree_in_the_architecture_is_the_tree():
     for path in re.findall(r"`((?:tests|scripts|docs)/[\w./]+)`", text + README):
         assert (ROOT / path).exists(), path
     for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/decisions.md").read_text()):
-        assert any(f"def {test}(" in f.read_text() for f in (ROOT / "tests").glob("*.py")), test
+        assert any(f"def {test}(" in f.read_text() for f in (ROOT / "tests").rglob("*.py")), test
 
 
 def test_every_result_file_names_its_commit_and_machine():
@@ -242,10 +243,7 @@ def test_the_error_of_int8_copies_is_that_of_the_result_file():
     assert all(one["n_states"] == 16 and one["int8_bytes"] < 0.52 * one["weight_bytes"] for one in packs.values())
 
 
-def test_every_mutation_finds_its_line(monkeypatch):
+def test_every_mutation_finds_its_line():
     """Else the script that breaks attribution on purpose ends before it has shown anything."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from mutate_alignment import MUTATIONS
-
     for file, before, after, what in MUTATIONS:
         assert (ROOT / "probemon" / file).read_text().count(before) == 1 and before != after, (file, what)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_stand_in import HubStandIn
 from huggingface_hub import constants
 
+from hub_stand_in import HubStandIn
 from probemon import ProbePack
 from probemon.cli.app import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/sharing.md").read_text(encoding="utf-8")
 
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, make_pack
 
+from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.engine.memory.arena import PagedArena, ResidentArena
 from probemon.engine.memory.store import PackSource, ProbeStore

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+
 from conftest import HIDDEN, make_pack
 from corpora import make_tokenizer, random_texts
 from oracle import states
-
 from probemon import DynamicProbeManager
 from probemon.core.intervals import mean_interval
 from probemon.engine.audit import Audit, sample

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from nets import SHAPES, logit_net, oracle, weights
 from test_cascade import cases, plan_of
 
+from nets import SHAPES, logit_net, oracle, weights
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import input_dtype

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, HIDDEN, make_model, make_pack
 from test_arena import same
 
+from conftest import EOS, HIDDEN, make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.engine.device_steps import UnderWay
 

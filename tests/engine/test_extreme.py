@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from nets import dequantized
 
+from nets import dequantized
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.probes import input_dtype
 from probemon.packs.quantize import quantize_weights

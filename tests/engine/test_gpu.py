@@ -1,14 +1,14 @@
-"""On a real GPU (`pytest -m gpu`, or scripts/gpu_check.sh): the kernels, and the whole engine against the CPU's."""
+"""On a real GPU (`pytest -m gpu`, or scripts/evidence/gpu_check.sh): the kernels, and the whole engine against the CPU's."""
 
 import os
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, make_pack
-from nets import SHAPES, oracle, weights
 from transformers import CompileConfig
 
+from conftest import make_model, make_pack
+from nets import SHAPES, oracle, weights
 from probemon import DynamicProbeManager
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec, input_dtype

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+
 from conftest import HIDDEN, make_model, make_pack
 from corpora import make_tokenizer
 from nets import SHAPES, weights
-
 from probemon import DynamicProbeManager
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec

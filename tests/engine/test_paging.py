@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, make_pack
 from test_arena import CPU, ONE, PACK, fetch, same
 
+from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager
 from probemon.engine.memory.arena import PagedArena
 from probemon.engine.memory.fetcher import Fetcher

@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
-from corpora import make_tokenizer, random_texts
-from nets import weights
 from test_arena import same
 from typer.testing import CliRunner
 
+from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
+from corpora import make_tokenizer, random_texts
+from nets import weights
 from probemon import DynamicProbeManager
 from probemon.cli.app import app
 from probemon.core.hierarchy import ConceptTree

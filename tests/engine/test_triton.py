@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from nets import logit_net, oracle, weights
 from test_cascade import cases, plan_of
 
+from nets import logit_net, oracle, weights
 from probemon import DynamicProbeManager
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.inputs import prepare_input
@@ -23,7 +23,7 @@ from probemon.engine.cascade import descend, retain
 from probemon.engine.kernels import score_probes, triton_pairs
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 
-PROGRAM = Path(__file__).parent / "programs" / "cross_compile.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "cross_compile.py"
 # Shared memory that one program may have, in bytes, by compute capability.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
 

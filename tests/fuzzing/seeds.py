@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import foreign_files
-import hatcat_packs
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import foreign_files
+import hatcat_packs
 from fuzzing.mutate import Tree, read_tree
 from probemon.packs.pack import ProbePack
 from probemon.packs.quantize import quantize_weights

@@ -1,4 +1,4 @@
-"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/fuzz.py) found, and that it would notice."""
+"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/evidence/fuzz.py) found, and that it would notice."""
 
 import importlib
 import json
@@ -12,12 +12,12 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_forged import forge
 
 import fuzz
+from conftest import HIDDEN
+from forging import forge
 from fuzzing import changes, independent, targets, torchfile
 from fuzzing.case import Room
 from fuzzing.mutate import Link, write_tree
@@ -32,7 +32,7 @@ from probemon.packs.edit import rename
 from probemon.packs.files import MAX_CARD_BYTES
 from probemon.packs.manifest import MAX_CONCEPTS_BYTES, MAX_MANIFEST_BYTES, read_concepts, read_manifest
 
-RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "fuzz.json"
+RESULT = Path(__file__).parents[2] / "docs" / "benchmarks" / "fuzz.json"
 EXAMPLES = {"manifest": 300, "concepts": 200, "tensors": 300, "pack": 300, "torch": 300, "opened": 30, "used": 20}
 
 

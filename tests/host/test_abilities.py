@@ -1,6 +1,6 @@
 """What a host cannot do: refused where its own answer is wrong, by an oracle on the bare host, and nowhere else.
 
-A sample of `scripts/architectures.py`, which runs every architecture in every mode; and trying a twin leaves no trace.
+A sample of `scripts/evidence/architectures.py`, which runs every architecture in every mode; and trying a twin leaves no trace.
 """
 
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import OLDEST, n_hooks
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import architectures
+from conftest import OLDEST, n_hooks
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import abilities
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other faults"),
 ]
-RESULTS = Path(__file__).parent.parent / "docs/benchmarks/architectures.json"
+RESULTS = Path(__file__).parents[2] / "docs/benchmarks/architectures.json"
 # Where the hosts differ most; each pair is judged by its own bare host, and must be what the sweep found.
 SAMPLE = {
     "llama": ("greedy", "beams", "second turn", "plain, in pieces"),

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from arrangements import manager_for
-from conftest import LAYERS, PAD, make_model
-from oracle import check
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
+from arrangements import manager_for
+from conftest import LAYERS, PAD, make_model
+from oracle import check
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host.fingerprint import fingerprint
 from probemon.host.model import find_layers, host_state, unwrap

@@ -9,16 +9,16 @@ import sys
 import warnings
 from pathlib import Path
 
-import hatcat_packs as theirs
 import numpy as np
 import pytest
 import torch
 import typer
+from rich.console import Console
+
+import hatcat_packs as theirs
 from arrangements import tokenizer
 from conftest import HIDDEN, make_model, make_pack
 from hatcat_packs import modules
-from rich.console import Console
-
 from probemon import DynamicProbeManager
 from probemon.cli import app as cli
 from probemon.cli.live_view import LiveView, PlainView, summary
@@ -404,7 +404,7 @@ def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
 
 
 def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parent.parent / "docs/hatcat.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/hatcat.md").read_text(encoding="utf-8")
     commands = [line for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()]
     host = tmp_path / "host"
     model = make_model()

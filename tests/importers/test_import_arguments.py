@@ -3,13 +3,13 @@
 import itertools
 import json
 
-import foreign_files as foreign
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression
 
+import foreign_files as foreign
 from probemon import DynamicProbeManager
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, ImportRefused, UnknownSetting

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from itertools import pairwise
 
-import foreign_files as foreign
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import foreign_files as foreign
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import HierarchyError, ImportRefused, PackError

@@ -8,11 +8,11 @@ import struct
 import zipfile
 from collections import OrderedDict
 
-import hatcat_packs as theirs
 import pytest
 import torch
-from hatcat_packs import KEYS, TREE, modules
 
+import hatcat_packs as theirs
+from hatcat_packs import KEYS, TREE, modules
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, ImportRefused, PackError

@@ -2,11 +2,11 @@
 
 import os
 
-import hatcat_packs as theirs
 import pytest
 import torch
-from hatcat_packs import modules
 
+import hatcat_packs as theirs
+from hatcat_packs import modules
 from probemon.errors import ConfigError, ImportRefused, PackError
 from probemon.importers import hatcat_files
 from probemon.importers.hatcat import import_pack

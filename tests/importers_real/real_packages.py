@@ -1,4 +1,4 @@
-"""What the other projects' own packages write, imported: scores are those of the packages themselves. Run by scripts/test_importers.sh, which installs them."""
+"""What the other projects' own packages write, imported: scores are those of the packages themselves. Run by scripts/evidence/test_importers.sh, which installs them."""
 
 import json
 

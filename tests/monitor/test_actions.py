@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from arrangements import tokenizer
-from conftest import OLDEST, PAD, make_model, make_pack, n_hooks
-from oracle import check
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from arrangements import tokenizer
+from conftest import OLDEST, PAD, make_model, make_pack, n_hooks
+from oracle import check
 from probemon import DynamicProbeManager
 from probemon.aggregate import Attention, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.errors import (
@@ -655,7 +655,7 @@ def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
 
 
 def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
-    """The short form of scripts/soak.py, on the memory of Python and numpy alone; without the bound the same measure grows."""
+    """The short form of scripts/evidence/soak.py, on the memory of Python and numpy alone; without the bound the same measure grows."""
     grown = {}
     for keep in (60, None):
         sizes = []

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import PAD, make_model, make_pack, n_hooks, not_in_oldest
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from conftest import PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, UnknownConcept
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import typer
-from conftest import make_pack
-from corpora import make_tokenizer, random_texts
-from oracle import states
-from test_forged import forge
 from typer.testing import CliRunner
 
+from conftest import make_pack
+from corpora import make_tokenizer, random_texts
+from forging import forge
+from oracle import states
 from probemon import DynamicProbeManager, ProbePack
 from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.cli.calibrate import calibrate

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from corpora import make_tokenizer, random_texts
 from typer.testing import CliRunner
 
+from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.cli.diff import diff
 from probemon.core.intervals import lower_bound, mean_interval

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+
 from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
-
 from probemon import DynamicProbeManager
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, HostMismatch, SinkFailed
@@ -31,7 +31,7 @@ from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Tokens, Window, batches, cut, encode, shards
 
 SMALL = Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
-PROGRAM = Path(__file__).parent / "programs" / "analyze_corpus.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "analyze_corpus.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ import pandas
 import peft
 import pytest
 import torch
-from conftest import HIDDEN, make_model, make_pack
-from corpora import LETTERS, make_tokenizer, random_texts
 from tokenizers import Tokenizer, models, processors
 from transformers import (
     BertConfig,
@@ -26,6 +24,8 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
+from conftest import HIDDEN, make_model, make_pack
+from corpora import LETTERS, make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.bem import BemConfig, attach_bem
 from probemon.errors import ConfigError, HostMismatch, NotSupportedHost

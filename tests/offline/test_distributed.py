@@ -1,12 +1,14 @@
 """Two workers of a real Ray cluster on this machine give the rows that one process gives."""
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
-
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import TABLES, Analysis
@@ -25,10 +27,8 @@ def load(in_training=False):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    import pathlib
-
-    here = str(pathlib.Path(__file__).parent)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": here, "HF_HUB_OFFLINE": "1"}})
+    paths = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in ("", "offline", "support"))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}})
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, make_pack
 
+from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.intervals import mean_interval

@@ -13,9 +13,9 @@ import sys
 import termios
 
 import pytest
+
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
-
 from probemon.offline.analysis_folder import TABLES, Analysis
 
 

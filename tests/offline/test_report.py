@@ -9,17 +9,17 @@ from itertools import pairwise
 
 import pytest
 import typer
-from browser import Browser, find
-from corpora import make_tokenizer, random_texts
-from reports import write_analysis
 from typer.testing import CliRunner
 
+from browser import Browser, find
+from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.cli.report import report
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.report import embed, write_report
+from reports import write_analysis
 
 in_browser = pytest.mark.skipif(find() is None, reason="NO BROWSER: the report's page is not tested. Install chromium, or name one in PROBEMON_CHROMIUM")
 VIEWS = ("", "#view=hierarchy", "#view=concepts", "#view=documents")

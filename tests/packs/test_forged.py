@@ -4,27 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import HIDDEN, make_pack
-from safetensors.torch import load_file, save_file
 
+from conftest import HIDDEN, make_pack
+from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import sha256
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbeLoadError
-
-
-def forge(pack, target, change):
-    """A copy of a pack with some tensors changed and sizes and hashes made right again."""
-    target.mkdir()
-    manifest = json.loads((pack.directory / "manifest.json").read_text())
-    tensors = load_file(pack.directory / "probes.safetensors")
-    change(tensors)
-    for file in ("concepts.jsonl", "README.md"):
-        (target / file).write_bytes((pack.directory / file).read_bytes())
-    save_file({name: t.contiguous() for name, t in tensors.items()}, target / "probes.safetensors")
-    for file in manifest["files"]:
-        manifest["files"][file] = {"sha256": sha256(target / file), "size": (target / file).stat().st_size}
-    (target / "manifest.json").write_text(json.dumps(manifest))
-    return target
 
 
 def cycle(tensors):

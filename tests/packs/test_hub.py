@@ -9,10 +9,10 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from conftest import make_pack
-from hub_stand_in import HubStandIn
 from huggingface_hub import HfApi, ModelCard, constants
 
+from conftest import make_pack
+from hub_stand_in import HubStandIn
 from probemon import ProbePack
 from probemon.cli.app import main
 from probemon.errors import ConfigError, PackCorrupt, PackError

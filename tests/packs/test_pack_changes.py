@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from conftest import HIDDEN, make_pack
-from pack_changes import MODES, WHEN
-from test_forged import forge
 
+from conftest import HIDDEN, make_pack
+from forging import forge
 from fuzzing import changes, tensorfile
 from fuzzing.changes import CHANGES, KEPT, PROBES, WHOLE, aged, judge_one, size_in_memory
 from fuzzing.target import Wrong
+from pack_changes import MODES, WHEN
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import sha256
 from probemon.core.probes import Architecture
@@ -39,7 +39,7 @@ from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.quantize import quantize
 from probemon.packs.writer import PackWriter
 
-SCRIPT = Path(__file__).parent / "pack_changes.py"
+SCRIPT = Path(__file__).parents[1] / "support/pack_changes.py"
 
 
 @pytest.fixture(scope="module")

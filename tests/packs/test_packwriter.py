@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import SHAPES, oracle, weights
 from safetensors.torch import load_file, save_file
 
+from nets import SHAPES, oracle, weights
 from probemon import ProbePack
 from probemon.core.probes import Architecture
 from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError
 from probemon.packs.writer import PackWriter
 
 N, D = 11, 13
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def concepts(n=N):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, make_pack
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
 from probemon.core.files import sha256

@@ -4,12 +4,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from conftest import make_model, make_pack
-from corpora import make_tokenizer, random_texts
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
+# ruff: noqa: E402
 
 import probemon.offline.windows
+from conftest import make_model, make_pack
+from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 
 probemon.offline.windows.SHARD_DOCUMENTS = 20

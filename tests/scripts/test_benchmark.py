@@ -12,7 +12,7 @@ import eviction
 from bench import gpu, scoring
 from bench.scoring import Cell, WrongScores
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = Cell(32, "bfloat16", 2, 8)
 
 

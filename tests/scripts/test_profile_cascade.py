@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "profile_cascade.py"
 N_TOKENS = 101
 SMALL = ["--probes", "120", "--tokens", str(N_TOKENS), "--hidden", "64"]  # not the demo model's width: no host model

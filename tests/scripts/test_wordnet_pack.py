@@ -1,4 +1,3 @@
-# ruff: noqa: E402
 """The pack builder on toy files: parsing, points, training, calibration, measuring. No WordNet, no host model."""
 
 from __future__ import annotations
@@ -6,15 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT / "scripts") not in sys.path:
-    sys.path.insert(0, str(ROOT / "scripts"))
 
 from probemon.packs.pack import ProbePack
 from wordnet_pack import build as building
@@ -29,6 +23,7 @@ from wordnet_pack.states import extract, read_tokens
 from wordnet_pack.train import Recipe, balance, fit, forward, initial, logits_of, losses
 from wordnet_pack.words import noun_bases, verb_bases, words_of
 
+ROOT = Path(__file__).resolve().parents[2]
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE.  \n  2 WordNet 3.1 Copyright.  \n"
 # offset, words, hypernym (symbol, offset), gloss
 NOUNS = (

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import LAYERS, OLDEST, PAD, make_model, make_pack
-from oracle import check, expected
 from transformers import AutoConfig, AutoModel, CompileConfig, GenerationConfig
 
+from conftest import LAYERS, OLDEST, PAD, make_model, make_pack
+from oracle import check, expected
 from probemon import DynamicProbeManager
 
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
@@ -171,7 +171,7 @@ def adapters(folder):
 def int8(folder):
     """In a process of its own: where torchao can be imported, every import of transformers does so, and talks about it."""
     code = "import sys, pathlib, arrangements; arrangements.int8_here(pathlib.Path(sys.argv[1]))"
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(sys.prefix) / "torchao")])
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")])
     done = subprocess.run([sys.executable, "-c", code, str(folder)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -205,7 +205,7 @@ def tensor_parallel(folder):
     model = make_model(heads=2)
     manager = manager_for(model, folder)
     model.save_pretrained(folder / "model")
-    program = Path(__file__).parent / "programs/tensor_parallel.py"
+    program = Path(__file__).parents[1] / "programs/tensor_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     done = subprocess.run([*command, str(program), str(folder / "model"), str(folder / "pack")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

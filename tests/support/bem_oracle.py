@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 import torch
-from conftest import EOS, PAD
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import EOS, PAD
 
 VOCAB = 61
 SHAPES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}}

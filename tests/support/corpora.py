@@ -3,9 +3,10 @@
 import random
 
 import numpy as np
-from oracle import states
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from oracle import states
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,é"
 

@@ -1,6 +1,6 @@
 """Run in a process of its own by test_pack_changes.py, since what it tries may end a process: packs that are changed while they are used, and that several write at once.
 
-    python tests/pack_changes.py FOLDER            # a line of JSON: {"used": [[mode, change, when, what came of it], ...], "together": [...]}
+    python tests/support/pack_changes.py FOLDER            # a line of JSON: {"used": [[mode, change, when, what came of it], ...], "together": [...]}
 """
 
 import json
@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "scripts")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
-from conftest import HIDDEN, make_model, make_pack
 
+from conftest import HIDDEN, make_model, make_pack
 from fuzzing.changes import CHANGES, aged, size_in_memory
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ProbemonError

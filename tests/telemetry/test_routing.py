@@ -6,34 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, HIDDEN, LAYERS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
-from test_blindness import Blinded
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache
 
+from blinded import Blinded
+from conftest import EOS, HIDDEN, LAYERS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
 from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
 from probemon.sinks import CallbackSink
 from probemon.telemetry import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
 from probemon.telemetry.records import COLUMNS
+from routed_hosts import GREEDY, KINDS, PROMPT, make_moe
 
-SIZES = {
-    "vocab_size": 61, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": 0.5,
-}  # fmt: skip
-KINDS = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 3},
-    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1], "norm_topk_prob": True},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
-}  # fmt: skip
-PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
 TOLERANCE = 5e-5  # of logits of about 5, in fp32, by a cache and without one
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 
 
-def make_moe(kind="mixtral", seed=0):
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})).eval()
 
 
 @pytest.fixture(scope="module", params=KINDS)

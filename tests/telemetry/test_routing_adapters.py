@@ -5,20 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
-from oracle import check as check_scores
 from torch import nn
 
+from conftest import HIDDEN, PAD, make_model, make_pack, n_hooks
+from oracle import check as check_scores
 from probemon import DynamicProbeManager
-from probemon.bem import BemConfig, attach_bem
 from probemon.errors import AlignmentError, ConfigError, NotSupportedHost, UnknownSetting
 from probemon.telemetry import RoutingMonitor, Rule
+from routed_hosts import GREEDY, make_bem
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 PADDED = {**GREEDY, "attention_mask": (BATCH != PAD).long()}
 
 
@@ -151,13 +150,6 @@ def test_one_adapter_is_no_choice(adapters):
 # -- BEM -----------------------------------------------------------------------------------------
 
 
-def make_bem(model, **settings):
-    bem = attach_bem(model, BemConfig(**{"rank": 4, "chunk_tokens": 4, "prefix_tokens": 8, "width": 8, "token_limit": 9, **settings}))
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in bem.parameters():
-            parameter.add_(torch.randn_like(parameter) / 3)
-    return bem
 
 
 def codes_of(model, bem, ids):

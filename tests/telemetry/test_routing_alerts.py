@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from streams import CHUNK, codes_of, decisions_of, logits_of
 
 import routing_alarms
 from probemon.errors import ConfigError
@@ -15,6 +14,7 @@ from probemon.telemetry.alerts import DEFAULT_RULES, Alerts, Rule
 from probemon.telemetry.decisions import BEM, MOE, XLORA, History, Stream
 from probemon.telemetry.statistics import RoutingStatistics
 from probemon.telemetry.tally import Tally
+from streams import CHUNK, codes_of, decisions_of, logits_of
 
 
 class Fed:

@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from streams import CHUNK, EXPERTS, NAMES, STREAMS, TABLE, codes_of, decisions_of, feed, logits_of, plain_metrics
 
 from probemon.errors import ConfigError
 from probemon.telemetry.decisions import Decisions, History, entropy
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import METRICS, RoutingStatistics
+from streams import CHUNK, EXPERTS, NAMES, STREAMS, TABLE, codes_of, decisions_of, feed, logits_of, plain_metrics
 
 
 def stats(k=1, e=EXPERTS, streams=1, **more):

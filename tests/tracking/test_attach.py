@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, OLDEST, PAD, make_model, n_hooks, not_in_oldest
-from oracle import check, expected
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -19,6 +17,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from conftest import EOS, OLDEST, PAD, make_model, n_hooks, not_in_oldest
+from oracle import check, expected
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.tracking.recording import BEFORE, LAST

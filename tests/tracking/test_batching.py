@@ -4,16 +4,16 @@ import queue
 
 import pytest
 import torch
-from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks
-from oracle import check
 from transformers import GenerationConfig
 
+from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks
+from oracle import check
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSupportedDecoding
 from probemon.tracking.recording import SHARED
 
 if OLDEST:
-    pytest.skip("continuous batching of transformers 5.0 is refused by name (tests/arrangements.py)", allow_module_level=True)
+    pytest.skip("continuous batching of transformers 5.0 is refused by name (tests/support/arrangements.py)", allow_module_level=True)
 from transformers import ContinuousBatchingConfig
 
 LONG = [1, *range(3, 43)]

@@ -5,11 +5,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from arrangements import tokenizer
-from conftest import OLDEST, PAD, make_model
 from transformers import DynamicCache, StoppingCriteria, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from arrangements import tokenizer
+from blinded import Blinded
+from conftest import OLDEST, PAD, make_model
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConfigError
 from probemon.sinks import MemorySink
@@ -24,27 +25,6 @@ def manager(pack):
     return DynamicProbeManager(pack)
 
 
-class Blinded:
-    """Takes the hooks of the decoder away for the forwards numbered `lost`, and gives them back."""
-
-    def __init__(self, model, lost):
-        self.model, self.lost, self.n, self.kept = model, lost, 0, {}
-
-    def __enter__(self):
-        self.handle = self.model.register_forward_pre_hook(self.before, with_kwargs=True)
-        return self
-
-    def before(self, module, args, kwargs):
-        hooks = self.model.get_decoder()._forward_pre_hooks
-        hooks.update(self.kept)
-        if self.n in self.lost:
-            self.kept = dict(hooks)
-            hooks.clear()
-        self.n += 1
-
-    def __exit__(self, *error):
-        self.handle.remove()
-        self.model.get_decoder()._forward_pre_hooks.update(self.kept)
 
 
 def prompt_scores(manager, model, out):

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, OLDEST, PAD, make_model, make_pack
-from oracle import check
 from transformers import DynamicCache, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
+from conftest import EOS, OLDEST, PAD, make_model, make_pack
+from oracle import check
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.sinks import MemorySink

@@ -1,6 +1,6 @@
 """Every architecture in every mode: exact by the oracle, or refused with a reason. Writes and checks docs/compatibility.md.
 
-    PROBEMON_WRITE_TABLE=1 python -m pytest tests/test_compatibility.py        # writes the table anew
+    PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py        # writes the table anew
 """
 
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from arrangements import ARRANGEMENTS
-from conftest import OLDEST, PAD, make_pack
-from oracle import check
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import figures
+from arrangements import ARRANGEMENTS
+from conftest import OLDEST, PAD, make_pack
+from oracle import check
 from probemon import DynamicProbeManager
 from probemon.core.files import write_text_atomically
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
@@ -178,7 +178,7 @@ class Bare:
 
 
 def test_table_in_the_documents_is_what_was_found():
-    path = Path(__file__).parent.parent / "docs/compatibility.md"
+    path = Path(__file__).parents[2] / "docs/compatibility.md"
     if OLDEST:
         pytest.skip("the table is of the transformers that is pinned")
     if set(TABLE) != set(ARCHITECTURES) or any(set(row) != set(MODES) for row in TABLE.values()) or set(FOUND) != set(ARRANGEMENTS):
@@ -197,19 +197,19 @@ def test_table_in_the_documents_is_what_was_found():
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     text = "\n".join([
         "# Compatibility", "",
-        "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/test_compatibility.py`, checked by every test run. *Exact*: every score of every token of",
+        "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py`, checked by every test run. *Exact*: every score of every token of",
         "every row equals that of one plain forward over the final sequence alone, to within 1e-5 in fp32, none missing but the last generated token,",
         "none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run by transformers "
         f"{transformers.__version__}.", "",
         "| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|", *lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), "",
         "t5 and bart are encoder-decoders: their decoders' tokens are what is watched. The layers of bloom and t5 return tuples.", "",
-        "Other ways of running a host, on llama unless said otherwise (`tests/arrangements.py`):", "",
+        "Other ways of running a host, on llama unless said otherwise (`tests/support/arrangements.py`):", "",
         "| | |", "|---|---|", *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS), "",
-        "With transformers 5.0.0 (`bash scripts/test_oldest.sh`) the same tests pass, and more is refused. By transformers itself: a prompt in chunks, early exit,",
+        "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is refused. By transformers itself: a prompt in chunks, early exit,",
         "a draft model or prompt lookup on a host with sliding windows. By probemon: continuous batching, whose requests that version keeps elsewhere, and beams",
         "on a recurrent state, which that version does not reorder.", "",
         "## Every architecture of transformers", "",
-        "Written by `python scripts/architectures.py` (`docs/benchmarks/architectures.json`); a sample of it runs with the tests (`tests/test_abilities.py`). The hosts are tiny",
+        "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny",
         "and random, of each architecture's own code. *Exact*: every score of every token is that of one plain forward over the row's tokens alone. *As run*: the host does not agree",
         "with such a forward by itself, even without a cache (it looks at tokens that come after, say), and every score is that of a state which it had. *Refused*: by a typed error; where",
         "that says that the host's own answer is wrong, its own logits are away from those of one forward. *The host fails*: it raises without probemon, too.", "",

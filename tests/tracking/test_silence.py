@@ -8,9 +8,9 @@ import warnings
 import peft
 import pytest
 import torch
-from conftest import make_model, make_pack
 from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, RwkvForCausalLM, StoppingCriteria
 
+from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedDecoding
 from probemon.sinks import MemorySink

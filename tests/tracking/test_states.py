@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+
 from conftest import HIDDEN, make_model, make_pack, n_hooks
 from corpora import make_tokenizer, random_texts
-
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedHost, ProbemonError
 from probemon.sinks import MemorySink

@@ -157,7 +157,7 @@ class ResidentArena:
 class PagedArena:
     """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
 
-    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/eviction.py). Slots are allocated once, empty ones
+    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/evidence/eviction.py). Slots are allocated once, empty ones
     are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
     """
 

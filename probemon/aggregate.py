@@ -37,11 +37,15 @@ class Aggregator(Protocol):
         """The state before any token."""
 
     def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
-        """The state after one more token, and the running score [K] float64, of scores [K]; `state` is left as it was."""
+        """The state after one more token, and the running score [K] float64, of scores [K]; `state` is left as
+        it was.
+        """
 
 
 class _Stepped:
-    """An aggregator by its `_step`: from a state and new scores [K] float64, its own copy, to the next state and values."""
+    """An aggregator by its `_step`: from a state and new scores [K] float64, its own copy, to the next state and
+    values.
+    """
 
     def begin(self) -> State:
         return ()
@@ -99,7 +103,14 @@ class Ema(_Stepped):
     weight: float
 
     def __post_init__(self) -> None:
-        weight = check_number("weight", self.weight, low=0, high=1, open_low=True, remedy="it is the newest token's share, so give more than 0 and at most 1")
+        weight = check_number(
+            "weight",
+            self.weight,
+            low=0,
+            high=1,
+            open_low=True,
+            remedy="it is the newest token's share, so give more than 0 and at most 1",
+        )
         object.__setattr__(self, "weight", weight)  # a float, so that Ema(1) and Ema(1.0) have one name
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
@@ -121,7 +132,8 @@ class RollingMean(_Stepped):
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, x)[-self.n :]
-        # Anew from the oldest on: a sum carried along would drift. Not np.sum, which adds in another order where K is 1.
+        # Anew from the oldest on: a sum carried along would drift. Not np.sum, which adds in another order where K is
+        # 1.
         return window, reduce(np.add, window) / len(window)
 
     def __str__(self) -> str:
@@ -147,16 +159,24 @@ class RollingMax(_Stepped):
 
 @dataclass(frozen=True)
 class Attention(_Stepped):
-    """Mean of the scores so far, weighted by softmax(score / temperature): the maximum as it nears 0, the mean as it grows.
+    """Mean of the scores so far, weighted by softmax(score / temperature): the maximum as it nears 0, the mean as it
+    grows.
 
     Auto-pool with alpha = 1 / temperature: McFee, Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled
-    sound event detection" (arXiv:1804.10070). State: maximum m [K], sums [K] of w and w * score, w = exp((score - m) / temperature).
+    sound event detection" (arXiv:1804.10070). State: maximum m [K], sums [K] of w and w * score, w = exp((score - m) /
+    temperature).
     """
 
     temperature: float = 0.1
 
     def __post_init__(self) -> None:
-        temperature = check_number("temperature", self.temperature, low=0, open_low=True, remedy="scores are divided by it, so give a finite number over 0")
+        temperature = check_number(
+            "temperature",
+            self.temperature,
+            low=0,
+            open_low=True,
+            remedy="scores are divided by it, so give a finite number over 0",
+        )
         object.__setattr__(self, "temperature", temperature)
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
@@ -184,7 +204,13 @@ def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubl
     return running
 
 
-_NAMES: dict[str, Callable[[], Aggregator]] = {"none": Each, "each": Each, "mean": Mean, "max": Max, "attention": Attention}
+_NAMES: dict[str, Callable[[], Aggregator]] = {
+    "none": Each,
+    "each": Each,
+    "mean": Mean,
+    "max": Max,
+    "attention": Attention,
+}
 _PARSED: dict[str, Callable[[str], Aggregator]] = {
     "attention": lambda text: Attention(float(text)),
     "ema": lambda text: Ema(float(text)),
@@ -199,7 +225,9 @@ _CHOICES = (
 
 
 def named(aggregate: Aggregator | str | None) -> Aggregator:
-    """The aggregator meant by `None` (each token's own score), a text that `parse` reads, or an aggregator itself. Raises `ConfigError`."""
+    """The aggregator meant by `None` (each token's own score), a text that `parse` reads, or an aggregator itself.
+    Raises `ConfigError`.
+    """
     if aggregate is None:
         return Each()
     if isinstance(aggregate, str):
@@ -210,7 +238,8 @@ def named(aggregate: Aggregator | str | None) -> Aggregator:
 
 
 def parse(text: str) -> Aggregator:
-    """The aggregator of a text: "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N", or what `str()` gives.
+    """The aggregator of a text: "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N",
+    "rolling_max:N", or what `str()` gives.
 
     W is the newest token's share, T the temperature, N counts tokens. Raises `ConfigError`.
     """
@@ -224,7 +253,10 @@ def parse(text: str) -> Aggregator:
         except ConfigError:
             raise
         except ValueError:
-            raise ConfigError(f"aggregate is {text!r}: {parameter!r} is not {'a whole number' if name.startswith('rolling') else 'a number'}") from None
+            raise ConfigError(
+                f"aggregate is {text!r}: {parameter!r} is not"
+                f" {'a whole number' if name.startswith('rolling') else 'a number'}"
+            ) from None
     raise ConfigError(f"aggregate is {text!r}{closest(name, [*_NAMES, *_PARSED])}: {_CHOICES}")
 
 
@@ -234,11 +266,14 @@ def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
     if x.ndim != 1:
         raise ConfigError(f"scores have shape {x.shape}: give [K], the concepts of one row at one token")
     if state and state[-1].shape != x.shape:
-        raise ConfigError(f"{len(x)} scores after {len(state[-1])}: the concepts of a row stay the same, so begin() anew for others")
+        raise ConfigError(
+            f"{len(x)} scores after {len(state[-1])}: the concepts of a row stay the same, so begin() anew for others"
+        )
     if not np.isfinite(x).all():
         at = int(np.flatnonzero(~np.isfinite(x))[0])
         raise ConfigError(
-            f"score {at} of {len(x)} is {x[at]}: a score is a finite number; an unseen token has no score and is to be left out"
+            f"score {at} of {len(x)} is {x[at]}: a score is a finite number; an unseen token has no score and is to be"
+            " left out"
         )
     x += 0.0  # -0.0 becomes 0.0: which of the two a maximum returns is not defined
     return x

@@ -59,7 +59,9 @@ class PackChanged(PackError):
 
 
 class ImportRefused(PackError):
-    """A file of another project is not read: it holds code, leaves its folder, is larger than the bound, or is no probe."""
+    """A file of another project is not read: it holds code, leaves its folder, is larger than the bound, or is no
+    probe.
+    """
 
 
 class HostMismatch(ProbemonError, ValueError):

@@ -1,13 +1,13 @@
 """DynamicProbeManager: the one face over all of it.
 
-    manager = DynamicProbeManager(ProbePack.open(path), keep_top_k=30)
-    with manager.attach(model, tokenizer) as run:         # every token of generate()
-        out = model.generate(**inputs)
-    state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]
-    scores = manager.score_tokens(hidden)                 # one document, hidden [T, D]
-    everything = manager.score_all(hidden)                # fp32 [T, P]
-    manager.analyze(model, tokenizer, documents, out="scores/", resume=True)
-    both = DynamicProbeManager([pack_a, pack_b])          # one attach, one result; concepts are "name of pack:id"
+manager = DynamicProbeManager(ProbePack.open(path), keep_top_k=30)
+with manager.attach(model, tokenizer) as run:         # every token of generate()
+    out = model.generate(**inputs)
+state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]
+scores = manager.score_tokens(hidden)                 # one document, hidden [T, D]
+everything = manager.score_all(hidden)                # fp32 [T, P]
+manager.analyze(model, tokenizer, documents, out="scores/", resume=True)
+both = DynamicProbeManager([pack_a, pack_b])          # one attach, one result; concepts are "name of pack:id"
 """
 
 from __future__ import annotations
@@ -30,32 +30,41 @@ if TYPE_CHECKING:
 class DynamicProbeManager(Scorer):
     """Scores hidden states with a pack, or several, descending their hierarchies.
 
-    `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of `CascadeConfig` by name:
-    base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes, unload_threshold,
-    always_on, report_top_k, max_rounds; where one is not given, the pack's recommendation holds, if it has one. `arena_bytes` bounds the weights held on the device (None: the whole
-    pack stays there); `cache_bytes` bounds the copies that a paged arena keeps in RAM; `prefetch` has a paged arena
-    load, in the background, the children of probes that were no more than so much under their expand threshold.
-    `strategy` is how states are evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no
-    setting of these five changes a score. `late=True` does: a step of generation then leaves out probes whose weights are
-    not on the device, which arrive in the background, and counts them (`coverage.late`, within `dropped`).
-    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.engine.audit`).
+    `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of
+    `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
+    unload_threshold, always_on, report_top_k, max_rounds; where one is not given, the pack's recommendation holds, if
+    it has one. `arena_bytes` bounds the weights held on the device (None: the whole pack stays there); `cache_bytes`
+    bounds the copies that a paged arena keeps in RAM; `prefetch` has a paged arena load, in the background, the
+    children of probes that were no more than so much under their expand threshold. `strategy` is how states are
+    evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no setting of these five
+    changes a score. `late=True` does: a step of generation then leaves out probes whose weights are not on the device,
+    which arrive in the background, and counts them (`coverage.late`, within `dropped`). `audit_rate`: on so many of the
+    tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.engine.audit`).
 
-    Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives alone. `manager.pack` is then
-    a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only one has it. Every pack keeps its own thresholds, recommendations and limits
-    (`manager.config` is by name of pack); a setting given by name holds for each of them: `max_loaded_probes=100` is 100 of each, but `always_on` names
-    concepts of any. `arena_bytes` and `cache_bytes` are of all together: each architecture has room for what is always active, and of the rest its share by size.
-    Raises `ConfigError` (`UnknownSetting` for a typo).
+    Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives
+    alone. `manager.pack` is then a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only
+    one has it. Every pack keeps its own thresholds, recommendations and limits (`manager.config` is by name of pack); a
+    setting given by name holds for each of them: `max_loaded_probes=100` is 100 of each, but `always_on` names concepts
+    of any. `arena_bytes` and `cache_bytes` are of all together: each architecture has room for what is always active,
+    and of the rest its share by size. Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def attach(
-        self, model: Any, tokenizer: Any = None, *, strict: bool = False, on_gap: str | Callable[[Gap], object] = "raise",
-        callback_errors: str = "raise", keep_tokens: int | None = None, routing: bool | RoutingSettings = False,
-    ) -> MonitorRun:  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        strict: bool = False,
+        on_gap: str | Callable[[Gap], object] = "raise",
+        callback_errors: str = "raise",
+        keep_tokens: int | None = None,
+        routing: bool | RoutingSettings = False,
+    ) -> MonitorRun:
         """A context manager that watches an unchanged Hugging Face model: see `MonitorRun`.
 
         A pack for another hidden size or layer count is a `HostMismatch`; other weights than those the pack was
-        made for warn, or are refused with `strict=True`. `routing`: True, or how: the routers of the model are watched beside the probes
-        (`run.routing`, see `probemon.telemetry.monitor`).
+        made for warn, or are refused with `strict=True`. `routing`: True, or how: the routers of the model are watched
+        beside the probes (`run.routing`, see `probemon.telemetry.monitor`).
         """
 
         def companion(host: Any, guard: Guard) -> RoutingRecorder:
@@ -64,29 +73,79 @@ class DynamicProbeManager(Scorer):
             return RoutingRecorder(host, None if routing is True or routing is False else routing, guard)
 
         return MonitorRun(
-            self, model, tokenizer, strict=strict, on_gap=on_gap, callback_errors=callback_errors, keep_tokens=keep_tokens,
+            self,
+            model,
+            tokenizer,
+            strict=strict,
+            on_gap=on_gap,
+            callback_errors=callback_errors,
+            keep_tokens=keep_tokens,
             companion=companion if routing else None,
-        )  # fmt: skip
+        )
 
     def stream(
-        self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
-        strict: bool = False, max_waiting: int = 64, **generate: Any,
-    ) -> Iterator[TokenEvent]:  # fmt: skip
-        """Tokens with their scores while `model` generates: see `probemon.monitor.stream`. `generate`: arguments of `generate()`.
+        self,
+        model: Any,
+        tokenizer: Any,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        include_prompt: bool = False,
+        strict: bool = False,
+        max_waiting: int = 64,
+        **generate: Any,
+    ) -> Iterator[TokenEvent]:
+        """Tokens with their scores while `model` generates: see `probemon.monitor.stream`. `generate`: arguments of
+        `generate()`.
 
         At most `max_waiting` batches of tokens wait for the reader, then the model waits; leaving the loop stops it.
         """
-        return stream(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
+        return stream(
+            self,
+            model,
+            tokenizer,
+            messages,
+            include_prompt=include_prompt,
+            strict=strict,
+            max_waiting=max_waiting,
+            **generate,
+        )
 
     def stream_async(
-        self, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *, include_prompt: bool = False,
-        strict: bool = False, max_waiting: int = 64, **generate: Any,
-    ) -> AsyncIterator[TokenEvent]:  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: Any,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        include_prompt: bool = False,
+        strict: bool = False,
+        max_waiting: int = 64,
+        **generate: Any,
+    ) -> AsyncIterator[TokenEvent]:
         """`stream` for `async for`."""
-        return stream_async(self, model, tokenizer, messages, include_prompt=include_prompt, strict=strict, max_waiting=max_waiting, **generate)
+        return stream_async(
+            self,
+            model,
+            tokenizer,
+            messages,
+            include_prompt=include_prompt,
+            strict=strict,
+            max_waiting=max_waiting,
+            **generate,
+        )
 
-    def analyze(self, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False, **settings: Any) -> Analysis:
-        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze.analyze` for `settings`. Needs the extra `corpus`."""
+    def analyze(
+        self,
+        model: Any,
+        tokenizer: Any,
+        documents: Source,
+        out: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        **settings: Any,
+    ) -> Analysis:
+        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze.analyze` for
+        `settings`. Needs the extra `corpus`.
+        """
         from probemon.offline.analyze import analyze
 
         return analyze(self, model, tokenizer, documents, out, resume=resume, **settings)

@@ -44,7 +44,8 @@ class Sink(Protocol):
 
 
 class MemorySink:
-    """The newest tokens, at most `max_tokens`: `sink.batches`, `len(sink)`; older ones are counted in `sink.n_forgotten`.
+    """The newest tokens, at most `max_tokens`: `sink.batches`, `len(sink)`; older ones are counted in
+    `sink.n_forgotten`.
 
     Holds less than twice `max_tokens` at any time; may be read from other threads while it is written.
     """
@@ -109,8 +110,9 @@ class CallbackSink:
 class _FileSink(ABC):
     """A file that appears whole or not at all: what raises on the way removes it.
 
-    `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has none to stand in. Where another file took the
-    name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under its hidden name.
+    `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has none to stand in. Where another file
+    took the name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under its hidden
+    name.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
@@ -154,7 +156,9 @@ class _FileSink(ABC):
                 os.link(finished, self.path)  # unlike a rename, fails where the name was taken meanwhile
                 finished.unlink()
         except OSError as error:
-            raise SinkFailed(f"{self.path} cannot be made ({error.strerror}): the finished scores are in {finished}, move them") from error
+            raise SinkFailed(
+                f"{self.path} cannot be made ({error.strerror}): the finished scores are in {finished}, move them"
+            ) from error
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
@@ -182,11 +186,12 @@ class _FileSink(ABC):
 
 
 class JsonLinesSink(_FileSink):
-    """One JSON object a token and line: `{"generation": 0, "row": 0, "position": 7, "token_id": 262, "phase": "generated", ...}`.
+    """One JSON object a token and line: `{"generation": 0, "row": 0, "position": 7, "token_id": 262, "phase":
+    "generated", ...}`.
 
-    Then `provisional`; `scores`, `[concept id, score]` of the active probes best first, at most `top_k` (None: all), each
-    the fp32 value exactly, null for NaN; `fired`, ids of all that fired; `coverage` (active, dropped, not_reached, evaluated);
-    `unseen`, "" or why the token has no scores. `request` only where there is one.
+    Then `provisional`; `scores`, `[concept id, score]` of the active probes best first, at most `top_k` (None: all),
+    each the fp32 value exactly, null for NaN; `fired`, ids of all that fired; `coverage` (active, dropped, not_reached,
+    evaluated); `unseen`, "" or why the token has no scores. `request` only where there is one.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
@@ -207,14 +212,18 @@ class JsonLinesSink(_FileSink):
         scores, coverage = batch.scores, batch.scores.coverage
         best = scores.top(t, len(scores.active(t)) if self._top_k is None else self._top_k)
         return {
-            "generation": int(batch.generation), **({"request": batch.request} if batch.request else {}),
-            "row": int(batch.row[t]), "position": int(batch.position[t]), "token_id": int(batch.token_id[t]),
-            "phase": PHASES[batch.phase], "provisional": bool(batch.provisional),
+            "generation": int(batch.generation),
+            **({"request": batch.request} if batch.request else {}),
+            "row": int(batch.row[t]),
+            "position": int(batch.position[t]),
+            "token_id": int(batch.token_id[t]),
+            "phase": PHASES[batch.phase],
+            "provisional": bool(batch.provisional),
             "scores": [[self._concepts[probe], None if np.isnan(score) else score] for probe, score in best],
             "fired": [self._concepts[probe] for probe in scores.fired(t)],
             "coverage": {n: int(getattr(coverage, n)[t]) for n in ("active", "dropped", "not_reached", "evaluated")},
             "unseen": coverage.unseen[t],
-        }  # fmt: skip
+        }
 
 
 class ParquetSink(_FileSink):
@@ -248,11 +257,21 @@ class ParquetSink(_FileSink):
 
         self._concepts = np.asarray(concepts, dtype=object)
         text, number = pa.string(), pa.int32()
-        self._schema = pa.schema({
-            "generation": number, "request": text, "row": number, "position": number, "token_id": number, "phase": text,
-            "provisional": pa.bool_(), "concept": text, "score": pa.float32(),
-        })  # fmt: skip
-        # store_schema: where an Arrow schema is stored, readers take the metadata from it and miss what is added at the end.
+        self._schema = pa.schema(
+            {
+                "generation": number,
+                "request": text,
+                "row": number,
+                "position": number,
+                "token_id": number,
+                "phase": text,
+                "provisional": pa.bool_(),
+                "concept": text,
+                "score": pa.float32(),
+            }
+        )
+        # store_schema: where an Arrow schema is stored, readers take the metadata from it and miss what is added at the
+        # end.
         return pq.ParquetWriter(partial, self._schema, store_schema=False)
 
     def _append(self, batch: TokenBatch) -> None:
@@ -261,15 +280,27 @@ class ParquetSink(_FileSink):
         self._totals.update(coverage.totals())
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:
-                where = {"generation": int(batch.generation), "row": int(batch.row[t]), "position": int(batch.position[t])}
+                where = {
+                    "generation": int(batch.generation),
+                    "row": int(batch.row[t]),
+                    "position": int(batch.position[t]),
+                }
                 self._unseen.append(where | {"reason": reason})
         if not n:
             return
-        self._columns.append([
-            np.full(n, batch.generation), np.full(n, batch.request, object), batch.row[token], batch.position[token],
-            batch.token_id[token], np.full(n, PHASES[batch.phase], object), np.full(n, batch.provisional),
-            self._concepts[scores.probes], scores.values,
-        ])  # fmt: skip
+        self._columns.append(
+            [
+                np.full(n, batch.generation),
+                np.full(n, batch.request, object),
+                batch.row[token],
+                batch.position[token],
+                batch.token_id[token],
+                np.full(n, PHASES[batch.phase], object),
+                np.full(n, batch.provisional),
+                self._concepts[scores.probes],
+                scores.values,
+            ]
+        )
         self._n_held += n
         if self._n_held >= self._rows_per_group:
             self._write_groups(self._n_held - self._n_held % self._rows_per_group)
@@ -299,5 +330,3 @@ def _without(batch: TokenBatch, n: int) -> TokenBatch:
     kept = np.arange(n, len(batch))
     arrays = {name: getattr(batch, name)[kept] for name in ("row", "position", "token_id")}
     return dataclasses.replace(batch, scores=batch.scores.take(kept), **arrays)
-
-

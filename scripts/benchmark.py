@@ -6,10 +6,11 @@
     python scripts/benchmark.py --suite cpu --json docs/benchmarks/cpu.json
     python scripts/benchmark.py --suite gpu --json docs/benchmarks/h200.json          # on a machine that has one
 
-Every method must first give the right scores (against fp64, or the same sets as the slow twin); only then is anything timed,
-in turns, so that what else the machine does falls on all alike. Times are medians of one interleaved run: compare them
-within a file, never between files. The file has `rows` (method, figure, ratio to ours and to the floor) and `claims`.
-Weights and hierarchies of the scoring and step parts are random; the host, its hidden states and its packs are real.
+Every method must first give the right scores (against fp64, or the same sets as the slow twin); only then is anything
+timed, in turns, so that what else the machine does falls on all alike. Times are medians of one interleaved run:
+compare them within a file, never between files. The file has `rows` (method, figure, ratio to ours and to the floor)
+and `claims`. Weights and hierarchies of the scoring and step parts are random; the host, its hidden states and its
+packs are real.
 """
 
 from __future__ import annotations
@@ -37,14 +38,23 @@ from provenance import commit, machine
 HEADLINE = Cell(576, "bfloat16", 1, 64)
 QUICK = (HEADLINE, Cell(576, "float32", 1, 64), Cell(576, "bfloat16", 8, 64), Cell(2560, "bfloat16", 1, 64))
 FULL = tuple(
-    Cell(d, dtype, batch, n) for d in (576, 2560, 4096) for dtype in ("bfloat16", "float32") for batch, n in ((1, 16), (1, 64), (8, 64), (64, 64))
-)  # fmt: skip
+    Cell(d, dtype, batch, n)
+    for d in (576, 2560, 4096)
+    for dtype in ("bfloat16", "float32")
+    for batch, n in ((1, 16), (1, 64), (8, 64), (64, 64))
+)
 # The bar of each claim, and whether it is the most or the least that will do.
 BARS = {
-    "score_vs_floor": (2.0, "most"), "step_vs_slow_twin": (25.0, "least"), "step_vs_scoring": (1.5, "most"), "decode_overhead_pct": (2.0, "most"),
+    "score_vs_floor": (2.0, "most"), "step_vs_slow_twin": (25.0, "least"), "step_vs_scoring": (1.5, "most"),
+    "decode_overhead_pct": (2.0, "most"),
     "prefill_overhead_pct": (15.0, "most"), "open_ms": (100.0, "most"), "cold_vs_slow_twin": (10.0, "least"),
 }  # fmt: skip
-GPU_BARS = {"kernel_read_fraction": (0.7, "least"), "step_us": (50.0, "most"), "decode_overhead_pct": (1.0, "most"), "vs_repaired_bank": (5.0, "least")}
+GPU_BARS = {
+    "kernel_read_fraction": (0.7, "least"),
+    "step_us": (50.0, "most"),
+    "decode_overhead_pct": (1.0, "most"),
+    "vs_repaired_bank": (5.0, "least"),
+}
 
 
 def run_gpu() -> dict[str, Any]:
@@ -55,9 +65,15 @@ def run_gpu() -> dict[str, Any]:
     found = gpu.measure(torch.device("cuda"))
     claims = {name: _claim(value, *GPU_BARS[name]) for name, value in found["claims"].items()}
     return {
-        "suite": "gpu", "gpu": torch.cuda.get_device_name(), "claims": claims, "rows": found["rows"], "read_gb_per_s": found["read_gb_per_s"],
-        "seconds": round(time.perf_counter() - begin, 1), "machine": {**machine(), "cuda": torch.version.cuda}, "commit": commit(),
-    }  # fmt: skip
+        "suite": "gpu",
+        "gpu": torch.cuda.get_device_name(),
+        "claims": claims,
+        "rows": found["rows"],
+        "read_gb_per_s": found["read_gb_per_s"],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": {**machine(), "cuda": torch.version.cuda},
+        "commit": commit(),
+    }
 
 
 def run(suite: str) -> dict[str, Any]:
@@ -70,7 +86,12 @@ def run(suite: str) -> dict[str, Any]:
     for cell in QUICK if quick else FULL:
         _say(begin, f"scoring: {cell}")
         rows += scoring.measure(cell, 60 if cell == HEADLINE else 20, compiled=cell == HEADLINE and not quick)
-    [headline] = [row for row in rows if row["method"] == "ours (numba)" and all(row[key] == getattr(HEADLINE, key) for key in ("hidden", "dtype", "batch", "n_probes"))]
+    [headline] = [
+        row
+        for row in rows
+        if row["method"] == "ours (numba)"
+        and all(row[key] == getattr(HEADLINE, key) for key in ("hidden", "dtype", "batch", "n_probes"))
+    ]
     claims = {"score_vs_floor": headline["ratio_to_floor"]}
     _say(begin, "steps of a 5,000-probe cascade, beside the slow twin")
     steps = stepping.measure(5000, 60 if quick else 100)
@@ -81,13 +102,23 @@ def run(suite: str) -> dict[str, Any]:
         claims |= part["claims"]
     _say(begin, "done")
     return {
-        "suite": suite, "claims": {name: _claim(claims[name], *bar) for name, bar in BARS.items()}, "rows": rows, "agreement": steps["agreement"],
-        "seconds": round(time.perf_counter() - begin, 1), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "suite": suite,
+        "claims": {name: _claim(claims[name], *bar) for name, bar in BARS.items()},
+        "rows": rows,
+        "agreement": steps["agreement"],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": machine(),
+        "commit": commit(),
+    }
 
 
 def _claim(value: float, bar: float, kind: str) -> dict[str, Any]:
-    return {"value": round(value, 3), "bar": bar, "kind": kind, "holds": bool(value <= bar if kind == "most" else value >= bar)}
+    return {
+        "value": round(value, 3),
+        "bar": bar,
+        "kind": kind,
+        "holds": bool(value <= bar if kind == "most" else value >= bar),
+    }
 
 
 def _say(begin: float, what: str) -> None:
@@ -97,15 +128,27 @@ def _say(begin: float, what: str) -> None:
 def show(found: dict[str, Any]) -> None:
     """Tables for a reader."""
     for row in found["rows"]:
-        where = ", ".join(str(row[key]) for key in ("part", "hidden", "dtype", "batch", "n_probes", "pack") if key in row)
+        where = ", ".join(
+            str(row[key]) for key in ("part", "hidden", "dtype", "batch", "n_probes", "pack") if key in row
+        )
         if "overhead_pct" in row:
-            print(f"{where:55s} {row['host_ms']:9.2f} ms bare, {row['watched_ms']:9.2f} ms watched: {row['overhead_pct']:+.2f} %")
+            print(
+                f"{where:55s} {row['host_ms']:9.2f} ms bare, {row['watched_ms']:9.2f} ms watched:"
+                f" {row['overhead_pct']:+.2f} %"
+            )
         else:
-            ratios = "".join(f"   {row[key]:8.2f} x {name}" for key, name in (("ratio_to_ours", "ours"), ("ratio_to_floor", "floor")) if row.get(key) is not None)
+            ratios = "".join(
+                f"   {row[key]:8.2f} x {name}"
+                for key, name in (("ratio_to_ours", "ours"), ("ratio_to_floor", "floor"))
+                if row.get(key) is not None
+            )
             print(f"{where:55s} {row['method']:36s} {row['median_us']:11.1f} us (p99 {row['p99_us']:11.1f}){ratios}")
     print()
     for name, claim in found["claims"].items():
-        print(f"{name:22s} {claim['value']:9.3f}   bar: at {claim['kind']} {claim['bar']:g}   {'holds' if claim['holds'] else 'MISSED'}")
+        print(
+            f"{name:22s} {claim['value']:9.3f}   bar: at {claim['kind']} {claim['bar']:g}  "
+            f" {'holds' if claim['holds'] else 'MISSED'}"
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,7 +157,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Status 1 if a method was wrong, so nothing was timed; a missed bar is published, not hidden."""
+    """Measure, show, write. Status 1 if a method was wrong, so nothing was timed; a missed bar is published, not
+    hidden.
+    """
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("quick", "cpu", "gpu"), default="quick")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims to FILE")

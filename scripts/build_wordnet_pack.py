@@ -81,9 +81,11 @@ def versions() -> dict[str, str]:
     import transformers
 
     return {
-        "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "numpy": numpy.__version__,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -97,7 +97,9 @@ class SlowTwin:
     Nothing in it is slower than it was. `load_seconds` holds one entry a probe loaded, for each part of a load.
     """
 
-    def __init__(self, files: Sequence[Path], children: Sequence[Sequence[int]], level: np.ndarray, setting: Setting) -> None:
+    def __init__(
+        self, files: Sequence[Path], children: Sequence[Sequence[int]], level: np.ndarray, setting: Setting
+    ) -> None:
         self.files, self.children, self.setting = files, children, setting
         self.base = np.flatnonzero(np.isin(level, setting.base_layers)).tolist()
         self.load_seconds: dict[str, list[float]] = {part: [] for part in LOAD_PARTS}
@@ -117,9 +119,15 @@ class SlowTwin:
         state = torch.load(self.files[probe], map_location="cpu", weights_only=True)
         t1 = time.perf_counter()
         model = nn.Sequential(
-            nn.Linear(state["0.weight"].shape[1], H1), nn.ReLU(), nn.Dropout(0.2),
-            nn.Linear(H1, H2), nn.ReLU(), nn.Dropout(0.2), nn.Linear(H2, 1), nn.Sigmoid(),
-        )  # fmt: skip
+            nn.Linear(state["0.weight"].shape[1], H1),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(H1, H2),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(H2, 1),
+            nn.Sigmoid(),
+        )
         model.load_state_dict(state)
         model.eval()
         t2 = time.perf_counter()
@@ -136,9 +144,12 @@ class SlowTwin:
             scores = {probe: model(hidden).item() for probe, model in self.loaded.items()}
             t1 = time.perf_counter()
             wanted = [
-                child for probe, score in scores.items() if score > LOAD_THRESHOLD
-                for child in self.children[probe] if child not in self.loaded
-            ]  # fmt: skip
+                child
+                for probe, score in scores.items()
+                if score > LOAD_THRESHOLD
+                for child in self.children[probe]
+                if child not in self.loaded
+            ]
             t2 = time.perf_counter()
             for child in wanted:
                 self.loaded[child] = self.load(child)
@@ -172,7 +183,9 @@ class Pair:
 
     @classmethod
     def of(cls, setting: Setting, world: World, files: Sequence[Path], pack: ProbePack) -> Pair:
-        return cls(setting, SlowTwin(files, world.children(), world.level, setting), manager_of(pack, setting), world.states)
+        return cls(
+            setting, SlowTwin(files, world.children(), world.level, setting), manager_of(pack, setting), world.states
+        )
 
     def n_kept(self, state: RowState) -> int:
         """Probes that our next step starts from: base and retained, which is what the twin keeps loaded."""
@@ -182,11 +195,15 @@ class Pair:
 def manager_of(pack: ProbePack, setting: Setting) -> DynamicProbeManager:
     pruning: dict[str, Any] = {} if setting.keep_top_k is None else {"keep_top_k": setting.keep_top_k}
     return DynamicProbeManager(
-        pack, base_layers=setting.base_layers, load_threshold=LOAD_THRESHOLD, max_rounds=1,
-        aggressive_pruning=setting.keep_top_k is not None, **pruning,
+        pack,
+        base_layers=setting.base_layers,
+        load_threshold=LOAD_THRESHOLD,
+        max_rounds=1,
+        aggressive_pruning=setting.keep_top_k is not None,
+        **pruning,
         # A limit that nothing reaches, at any --probes: the twin has none.
         max_loaded_probes=max(1000, pack.n_probes),
-    )  # fmt: skip
+    )
 
 
 def check_agreement(pair: Pair, bar: tqdm[Any]) -> float:
@@ -204,7 +221,9 @@ def check_agreement(pair: Pair, bar: tqdm[Any]) -> float:
             error = abs(slow.scores[probe] - value)
             worst = max(worst, error)
             if not error < SCORE_TOLERANCE:
-                raise Disagreement(f"{where}: {name_of(probe)} scores {slow.scores[probe]:.7f} in the twin, {value:.7f} in ours")
+                raise Disagreement(
+                    f"{where}: {name_of(probe)} scores {slow.scores[probe]:.7f} in the twin, {value:.7f} in ours"
+                )
         kept = set(np.flatnonzero(state.retained[0] | pair.ours.plan.always).tolist())
         _same(where, "kept", set(pair.twin.loaded), kept, _margin_of_pruning(pair, slow))
         bar.update()
@@ -216,8 +235,12 @@ def _same(where: str, verb: str, slow: set[int], fast: set[int], margin: float) 
         return
     only = f"only the twin {verb} {sorted(map(name_of, slow - fast))}, only ours {sorted(map(name_of, fast - slow))}"
     if margin < SCORE_TOLERANCE:
-        raise Disagreement(f"{where}: {only}: a score lies {margin:.1e} from what decided, within rounding: use another --seed")
-    raise Disagreement(f"{where}: {only}, and no score is within {SCORE_TOLERANCE:g} of what decided: one of the two is wrong")
+        raise Disagreement(
+            f"{where}: {only}: a score lies {margin:.1e} from what decided, within rounding: use another --seed"
+        )
+    raise Disagreement(
+        f"{where}: {only}, and no score is within {SCORE_TOLERANCE:g} of what decided: one of the two is wrong"
+    )
 
 
 def _margin_of_expansion(pair: Pair, slow: TwinStep) -> float:
@@ -250,10 +273,16 @@ def time_both(pair: Pair, bar: tqdm[Any]) -> dict[str, Any]:
         parents = [score for probe, score in slow.scores.items() if pair.twin.children[probe]]
         n_parents += len(parents)
         n_expanded += sum(score > LOAD_THRESHOLD for score in parents)
-        tokens.append({
-            "token": t + 1, "children": slow.n_children, "loaded": slow.n_loaded, "unloaded": slow.n_unloaded,
-            "twin_ms": round(slow_ms[-1], 3), "ours_ms": round(fast_ms[-1], 3),
-        })  # fmt: skip
+        tokens.append(
+            {
+                "token": t + 1,
+                "children": slow.n_children,
+                "loaded": slow.n_loaded,
+                "unloaded": slow.n_unloaded,
+                "twin_ms": round(slow_ms[-1], 3),
+                "ours_ms": round(fast_ms[-1], 3),
+            }
+        )
         bar.update()
     assert state is not None
     total = sum(parts.values())
@@ -268,24 +297,31 @@ def time_both(pair: Pair, bar: tqdm[Any]) -> dict[str, Any]:
         "parents_over_threshold": round(n_expanded / n_parents, 4),
         "hundred_tokens_ms": [round(sum(ms[:100]), 2) for ms in (slow_ms, fast_ms)] if len(tokens) >= 100 else None,
         "load_seconds": {part: list(seconds) for part, seconds in pair.twin.load_seconds.items()},
-    }  # fmt: skip
+    }
 
 
 def summary(ms: Sequence[float], final_loaded: int) -> dict[str, Any]:
     return {
-        "mean_ms": round(float(np.mean(ms)), 4), "median_ms": round(float(np.median(ms)), 4),
-        "max_ms": round(max(ms), 4), "final_loaded": final_loaded,
-    }  # fmt: skip
+        "mean_ms": round(float(np.mean(ms)), 4),
+        "median_ms": round(float(np.median(ms)), 4),
+        "max_ms": round(max(ms), 4),
+        "final_loaded": final_loaded,
+    }
 
 
 def load_split(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean milliseconds of one of the twin's loads, over every load of every timed run."""
     if not any(run["load_seconds"]["transfer"] for run in runs):
-        raise WorldError("no parent passed the load threshold, so nothing was ever loaded: give more --tokens or another --seed")
+        raise WorldError(
+            "no parent passed the load threshold, so nothing was ever loaded: give more --tokens or another --seed"
+        )
     mean = {part: float(np.mean([s for run in runs for s in run["load_seconds"][part]])) for part in LOAD_PARTS}
     total = sum(mean.values())
     split: dict[str, Any] = {part: {"ms": round(s * 1e3, 4), "share": round(s / total, 4)} for part, s in mean.items()}
-    return split | {"total_ms": round(total * 1e3, 4), "n_loads": sum(len(run["load_seconds"]["transfer"]) for run in runs)}
+    return split | {
+        "total_ms": round(total * 1e3, 4),
+        "n_loads": sum(len(run["load_seconds"]["transfer"]) for run in runs),
+    }
 
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
@@ -300,7 +336,8 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
             pairs = {setting.name: Pair.of(setting, world, files, pack) for setting in settings}
             for pair in pairs.values():
                 worst = max(worst, check_agreement(pair, bar))
-            # Without the freeze a collection that walks the host model's libraries, 0.2 s, falls into a token of the twin.
+            # Without the freeze a collection that walks the host model's libraries, 0.2 s, falls into a token of the
+            # twin.
             gc.collect()
             gc.freeze()
             for name, pair in pairs.items():
@@ -325,24 +362,46 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         "per_token_no_pruning": runs["no_pruning"]["tokens"],
         "per_token_top_30": runs["top_30"]["tokens"],
         "parents_over_threshold": {name: runs[name]["parents_over_threshold"] for name in compared},
-        "hundred_tokens_ms": None if None in hundred else {
-            side: {name: ms[i] for name, ms in zip(compared, hundred, strict=True)} for i, side in enumerate(("twin", "ours"))
-        },
+        "hundred_tokens_ms": (
+            None
+            if None in hundred
+            else {
+                side: {name: ms[i] for name, ms in zip(compared, hundred, strict=True)}
+                for i, side in enumerate(("twin", "ours"))
+            }
+        ),
         "from_nothing": begun,
         "offline_configuration": {
-            "base_layers": list(OFFLINE.base_layers), "keep_top_k": OFFLINE.keep_top_k, "max_loaded_probes": max(1000, args.probes),
-            "twin": runs["offline"]["twin"], "ours": runs["offline"]["ours"], "speedup": speedup(runs["offline"]),
+            "base_layers": list(OFFLINE.base_layers),
+            "keep_top_k": OFFLINE.keep_top_k,
+            "max_loaded_probes": max(1000, args.probes),
+            "twin": runs["offline"]["twin"],
+            "ours": runs["offline"]["ours"],
+            "speedup": speedup(runs["offline"]),
         },
         "where_ours_goes": goes,
-        "agreement": {"tokens_compared": len(settings) * args.tokens, "largest_score_difference": worst, "sets_agree": True},
-        "settings": {"load_threshold": LOAD_THRESHOLD, "max_rounds": 1, "impl": impl, "dtype": "float32", "architecture": f"{H1}-{H2}-1"},
-        "n_probes": args.probes, "n_tokens": args.tokens, "hidden": args.hidden, "seed": args.seed,
+        "agreement": {
+            "tokens_compared": len(settings) * args.tokens,
+            "largest_score_difference": worst,
+            "sets_agree": True,
+        },
+        "settings": {
+            "load_threshold": LOAD_THRESHOLD,
+            "max_rounds": 1,
+            "impl": impl,
+            "dtype": "float32",
+            "architecture": f"{H1}-{H2}-1",
+        },
+        "n_probes": args.probes,
+        "n_tokens": args.tokens,
+        "hidden": args.hidden,
+        "seed": args.seed,
         "probes_per_level": np.bincount(world.level).tolist(),
         "random_weights": True,
         "states": world.states_are,
         "machine": machine(),
         "commit": commit(),
-    }  # fmt: skip
+    }
 
 
 def speedup(run: dict[str, Any]) -> float:
@@ -351,7 +410,9 @@ def speedup(run: dict[str, Any]) -> float:
 
 def write_whole(file: Path, result: dict[str, Any]) -> None:
     """`file` holds the whole object or what it held before."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False, encoding="utf-8") as half:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, prefix=f".{file.name}-", delete=False, encoding="utf-8"
+    ) as half:
         half.write(json.dumps(result, indent=1) + "\n")
     os.chmod(half.name, 0o644)  # a named temporary file is private
     os.replace(half.name, file)
@@ -368,7 +429,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the same object to FILE")
     parser.add_argument("--probes", type=int, default=1000, help="default 1000")
     parser.add_argument("--tokens", type=int, default=100, help="default 100")
-    parser.add_argument("--hidden", type=int, default=576, help="width of a hidden state (default 576: the demo model's)")
+    parser.add_argument(
+        "--hidden", type=int, default=576, help="width of a hidden state (default 576: the demo model's)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     for name, least in (("probes", MIN_PROBES), ("tokens", 2), ("hidden", 2), ("seed", 0)):

@@ -9,7 +9,7 @@ if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/n
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } > /dev/null 2>&1 || echo "   could not be installed"
 fi
 export PYTHONDONTWRITEBYTECODE=  # tests start many processes, which would each compile us anew
-echo "== ruff"; .venv/bin/ruff check .
+echo "== ruff"; .venv/bin/ruff check . && .venv/bin/ruff format --check -q .
 echo "== imports"; .venv/bin/lint-imports --no-cache > /dev/null || { .venv/bin/lint-imports --no-cache; exit 1; }
 types=$(mktemp); trap 'rm -f "$types"' EXIT
 .venv/bin/mypy > "$types" 2>&1 & checking=$!  # beside the tests: alone it would leave a core idle

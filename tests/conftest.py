@@ -18,11 +18,22 @@ HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 OLDEST = transformers.__version__.startswith("5.0.")
 
 
-LONG = ("test_triton", "test_attach", "test_corpus", "test_processes", "test_benchmark", "test_actions", "test_distributed", "test_compatibility")
+LONG = (
+    "test_triton",
+    "test_attach",
+    "test_corpus",
+    "test_processes",
+    "test_benchmark",
+    "test_actions",
+    "test_distributed",
+    "test_compatibility",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take long come first: a worker takes a whole file, and none should begin a long one when the other has nothing left."""
+    """Files that take long come first: a worker takes a whole file, and none should begin a long one when the other has
+    nothing left.
+    """
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
@@ -40,35 +51,73 @@ def not_in_oldest(*values, why):
 def make_model(seed=0, hidden=HIDDEN, layers=LAYERS, heads=1):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=hidden, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=heads, max_position_embeddings=128, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+        vocab_size=61,
+        hidden_size=hidden,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=heads,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
         initializer_range=0.5,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
-def make_pack(path, model, *, sites=("resid_post.1",), rule="path", n=40, seed=0, dtype=torch.float32, mixed_levels=False, **changes):
-    """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states. `mixed_levels`: edges go down, along and up."""
+def make_pack(
+    path,
+    model,
+    *,
+    sites=("resid_post.1",),
+    rule="path",
+    n=40,
+    seed=0,
+    dtype=torch.float32,
+    mixed_levels=False,
+    **changes,
+):
+    """A random DAG of random two-layer probes; alert thresholds in the middle of what they score on random states.
+    `mixed_levels`: edges go down, along and up.
+    """
     rng = np.random.default_rng(seed)
     concepts = []
     for i in range(n):
         parents = sorted({int(p) for p in rng.integers(0, i, size=rng.integers(1, 3))}) if i >= 4 else []
         concepts.append({"id": f"c{i}", "name": f"concept {i}", "parents": [f"c{p}" for p in parents]})
     if mixed_levels:
-        concepts = [{**concept, "level": int(level)} for concept, level in zip(concepts, [0, *rng.integers(0, 4, size=n - 1)], strict=True)]
+        concepts = [
+            {**concept, "level": int(level)}
+            for concept, level in zip(concepts, [0, *rng.integers(0, 4, size=n - 1)], strict=True)
+        ]
     g = torch.Generator().manual_seed(seed)
     weights = {
-        "w1": torch.randn(n, 5, HIDDEN, generator=g) / 4, "b1": torch.randn(n, 5, generator=g) / 2,
-        "w3": torch.randn(n, 5, generator=g), "b3": torch.randn(n, generator=g) / 2 + 1.0,
-    }  # fmt: skip
+        "w1": torch.randn(n, 5, HIDDEN, generator=g) / 4,
+        "b1": torch.randn(n, 5, generator=g) / 2,
+        "w3": torch.randn(n, 5, generator=g),
+        "b3": torch.randn(n, generator=g) / 2 + 1.0,
+    }
     weights = {name: w.to(dtype) if name.startswith("w") else w for name, w in weights.items()}
-    host = {"model_id": "tiny random llama", "hidden_size": HIDDEN, "n_layers": LAYERS, "fingerprint": fingerprint(model)}
+    host = {
+        "model_id": "tiny random llama",
+        "hidden_size": HIDDEN,
+        "n_layers": LAYERS,
+        "fingerprint": fingerprint(model),
+    }
     arguments = {
-        "name": "random", "concepts": concepts, "weights": weights, "score_rule": rule, "host": host, "licence": "CC0-1.0",
-        "inputs": [{"site": site, "norm": "rmsnorm"} for site in sites], "card": "Random probes.\n",
-        "input_index": torch.arange(n) % len(sites), "alert_threshold": torch.full((n,), 0.3),
+        "name": "random",
+        "concepts": concepts,
+        "weights": weights,
+        "score_rule": rule,
+        "host": host,
+        "licence": "CC0-1.0",
+        "inputs": [{"site": site, "norm": "rmsnorm"} for site in sites],
+        "card": "Random probes.\n",
+        "input_index": torch.arange(n) % len(sites),
+        "alert_threshold": torch.full((n,), 0.3),
         "golden_hidden": torch.randn(4, len(sites), HIDDEN, generator=g),
-    }  # fmt: skip
+    }
     return ProbePack.write(path, **{**arguments, **changes})
 
 
@@ -89,6 +138,9 @@ def two_sites(model, tmp_path_factory):
 
 def n_hooks(model):
     return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_with_kwargs) + len(m._forward_pre_hooks_with_kwargs)
+        len(m._forward_hooks)
+        + len(m._forward_pre_hooks)
+        + len(m._forward_hooks_with_kwargs)
+        + len(m._forward_pre_hooks_with_kwargs)
         for m in model.modules()
     )

@@ -73,7 +73,8 @@ def test_values_are_those_of_plain_python(aggregator, dtype, t, k):
     scores = stream(t, k, seed=t).astype(dtype)
     columns = [[float(x) for x in column] for column in scores.T]
     expected = np.array([[ORACLES[aggregator](column[: i + 1]) for column in columns] for i in range(t)])
-    # A sum of t numbers in [0, 1] in any order is off by t * eps; a weight exp(-a) that matters, by a * eps with a < 37.
+    # A sum of t numbers in [0, 1] in any order is off by t * eps; a weight exp(-a) that matters, by a * eps with a <
+    # 37.
     np.testing.assert_allclose(over(aggregator, scores), expected, rtol=0, atol=(t + 40) * EPS)
 
 
@@ -183,7 +184,9 @@ def test_state_does_not_grow_with_the_tokens_nor_hold_on_to_them(aggregator):
     scores = stream(500, 5)
     state = fed(aggregator, aggregator.begin(), scores)[0]
     assert all(part.base is None for part in arrays(state))  # a view of a document keeps all of it
-    assert len(state) <= max(3, getattr(aggregator, "n", 0)) and sum(part.size for part in arrays(state)) <= len(state) * 5
+    assert (
+        len(state) <= max(3, getattr(aggregator, "n", 0)) and sum(part.size for part in arrays(state)) <= len(state) * 5
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 16])
@@ -216,7 +219,9 @@ def test_score_that_is_no_number_is_refused_and_the_state_goes_on(aggregator, ba
     scores = stream(9, 3)
     for t in (0, 5):
         state = fed(aggregator, aggregator.begin(), scores[:t])[0]
-        with pytest.raises(ConfigError, match=rf"score 1 of 3 is {bad}: .* an unseen token has no score and is to be left out"):
+        with pytest.raises(
+            ConfigError, match=rf"score 1 of 3 is {bad}: .* an unseen token has no score and is to be left out"
+        ):
             aggregator.add(state, np.array([0.5, bad, 0.5]))
         assert same_bits(fed(aggregator, state, scores[t:])[1], over(aggregator, scores)[t:])
 
@@ -267,7 +272,16 @@ def test_window_that_is_no_count_of_tokens_is_refused(rolling, bad):
 
 def test_names_are_short_stable_and_apart():
     made = [Each(), Mean(), Max(), Ema(0.3), RollingMean(8), RollingMax(8), Attention(), Attention(1e-3)]
-    names = ["each", "mean", "max", "ema(0.3)", "rolling_mean(8)", "rolling_max(8)", "attention(0.1)", "attention(0.001)"]
+    names = [
+        "each",
+        "mean",
+        "max",
+        "ema(0.3)",
+        "rolling_mean(8)",
+        "rolling_max(8)",
+        "attention(0.1)",
+        "attention(0.001)",
+    ]
     assert [str(aggregator) for aggregator in made] == names
     assert str(Ema(0.3)) != str(Ema(0.1 + 0.2))  # thresholds of one are not those of the other
 
@@ -303,7 +317,16 @@ def test_named_takes_an_aggregator_of_the_users_own():
     assert named(own) is own and over(own, np.array([[0.5]])).tolist() == [[0.5]]
 
 
-@pytest.mark.parametrize(("text", "meant"), [("ema:0.3", Ema(0.3)), ("rolling_mean:4", RollingMean(4)), ("rolling_max(3)", RollingMax(3)), ("none", Each()), ("each", Each())])
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("ema:0.3", Ema(0.3)),
+        ("rolling_mean:4", RollingMean(4)),
+        ("rolling_max(3)", RollingMax(3)),
+        ("none", Each()),
+        ("each", Each()),
+    ],
+)
 def test_named_reads_texts_as_the_command_line_does(text, meant):
     assert named(text) == meant == parse(text)
 
@@ -314,11 +337,25 @@ def test_name_that_needs_a_parameter_says_which(name):
         named(name)
 
 
-@pytest.mark.parametrize("bad", ["", "Mean", "median", "ema:", "mean:2", 0, 0.3, True, Mean, Ema, ["mean"], lambda xs: xs], ids=lambda bad: getattr(bad, "__name__", repr(bad)))
+@pytest.mark.parametrize(
+    "bad",
+    ["", "Mean", "median", "ema:", "mean:2", 0, 0.3, True, Mean, Ema, ["mean"], lambda xs: xs],
+    ids=lambda bad: getattr(bad, "__name__", repr(bad)),
+)
 def test_named_refuses_anything_else_and_gives_the_choices(bad):
     with pytest.raises(ConfigError) as caught:
         named(bad)
-    for choice in (repr(bad), "none", "mean", "max", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N", "Ema(0.3)"):
+    for choice in (
+        repr(bad),
+        "none",
+        "mean",
+        "max",
+        "attention:T",
+        "ema:W",
+        "rolling_mean:N",
+        "rolling_max:N",
+        "Ema(0.3)",
+    ):
         assert choice in str(caught.value)
 
 
@@ -330,20 +367,46 @@ def test_misspelt_name_gets_the_nearest():
 # -- names in text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregator", [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingMax(1)], ids=str)
+@pytest.mark.parametrize(
+    "aggregator",
+    [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingMax(1)],
+    ids=str,
+)
 def test_a_name_reads_back_as_what_it_was_of(aggregator):
     assert parse(str(aggregator)) == aggregator
 
 
-@pytest.mark.parametrize(("text", "meant"), [("none", Each()), ("ema:0.3", Ema(0.3)), (" attention:0.5 ", Attention(0.5)), ("attention", Attention(0.1)), ("rolling_mean:3", RollingMean(3)), ("rolling_max:3", RollingMax(3))])
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("none", Each()),
+        ("ema:0.3", Ema(0.3)),
+        (" attention:0.5 ", Attention(0.5)),
+        ("attention", Attention(0.1)),
+        ("rolling_mean:3", RollingMean(3)),
+        ("rolling_max:3", RollingMax(3)),
+    ],
+)
 def test_a_command_names_an_aggregator_with_its_parameter(text, meant):
     assert parse(text) == meant
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("ema", "ema:W"), ("ema:", "ema:W"), ("ema:0.3:1", "ema:W"), ("ema(0.3", "ema:W"), ("mean:3", "give none ("), ("", "give none ("), ("atention", "did you mean 'attention'"), ("ema:x", "'x' is not a number"), ("rolling_mean:2.5", "'2.5' is not a whole number"), ("ema:2", "at most 1"), ("rolling_max:0", "n is 0")],
-)  # fmt: skip
+    [
+        ("ema", "ema:W"),
+        ("ema:", "ema:W"),
+        ("ema:0.3:1", "ema:W"),
+        ("ema(0.3", "ema:W"),
+        ("mean:3", "give none ("),
+        ("", "give none ("),
+        ("atention", "did you mean 'attention'"),
+        ("ema:x", "'x' is not a number"),
+        ("rolling_mean:2.5", "'2.5' is not a whole number"),
+        ("ema:2", "at most 1"),
+        ("rolling_max:0", "n is 0"),
+    ],
+)
 def test_a_text_that_names_none_gets_the_choices(text, words):
     with pytest.raises(ConfigError) as caught:
         parse(text)

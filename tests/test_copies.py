@@ -20,7 +20,8 @@ from probemon.packs.quantize import quantize
 
 STATES = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
 MODES = {
-    "reference": {"impl": "reference"}, "cpu": {"impl": "cpu"}, "numba": {"impl": "numba"}, "triton": {"impl": "triton", "strategy": "descent"},
+    "reference": {"impl": "reference"}, "cpu": {"impl": "cpu"}, "numba": {"impl": "numba"},
+    "triton": {"impl": "triton", "strategy": "descent"},
     "paged": {"impl": "cpu", "arena_bytes": 6000}, "late": {"impl": "numba", "arena_bytes": 6000, "late": True},
     "prefetching": {"impl": "cpu", "arena_bytes": 6000, "prefetch": 0.3}, "measured": {},
 }  # fmt: skip
@@ -31,7 +32,11 @@ def settled(manager, states=STATES):
     """Scores when all that was asked for has arrived."""
     for _ in range(9):
         _, scores = manager.step(None, states)
-        fetchers = [fetcher for fetcher in (getattr(manager.engine, name, None) for name in ("fetcher", "prefetcher")) if fetcher is not None]
+        fetchers = [
+            fetcher
+            for fetcher in (getattr(manager.engine, name, None) for name in ("fetcher", "prefetcher"))
+            if fetcher is not None
+        ]
         for fetcher in fetchers:
             fetcher.wait()
         if not scores.coverage.late.any():
@@ -40,7 +45,11 @@ def settled(manager, states=STATES):
 
 
 def same(one, two):
-    assert one.ptr.tolist() == two.ptr.tolist() and one.probes.tolist() == two.probes.tolist() and one.coverage.unseen == two.coverage.unseen
+    assert (
+        one.ptr.tolist() == two.ptr.tolist()
+        and one.probes.tolist() == two.probes.tolist()
+        and one.coverage.unseen == two.coverage.unseen
+    )
     assert np.array_equal(one.values, two.values) and one.fired_mask.tolist() == two.fired_mask.tolist()
 
 
@@ -106,22 +115,39 @@ def test_a_sink_of_the_parent_says_so_in_the_child():
         delivery.close(0.1)
         return str(delivery.stats().error), type(delivery.stats().error) is SinkFailed
 
-    assert in_child(child) == ("Idle was begun in another process, which forked: attach it in the process that generates", True)
+    assert in_child(child) == (
+        "Idle was begun in another process, which forked: attach it in the process that generates",
+        True,
+    )
     delivery.close()
     assert delivery.stats().error is None
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))], ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))],
+    ids=["copy", "deepcopy", "pickle"],
+)
 @pytest.mark.parametrize("mode", [*MODES, "group"])
 def test_a_copy_scores_as_the_manager_does(pack, two_sites, mode, how, tmp_path):
     sources = pack
     if mode == "group":
         sources = {"one": pack, "two": make_pack(tmp_path / "two", make_model(), seed=5)}
-    settings = MODES.get(mode, {"strategy": "descent+exhaustive"}) | {"keep_top_k": 7, "max_loaded_probes": 12, "audit_rate": 0.25}
+    settings = MODES.get(mode, {"strategy": "descent+exhaustive"}) | {
+        "keep_top_k": 7,
+        "max_loaded_probes": 12,
+        "audit_rate": 0.25,
+    }
     manager = DynamicProbeManager(sources, **settings)
     other = how(manager)
     assert other is not manager and other.arena is not manager.arena
-    assert (other.impl, other.impl_why, other.strategy, other.config, other.audit_rate) == (manager.impl, manager.impl_why, manager.strategy, manager.config, manager.audit_rate)
+    assert (other.impl, other.impl_why, other.strategy, other.config, other.audit_rate) == (
+        manager.impl,
+        manager.impl_why,
+        manager.strategy,
+        manager.config,
+        manager.audit_rate,
+    )
     states = STATES[:1] if mode == "triton" else STATES  # its interpreter is slow
     same(settled(other, states), settled(manager, states))
     assert torch.equal(other.score_all(states), manager.score_all(states))
@@ -155,7 +181,9 @@ def default_dtype():
 
 def everything_of(pack, model, mode):
     """Bits that a user sees of a manager made, used, attached and written now."""
-    manager = DynamicProbeManager(pack, **{"strategy": "descent", "keep_top_k": 5, "max_loaded_probes": 12, **MODES[mode]})
+    manager = DynamicProbeManager(
+        pack, **{"strategy": "descent", "keep_top_k": 5, "max_loaded_probes": 12, **MODES[mode]}
+    )
     states = STATES[:2] if mode == "triton" else STATES
     state, step = manager.step(None, states)
     _, second = manager.step(state, states.flip(0))
@@ -163,7 +191,11 @@ def everything_of(pack, model, mode):
     with manager.attach(model) as run:
         out = model.generate(torch.tensor([[1, 44]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
     scored.append(run.result(out).scores)
-    return [*(array for scores in scored for array in (scores.ptr, scores.probes, scores.values)), manager.score_all(states).numpy(), out.numpy()]
+    return [
+        *(array for scores in scored for array in (scores.ptr, scores.probes, scores.values)),
+        manager.score_all(states).numpy(),
+        out.numpy(),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*other weights|.*these weights are others:UserWarning")
@@ -171,7 +203,9 @@ def everything_of(pack, model, mode):
 def test_the_default_dtype_changes_nothing(pack, small, model, mode, default_dtype):
     pack = small if mode == "triton" else pack
     expected = everything_of(pack, model, mode)
-    for dtype in (torch.bfloat16, torch.float64) if mode == "triton" else (torch.bfloat16, torch.float16, torch.float64):
+    for dtype in (
+        (torch.bfloat16, torch.float64) if mode == "triton" else (torch.bfloat16, torch.float16, torch.float64)
+    ):
         default_dtype(dtype)
         for one, two in zip(everything_of(pack, model, mode), expected, strict=True):
             assert one.dtype == two.dtype and np.array_equal(one, two), dtype

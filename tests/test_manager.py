@@ -1,4 +1,6 @@
-"""The manager on the shipped packs: descent against exhaustive evaluation, online against offline, unseen said aloud."""
+"""The manager on the shipped packs: descent against exhaustive evaluation, online against offline, unseen said
+aloud.
+"""
 
 import numpy as np
 import pytest

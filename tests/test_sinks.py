@@ -29,30 +29,49 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
     evaluated = np.where(fate > 0, rng.integers(0, P, size=n), 0)
     rows, probes = np.nonzero(active)
     coverage = Coverage(
-        n_probes=P, active=active.sum(1), dropped=dropped.sum(1), not_reached=np.where(fate > 0, P - active.sum(1) - dropped.sum(1), 0),
-        evaluated=evaluated, released=np.zeros(n, np.int64), late=np.zeros(n, np.int64), unseen=tuple(unseen), **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
-    )  # fmt: skip
+        n_probes=P,
+        active=active.sum(1),
+        dropped=dropped.sum(1),
+        not_reached=np.where(fate > 0, P - active.sum(1) - dropped.sum(1), 0),
+        evaluated=evaluated,
+        released=np.zeros(n, np.int64),
+        late=np.zeros(n, np.int64),
+        unseen=tuple(unseen),
+        **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
+    )
     scores = Scores(
-        ptr=np.concatenate([[0], np.cumsum(active.sum(1))]), probes=probes.astype(np.int32), values=values[rows, probes],
-        fired_mask=values[rows, probes] > np.float32(0.5), coverage=coverage,
-    )  # fmt: skip
+        ptr=np.concatenate([[0], np.cumsum(active.sum(1))]),
+        probes=probes.astype(np.int32),
+        values=values[rows, probes],
+        fired_mask=values[rows, probes] > np.float32(0.5),
+        coverage=coverage,
+    )
     row, token_id = rng.integers(0, 3, size=n), rng.integers(0, 50_000, size=n)
     position = begin + np.arange(n)
     tokens = [
         {
-            "generation": generation, "request": request, "row": int(row[t]), "position": int(position[t]), "token_id": int(token_id[t]),
-            "phase": PHASES[phase], "provisional": provisional,
-            "scores": sorted(([CONCEPTS[p], float(values[t, p])] for p in range(P) if active[t, p]), key=lambda s: (-s[1], s[0])),
+            "generation": generation,
+            "request": request,
+            "row": int(row[t]),
+            "position": int(position[t]),
+            "token_id": int(token_id[t]),
+            "phase": PHASES[phase],
+            "provisional": provisional,
+            "scores": sorted(
+                ([CONCEPTS[p], float(values[t, p])] for p in range(P) if active[t, p]), key=lambda s: (-s[1], s[0])
+            ),
             "in_order": [(CONCEPTS[p], values[t, p]) for p in range(P) if active[t, p]],
             "fired": [CONCEPTS[p] for p in range(P) if active[t, p] and values[t, p] > np.float32(0.5)],
             "coverage": {
-                "active": int(active[t].sum()), "dropped": int(dropped[t].sum()),
-                "not_reached": int(P - active[t].sum() - dropped[t].sum()) if fate[t] else 0, "evaluated": int(evaluated[t]),
+                "active": int(active[t].sum()),
+                "dropped": int(dropped[t].sum()),
+                "not_reached": int(P - active[t].sum() - dropped[t].sum()) if fate[t] else 0,
+                "evaluated": int(evaluated[t]),
             },
             "unseen": unseen[t],
         }
         for t in range(n)
-    ]  # fmt: skip
+    ]
     return TokenBatch(generation, row, position, token_id, phase, provisional, scores, request), tokens
 
 
@@ -60,7 +79,14 @@ def make_batches(seed=0, sizes=(1, 13, 0, 2, 31)):
     """Batches that differ in everything, and all their tokens."""
     rng = np.random.default_rng(seed)
     made = [
-        make_batch(rng, n, generation=i, request=f"r{i}" if i % 2 else "", phase=(PROMPT, GENERATED)[i % 2], provisional=i % 3 == 1)
+        make_batch(
+            rng,
+            n,
+            generation=i,
+            request=f"r{i}" if i % 2 else "",
+            phase=(PROMPT, GENERATED)[i % 2],
+            provisional=i % 3 == 1,
+        )
         for i, n in enumerate(sizes)
     ]
     return [batch for batch, _ in made], [token for _, tokens in made for token in tokens]
@@ -96,7 +122,9 @@ def as_line(token, top_k=None):
 
 def said(batch):
     """What a batch says of each token, in plain values."""
-    where = zip(batch.row.tolist(), batch.position.tolist(), batch.token_id.tolist(), batch.scores.coverage.unseen, strict=True)
+    where = zip(
+        batch.row.tolist(), batch.position.tolist(), batch.token_id.tolist(), batch.scores.coverage.unseen, strict=True
+    )
     return [(*w, batch.generation, batch.scores.top(t, P), batch.scores.fired(t).tolist()) for t, w in enumerate(where)]
 
 
@@ -224,7 +252,9 @@ def test_parquet_holds_every_score_value_by_value(tmp_path, rows_per_group):
     batches, tokens = make_batches()
     write_all(ParquetSink(path, rows_per_group=rows_per_group), batches)
     keys = ("generation", "request", "row", "position", "token_id", "phase", "provisional")
-    expected = [{key: token[key] for key in keys} | {"concept": c, "score": s} for token in tokens for c, s in token["in_order"]]
+    expected = [
+        {key: token[key] for key in keys} | {"concept": c, "score": s} for token in tokens for c, s in token["in_order"]
+    ]
     table = pq.read_table(path)
     assert table.to_pylist() == expected
     kinds = [pa.int32(), pa.string(), *[pa.int32()] * 3, pa.string(), pa.bool_(), pa.string(), pa.float32()]
@@ -233,7 +263,9 @@ def test_parquet_holds_every_score_value_by_value(tmp_path, rows_per_group):
     groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
     assert sum(groups) == len(expected) and set(groups[:-1]) <= {rows_per_group} and groups[-1] <= rows_per_group
     narrow = pq.read_table(path, read_dictionary=["concept"])
-    assert narrow["concept"].type == pa.dictionary(pa.int32(), pa.string()) and narrow["concept"].to_pylist() == [e["concept"] for e in expected]
+    assert narrow["concept"].type == pa.dictionary(pa.int32(), pa.string()) and narrow["concept"].to_pylist() == [
+        e["concept"] for e in expected
+    ]
 
 
 def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
@@ -242,8 +274,14 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
     about = json.loads(pq.read_table(path).schema.metadata[b"probemon"])
     keys = ("generation", "row", "position")
     unseen = [{key: token[key] for key in keys} | {"reason": token["unseen"]} for token in tokens if token["unseen"]]
-    sums = {name: sum(token["coverage"][name] for token in tokens) for name in ("active", "dropped", "not_reached", "evaluated")}
-    assert about == {"coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0} | sums, "unseen": unseen}
+    sums = {
+        name: sum(token["coverage"][name] for token in tokens)
+        for name in ("active", "dropped", "not_reached", "evaluated")
+    }
+    assert about == {
+        "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0} | sums,
+        "unseen": unseen,
+    }
     assert len(unseen) > 3
 
 
@@ -278,7 +316,9 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize("batches", [[], [make_batch(np.random.default_rng(0), 0)[0]]])
 def test_nothing_written_is_an_empty_file_that_can_be_read(tmp_path, make, batches):
     write_all(make(tmp_path / "a"), batches)
-    assert (read_lines(tmp_path / "a") == []) if make is JsonLinesSink else (pq.read_table(tmp_path / "a").num_rows == 0)
+    assert (
+        (read_lines(tmp_path / "a") == []) if make is JsonLinesSink else (pq.read_table(tmp_path / "a").num_rows == 0)
+    )
 
 
 @pytest.mark.parametrize("make", FILES)
@@ -374,10 +414,16 @@ def test_a_file_is_opened_once_and_not_written_outside_of_that(tmp_path, make):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("make", [
-    lambda path: MemorySink(0), lambda path: MemorySink(2.5), lambda path: JsonLinesSink(path, top_k=-1),
-    lambda path: ParquetSink(path, rows_per_group=0), lambda path: Delivery(MemorySink(), CONCEPTS, max_batches=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: MemorySink(0),
+        lambda path: MemorySink(2.5),
+        lambda path: JsonLinesSink(path, top_k=-1),
+        lambda path: ParquetSink(path, rows_per_group=0),
+        lambda path: Delivery(MemorySink(), CONCEPTS, max_batches=True),
+    ],
+)
 def test_a_bound_that_counts_nothing_is_refused(tmp_path, make):
     with pytest.raises(ConfigError, match="give a whole number"):
         make(tmp_path / "a")
@@ -416,10 +462,16 @@ def test_put_does_not_wait_for_a_slow_sink_and_counts_what_it_drops():
     assert sink.concepts == CONCEPTS and sink.closed.is_set()
 
 
-@pytest.mark.parametrize("at, n_written, message", [
-    (("open",), 0, "open failed"), (("write",), 2, "write failed"), (("close",), 6, "close failed"),
-    (("write", "close"), 2, "write failed"), (("open", "close"), 0, "open failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "at, n_written, message",
+    [
+        (("open",), 0, "open failed"),
+        (("write",), 2, "write failed"),
+        (("close",), 6, "close failed"),
+        (("write", "close"), 2, "write failed"),
+        (("open", "close"), 0, "open failed"),
+    ],
+)
 def test_a_sink_that_raises_is_closed_and_counted_and_others_are_unaffected(at, n_written, message):
     sink, well = Fragile(*at), MemorySink()
     deliveries = [Delivery(sink, CONCEPTS), Delivery(well, CONCEPTS)]
@@ -519,7 +571,10 @@ def test_no_token_is_lost_or_counted_twice_while_several_threads_put(max_batches
     sizes = np.random.default_rng(max_batches).integers(0, 6, size=(n_threads, each))
     made = {n: make_batch(np.random.default_rng(n), n)[0] for n in range(6)}
     batches = [
-        [TokenBatch(k, b.row, b.position + 10 * i, b.token_id, b.phase, False, b.scores) for i, b in enumerate(made[int(n)] for n in row)]
+        [
+            TokenBatch(k, b.row, b.position + 10 * i, b.token_id, b.phase, False, b.scores)
+            for i, b in enumerate(made[int(n)] for n in row)
+        ]
         for k, row in enumerate(sizes)
     ]
     got = []

@@ -1,9 +1,9 @@
 """Routed low-rank adapters (BEM), causal and bounded, on an unchanged host model.
 
-    from probemon.bem import BemConfig, attach_bem
+from probemon.bem import BemConfig, attach_bem
 
-    with attach_bem(model, BemConfig(sites=("o", "down"))) as bem:
-        model.generate(**inputs)
+with attach_bem(model, BemConfig(sites=("o", "down"))) as bem:
+    model.generate(**inputs)
 """
 
 from probemon.bem.attached import Bem, attach_bem
@@ -15,6 +15,7 @@ from probemon.bem.memory import memory_pressure, with_batch_backoff
 from probemon.bem.state import ControllerState
 
 __all__ = [
-    "LEVELS", "Bem", "BemConfig", "CircuitBreaker", "Codes", "Controller", "ControllerState", "FallbackPolicy", "Fallbacks", "attach_bem", "memory_pressure",
+    "LEVELS", "Bem", "BemConfig", "CircuitBreaker", "Codes", "Controller", "ControllerState", "FallbackPolicy",
+    "Fallbacks", "attach_bem", "memory_pressure",
     "quantize", "with_batch_backoff",
 ]  # fmt: skip

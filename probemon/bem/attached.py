@@ -5,10 +5,11 @@
     bem.save_pretrained("adapter/")
     bem = attach_bem(model, "adapter/", impl="auto", fallback=FallbackPolicy())
 
-Hooks: before the decoder (which columns and tokens this forward has, and the state of its cache), before layer `read_layer` (the
-controller, once), after each site (the update), after the decoder (nothing was passed by). Four methods are shadowed on the
-instance: `generate`, `prepare_inputs_for_generation` (what is padding), `get_compiled_call` (a steered host is run eagerly), and for
-level="auto" `_expand_inputs_for_generation` (how long the prompts are). State is kept by cache, and what is under way by thread.
+Hooks: before the decoder (which columns and tokens this forward has, and the state of its cache), before layer
+`read_layer` (the controller, once), after each site (the update), after the decoder (nothing was passed by). Four
+methods are shadowed on the instance: `generate`, `prepare_inputs_for_generation` (what is padding), `get_compiled_call`
+(a steered host is run eagerly), and for level="auto" `_expand_inputs_for_generation` (how long the prompts are). State
+is kept by cache, and what is under way by thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are le
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
     """Attach a fresh adapter (U = 0: the host is unchanged, bit for bit), or a saved one from a folder.
 
-    `how`: as `Bem` takes it. `strict`: a saved adapter of another checkpoint is an error, not a warning. Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`, and for a folder `BemFileError`, `HostMismatch`.
+    `how`: as `Bem` takes it. `strict`: a saved adapter of another checkpoint is an error, not a warning. Raises
+    `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`, and for a folder `BemFileError`, `HostMismatch`.
     """
     if isinstance(config, (str, Path)):
         return Bem.from_pretrained(model, config, strict=strict, **how)
@@ -72,7 +74,9 @@ class _Forward:
 
 
 class Steered(nn.Module):
-    """Gives on the codes of a forward, with the sizes of what is applied: for who watches. It is called where a hook is on it."""
+    """Gives on the codes of a forward, with the sizes of what is applied: for who watches. It is called where a hook is
+    on it.
+    """
 
     def forward(self, codes: Codes, sizes: tuple[Tensor, Tensor]) -> Codes:
         sigma1, relative = (size.view(codes.level.shape) for size in sizes)
@@ -80,13 +84,17 @@ class Steered(nn.Module):
 
 
 class _Owner:
-    """Whether the adapter is on: what its shadows ask. Not the adapter itself, which would keep the host alive through them."""
+    """Whether the adapter is on: what its shadows ask. Not the adapter itself, which would keep the host alive through
+    them.
+    """
 
     open = False
 
 
 class _Thread(threading.local):
-    """What a thread has under way: forwards, and generate() calls with the lengths of their prompts `[B]`, the innermost last."""
+    """What a thread has under way: forwards, and generate() calls with the lengths of their prompts `[B]`, the
+    innermost last.
+    """
 
     def __init__(self) -> None:
         self.forward: _Forward | None = None
@@ -96,20 +104,32 @@ class _Thread(threading.local):
 
 
 class Bem(nn.Module):
-    """An adapter and its parameters: `controller`, and `updates` by site. `attach` and `detach` put it on its host and take it off.
+    """An adapter and its parameters: `controller`, and `updates` by site. `attach` and `detach` put it on its host and
+    take it off.
 
-    Its parameters are its own: the host's do not change, and are not frozen by it. Write to them under `torch.no_grad()`: what is written through `.data` torch does not tell, and limits
-    would be those of before. `impl`: how updates, and the codes of steps of one column, are
-    computed, "reference", "triton" or "auto", which chooses here and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's error is
-    raised. `checkpoint_controller`: the controller is computed again in the backward pass, and little of it kept.
+    Its parameters are its own: the host's do not change, and are not frozen by it. Write to them under
+    `torch.no_grad()`: what is written through `.data` torch does not tell, and limits would be those of before. `impl`:
+    how updates, and the codes of steps of one column, are computed, "reference", "triton" or "auto", which chooses here
+    and once; `impl_why` says why. `fallback`: when codes fall back to the static 1; None: never, and a controller's
+    error is raised. `checkpoint_controller`: the controller is computed again in the backward pass, and little of it
+    kept.
     """
 
     def __init__(
-        self, model: Any, config: BemConfig, *, impl: str = "reference", fallback: FallbackPolicy | None = None, checkpoint_controller: bool = False
+        self,
+        model: Any,
+        config: BemConfig,
+        *,
+        impl: str = "reference",
+        fallback: FallbackPolicy | None = None,
+        checkpoint_controller: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(config, BemConfig):
-            raise ConfigError(f"config is a {type(config).__name__}: give a BemConfig, which BemConfig.from_dict makes of a dict, or the folder of a saved adapter")
+            raise ConfigError(
+                f"config is a {type(config).__name__}: give a BemConfig, which BemConfig.from_dict makes of a dict, or"
+                " the folder of a saved adapter"
+            )
         if fallback is not None and not isinstance(fallback, FallbackPolicy):
             raise ConfigError(f"fallback is {fallback!r}: give a FallbackPolicy, or None for no fallback")
         host = unwrap(model)
@@ -119,17 +139,25 @@ class Bem(nn.Module):
         if n_ranks > 1:
             raise NotSupportedHost(
                 f"this {type(host).__name__} is spread over {n_ranks} ranks (tensor parallel), and each has a part of "
-                f"what goes into a site, too little for its update: load it whole, "
+                "what goes into a site, too little for its update: load it whole, "
                 "without tp_plan (device_map= spreads whole layers over devices), or distil the adapter on one "
                 "process (probemon.bem.distil) and spread the host with that LoRA merged"
             )
         decoder, layers = find_layers(host)
         self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
-        self._host: tuple[Any, Any, nn.ModuleList] = (host, decoder, layers)  # in a tuple: as an attribute it would be a part of this module
+        self._host: tuple[Any, Any, nn.ModuleList] = (
+            host,
+            decoder,
+            layers,
+        )  # in a tuple: as an attribute it would be a part of this module
         read = layers[config.read_layer]
-        self.impl, self.impl_why = choose_impl(impl, [device_of(module) for module in (read, *(site.module for site in self.sites))], config)
+        self.impl, self.impl_why = choose_impl(
+            impl, [device_of(module) for module in (read, *(site.module for site in self.sites))], config
+        )
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.seed)  # in a fork: what is sampled afterwards is the same as without an adapter
+            torch.default_generator.manual_seed(
+                config.seed
+            )  # in a fork: what is sampled afterwards is the same as without an adapter
             self.controller = Controller(hidden_size(host), config).to(device_of(read), torch.float32)
             self.updates = make_updates(self.sites, config)
         self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
@@ -165,13 +193,17 @@ class Bem(nn.Module):
         return None if self._guard is None else self._guard.breaker
 
     def attach(self) -> Bem:
-        """Put it on its host. Raises `BemError` where another adapter is on it. All is found before anything is attached."""
+        """Put it on its host. Raises `BemError` where another adapter is on it. All is found before anything is
+        attached.
+        """
         host, decoder, layers = self._host
         if self.open:
             return self
         if decoder in OWN:  # two adapters would both believe that the states they read are the host's own
             raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
-        if torch._dynamo.config.skip_nnmodule_hook_guards:  # then it would run a graph again that was made without our hooks
+        if (
+            torch._dynamo.config.skip_nnmodule_hook_guards
+        ):  # then it would run a graph again that was made without our hooks
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch._dynamo.reset()
         with ExitStack() as stack:
@@ -189,7 +221,9 @@ class Bem(nn.Module):
             for site in self.sites:
                 steer = partial(self._steer, site, cast(SiteUpdate, self.updates[site.key]))
                 stack.callback(site.module.register_forward_hook(hook(steer), with_kwargs=True).remove)
-            stack.callback(layers[self.config.read_layer].register_forward_pre_hook(hook(self._read), with_kwargs=True).remove)
+            stack.callback(
+                layers[self.config.read_layer].register_forward_pre_hook(hook(self._read), with_kwargs=True).remove
+            )
             stack.callback(decoder.register_forward_pre_hook(hook(self._before), with_kwargs=True).remove)
             if hasattr(host, "generate"):
                 shadow(stack, self._owner, host, "generate", self._generate)
@@ -198,17 +232,23 @@ class Bem(nn.Module):
                     shadow(stack, self._owner, host, "get_compiled_call", self._uncompiled)
                 if self.config.level == "auto":
                     shadow(stack, self._owner, host, "_expand_inputs_for_generation", self._expand)
-            stack.callback(setattr, owner, "open", False)  # before the shadows go: what of them lies under another's is then passed by
+            stack.callback(
+                setattr, owner, "open", False
+            )  # before the shadows go: what of them lies under another's is then passed by
             self._stack = stack.pop_all()
         return self
 
     def detach(self) -> None:
-        """Take it off; what is left of it on the host and on caches is nothing. Its parameters stay, and it can be attached again.
+        """Take it off; what is left of it on the host and on caches is nothing. Its parameters stay, and it can be
+        attached again.
 
         Raises `BemError` while a generate() runs, in whatever thread: half of its output would be steered.
         """
         if self._n_generating:
-            raise BemError(f"{self._n_generating} generate() of this host is under way: detach when it has returned, else part of its output is steered and part is not")
+            raise BemError(
+                f"{self._n_generating} generate() of this host is under way: detach when it has returned, else part of"
+                " its output is steered and part is not"
+            )
         self._stack.close()
 
     def __enter__(self) -> Bem:
@@ -225,7 +265,10 @@ class Bem(nn.Module):
         return partial(_outside_of_graphs, call, torch.compiler.disable(call))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedHost("an adapter, and a model that it is on, cannot be copied, pickled or saved whole: use save_pretrained, or detach first")
+        raise NotSupportedHost(
+            "an adapter, and a model that it is on, cannot be copied, pickled or saved whole: use save_pretrained, or"
+            " detach first"
+        )
 
     # -- kept ------------------------------------------------------------------------------------
 
@@ -241,10 +284,13 @@ class Bem(nn.Module):
             if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
                 raise BemError(
                     f"{name} is {tensor.dtype}, which adapters are not kept in, so nothing is saved: save it after "
-                    f"bem.float(), or quantize(bem), whose U and V are int8"
+                    "bem.float(), or quantize(bem), whose U and V are int8"
                 )
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise BemError(f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from before")
+                raise BemError(
+                    f"{name} is not finite, so nothing is saved: its training diverged. Go back to parameters from"
+                    " before"
+                )
         write_saved(Path(folder), self.config, self._host[0], self.sites, self.state_dict())
 
     @classmethod
@@ -256,12 +302,20 @@ class Bem(nn.Module):
         if saved.int8:
             make_int8(bem)
         saved.load(bem)
-        half = next((parameter.dtype for parameter in bem.controller.parameters() if parameter.dtype.itemsize < 4), None)
+        half = next(
+            (parameter.dtype for parameter in bem.controller.parameters() if parameter.dtype.itemsize < 4), None
+        )
         if bem.impl == "triton" and half is not None:
             if how["impl"] == "triton":
-                raise ConfigError(f"the controller of {folder} was saved in {half}, and the controller's kernel computes in fp32 and fp64: use impl='reference', or save it after bem.float()")
+                raise ConfigError(
+                    f"the controller of {folder} was saved in {half}, and the controller's kernel computes in fp32 and"
+                    " fp64: use impl='reference', or save it after bem.float()"
+                )
             bem.impl = "reference"
-            bem.impl_why, bem.controller.fused = f"its controller was saved in {half}, and the controller's kernel computes in fp32 and fp64", False
+            bem.impl_why, bem.controller.fused = (
+                f"its controller was saved in {half}, and the controller's kernel computes in fp32 and fp64",
+                False,
+            )
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
@@ -277,26 +331,38 @@ class Bem(nn.Module):
         return state
 
     def restore(self, cache: Cache, saved: Mapping[str, Tensor]) -> None:
-        """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises `BemStateError`."""
+        """Give a cache the state that `bem.state(...).tensors()` was, with which its keys were computed. Raises
+        `BemStateError`.
+        """
         _a_cache(cache)
         if not isinstance(saved, Mapping) or not all(isinstance(x, Tensor) for x in saved.values()):
             raise BemStateError(
                 f"what is to be restored is a {type(saved).__name__}: give the tensors by name that "
-                f"bem.state(cache).tensors() gave"
+                "bem.state(cache).tensors() gave"
             )
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
         z = state.history()[0]
         if z.dtype != (own := self.controller.project.weight.dtype):
-            raise BemStateError(f"a state of {z.dtype} for a controller of {own}: give what state.tensors() gave as it was, or the adapter that gave it")
+            raise BemStateError(
+                f"a state of {z.dtype} for a controller of {own}: give what state.tensors() gave as it was, or the"
+                " adapter that gave it"
+            )
         if (n_rows := _n_rows(cache)) not in (None, len(z)):
-            raise BemStateError(f"a state of {len(z)} rows for a cache of {n_rows}: it is of another cache, or rows of one of them were taken out or moved")
+            raise BemStateError(
+                f"a state of {len(z)} rows for a cache of {n_rows}: it is of another cache, or rows of one of them were"
+                " taken out or moved"
+            )
         if z.shape[2] != self.config.width or z.shape[1] != n_cached(cache, {}):
             raise BemStateError(
-                f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_cached(cache, {})} columns and a controller of "
-                f"{self.config.width}: it is of another cache or adapter"
+                f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_cached(cache, {})}"
+                f" columns and a controller of {self.config.width}: it is of another cache or adapter"
             )
         if (state.level is None) != (self.config.level != "auto"):
-            told = "has no level of its rows, which this adapter decides" if state.level is None else "has a level of its rows, and this adapter's is fixed"
+            told = (
+                "has no level of its rows, which this adapter decides"
+                if state.level is None
+                else "has a level of its rows, and this adapter's is fixed"
+            )
             raise BemStateError(f"the state {told} (level={self.config.level!r}): it is of another adapter")
         self._states.put(cache, state)
 
@@ -324,11 +390,17 @@ class Bem(nn.Module):
         if self._thread.generations:
             mask, embeds = given.get("attention_mask"), given.get("inputs_embeds")
             tokens = ids if embeds is None else embeds
-            self._thread.generations[-1] = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int64, device=tokens.device) if mask is None else (mask != 0).sum(dim=1)
+            self._thread.generations[-1] = (
+                torch.full((len(tokens),), tokens.shape[1], dtype=torch.int64, device=tokens.device)
+                if mask is None
+                else (mask != 0).sum(dim=1)
+            )
         return ids, given
 
     def _uncompiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """In place of the compiled host that generate() would run: our hooks leave a graph at every site, so little of it would be left."""
+        """In place of the compiled host that generate() would run: our hooks leave a graph at every site, so little of
+        it would be left.
+        """
         LOG.info("generate() runs this host eagerly while an adapter is on it")
         call: Callable[..., Any] = self._host[0].__call__
         return call
@@ -343,33 +415,48 @@ class Bem(nn.Module):
     def _due(self) -> None:
         if self._thread.prepared:
             raise BemError(
-                "a forward of this generate() ran past our hooks, without the adapter (was the host compiled before it was attached?): "
-                "attach first, or torch._dynamo.reset()"
+                "a forward of this generate() ran past our hooks, without the adapter (was the host compiled before it"
+                " was attached?): attach first, or torch._dynamo.reset()"
             )
 
     # -- one forward -----------------------------------------------------------------------------
 
     def _packed(self, positions: Any, mask: Any) -> bool:
-        """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash attention drops one that hides nothing."""
+        """Whether the host may tell sequences of one row apart by their positions: without a mask, or where flash
+        attention drops one that hides nothing.
+        """
         if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
             return False
-        flash = str(getattr(self.host.config, "_attn_implementation", None)).startswith("flash") and isinstance(mask, Tensor)
+        flash = str(getattr(self.host.config, "_attn_implementation", None)).startswith("flash") and isinstance(
+            mask, Tensor
+        )
         return (mask is None or (flash and bool((mask != 0).all()))) and bool((positions.diff(dim=1) != 1).any())
 
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         mine = self._thread
         mine.forward = None
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
-        for name, what in (("cu_seq_lens_q", "several sequences packed in one row"), ("cache_params", "a recurrent state in place of a cache")):
+        for name, what in (
+            ("cu_seq_lens_q", "several sequences packed in one row"),
+            ("cache_params", "a recurrent state in place of a cache"),
+        ):
             if given.get(name) is not None:
-                raise NotSupportedDecoding(f"{what} ({name}) is not supported under an adapter: where each sequence begins is not said. Give one a row, or detach")
+                raise NotSupportedDecoding(
+                    f"{what} ({name}) is not supported under an adapter: where each sequence begins is not said. Give"
+                    " one a row, or detach"
+                )
         if self._packed(given.get("position_ids"), given.get("attention_mask")):
             raise NotSupportedDecoding(
-                "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row, and codes would go on from one to the next: "
-                "give each sequence a row, with a 2D attention mask"
+                "position_ids that do not rise by one, without an attention mask, are several sequences packed in one"
+                " row, and codes would go on from one to the next: give each sequence a row, with a 2D attention mask"
             )
-        if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in (decoder, *self._host[2])):
-            raise BemError("gradient checkpointing runs the host's layers again outside of its forward, where codes are unknown: disable it on the host")
+        if decoder.training and any(
+            getattr(part, "gradient_checkpointing", False) for part in (decoder, *self._host[2])
+        ):
+            raise BemError(
+                "gradient checkpointing runs the host's layers again outside of its forward, where codes are unknown:"
+                " disable it on the host"
+            )
         tokens: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
         cache = given.get("past_key_values")
         start = 0 if cache is None else n_cached(cache, given)
@@ -382,13 +469,16 @@ class Bem(nn.Module):
         """Which of this forward's columns are tokens `[B, T]` bool."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             if not self._thread.prepared:
-                raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
+                raise NotSupportedDecoding(
+                    "an attention mask that is not 2D hides which columns are padding: give a 2D one"
+                )
             mask = self._thread.mask  # generate() made the other one from this
         if mask is None:
             return torch.ones(n_rows, n_tokens, dtype=torch.bool, device=self.controller.query.device)
         if mask.shape[0] != n_rows or mask.shape[1] < start + n_tokens:
             raise AlignmentError(
-                f"attention mask of shape {tuple(mask.shape)} for {n_rows} rows that end at column {start + n_tokens}: padding cannot be told apart"
+                f"attention mask of shape {tuple(mask.shape)} for {n_rows} rows that end at column {start + n_tokens}:"
+                " padding cannot be told apart"
             )
         return (mask[:, start : start + n_tokens] != 0).to(self.controller.query.device)
 
@@ -399,14 +489,17 @@ class Bem(nn.Module):
             if lengths is None:
                 return ControllerState(n_rows)
             if len(lengths) != n_rows:
-                raise BemStateError(f"a forward of {n_rows} rows in a generate() of {len(lengths)}: which prompt decides which row's level is unknown. Fix the level")
+                raise BemStateError(
+                    f"a forward of {n_rows} rows in a generate() of {len(lengths)}: which prompt decides which row's"
+                    " level is unknown. Fix the level"
+                )
             return ControllerState(n_rows, self.controller.decide(lengths.to(self.controller.query.device)))
         known = self._states.get(cache)
         if known is None or known.n_columns < start or known.n_rows != n_rows:
             read = "none of them" if known is None else f"{known.n_columns} columns of {known.n_rows} rows"
             raise BemStateError(
-                f"a forward of {n_rows} rows goes on from {start} cached columns, and the adapter has read {read}: attach it before the cache is "
-                "filled, copy caches by copy.deepcopy, or use restore()"
+                f"a forward of {n_rows} rows goes on from {start} cached columns, and the adapter has read {read}:"
+                " attach it before the cache is filled, copy caches by copy.deepcopy, or use restore()"
             )
         if known.n_columns > start:  # rejected drafts, or any other crop
             known.keep(start)  # the controller reads what is left again
@@ -426,10 +519,21 @@ class Bem(nn.Module):
             if self.steered._forward_hooks:
                 self.steered(codes, self.governor.sizes(forward.applied))
 
-    def _steer(self, site: Site, update: SiteUpdate, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def _steer(
+        self,
+        site: Site,
+        update: SiteUpdate,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> Any:
         forward = self._opened()
         if forward.applied is None:
-            raise BemError(f"site {site.name} ran before layer {self.config.read_layer}, which the controller reads: choose an earlier read_layer")
+            raise BemError(
+                f"site {site.name} ran before layer {self.config.read_layer}, which the controller reads: choose an"
+                " earlier read_layer"
+            )
         x = args[0] if args else kwargs["hidden_states"]
         x, code = x.reshape(-1, site.n_in), forward.applied[site.key].to(x.device)
         if len(x) != len(code):
@@ -437,7 +541,7 @@ class Bem(nn.Module):
             raise NotSupportedHost(
                 f"site {site.name} is run on {len(x)} states in a forward of {rows} rows and {tokens} tokens: whose "
                 f"code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is sharded over ranks, "
-                f"load it whole"
+                "load it whole"
             )
         if self.config.dropout and module.training:
             x = nn.functional.dropout(x, self.config.dropout)
@@ -445,8 +549,15 @@ class Bem(nn.Module):
         base = output[0] if whole else output
         with _own_precision(x.device):
             steered = generated_update(
-                x, update.V, update.U, code, self.config.scale, base=base.reshape(-1, site.n_out), eps=_ZEROS if forward.sparse else None, impl=self.impl
-            ).view(base.shape)  # fmt: skip
+                x,
+                update.V,
+                update.U,
+                code,
+                self.config.scale,
+                base=base.reshape(-1, site.n_out),
+                eps=_ZEROS if forward.sparse else None,
+                impl=self.impl,
+            ).view(base.shape)
         forward.reached.add(site)
         return (steered, *output[1:]) if whole else steered
 
@@ -456,14 +567,16 @@ class Bem(nn.Module):
         n_layers = int(text_config(self._host[0]).num_hidden_layers)  # fewer while drafts are made by the first of them
         if n_layers <= self.config.read_layer:
             raise NotSupportedDecoding(
-                f"drafts are made by the first {n_layers} layers, and the controller reads the input of layer {self.config.read_layer}: give assistant_early_exit "
-                f"of {self.config.read_layer + 1} or more, or an earlier read_layer"
+                f"drafts are made by the first {n_layers} layers, and the controller reads the input of layer"
+                f" {self.config.read_layer}: give assistant_early_exit of {self.config.read_layer + 1} or more, or an"
+                " earlier read_layer"
             )
         missed = [site.name for site in self.sites if site.layer < n_layers and site not in forward.reached]
         if missed:
             raise BemError(
-                f"a forward of the host did not pass {', '.join(missed[:4])}{' ...' if len(missed) > 4 else ''}: its hook was removed, or the module is not "
-                "called by the host. Detach and attach again, or leave it out of sites"
+                f"a forward of the host did not pass {', '.join(missed[:4])}{' ...' if len(missed) > 4 else ''}: its"
+                " hook was removed, or the module is not called by the host. Detach and attach again, or leave it out"
+                " of sites"
             )
         made = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         for cache in (forward.cache, *made):
@@ -473,7 +586,10 @@ class Bem(nn.Module):
     def _opened(self) -> _Forward:
         forward = self._thread.forward
         if forward is None:
-            raise BemError("a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run layers alone")
+            raise BemError(
+                "a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run"
+                " layers alone"
+            )
         return forward
 
 
@@ -482,7 +598,7 @@ def _a_cache(cache: Any) -> Cache:
     if not isinstance(cache, Cache):
         raise BemStateError(
             f"{type(cache).__name__} is no cache, and an adapter's states are kept by caches: give the "
-            f"past_key_values that the host was run with"
+            "past_key_values that the host was run with"
         )
     return cache
 

@@ -20,7 +20,8 @@ LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
 MAX_NORM = 256.0  # of any code: the largest that its statistics can count
-# Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes alone.
+# Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes
+# alone.
 CHUNK_KINDS = ("q", "k", "v")
 
 
@@ -28,15 +29,15 @@ CHUNK_KINDS = ("q", "k", "v")
 class BemConfig:
     """Settings of one adapter; every default is that of the source where it states one. Raises `ConfigError`.
 
-    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`. `sites`: kinds of linear layers; `layers`: of which host
-    layers (None: all from `read_layer` on, whose input the controller reads).
+    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`. `sites`: kinds of linear layers; `layers`: of which
+    host layers (None: all from `read_layer` on, whose input the controller reads).
 
-    `width`: of the controller. `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N. `ema`: what a chunk's code keeps of
-    the one before. `max_norm`: of a code, before its confidence multiplies it.
+    `width`: of the controller. `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N. `ema`: what a chunk's code
+    keeps of the one before. `max_norm`: of a code, before its confidence multiplies it.
 
-    `level`: which codes attention outputs and MLPs take. "position": token codes for the first `token_limit` tokens of a row,
-    chunk codes beyond. "auto": by the row's prompt, prefix codes under `auto_limits[0]` tokens, chunk codes under
-    `auto_limits[1]`, else token codes. Or one of `LEVELS`. Queries, keys and values always take chunk codes.
+    `level`: which codes attention outputs and MLPs take. "position": token codes for the first `token_limit` tokens of
+    a row, chunk codes beyond. "auto": by the row's prompt, prefix codes under `auto_limits[0]` tokens, chunk codes
+    under `auto_limits[1]`, else token codes. Or one of `LEVELS`. Queries, keys and values always take chunk codes.
 
     `spectral_cap`: on the largest singular value of every update; `trust_region`: on the Frobenius norm over all sites
     together; None for none. `dropout`: of an update's input, in training. `sparse_eps`: updates of at most this
@@ -82,43 +83,92 @@ class BemConfig:
     def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
         """From what `dataclasses.asdict` gave, lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them")
+            raise ConfigError(
+                f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them"
+            )
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
                 raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
-        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
+        }
         return cls(**given)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):  # what is sized by these stays within memory
+        for name, most in (
+            ("rank", 4096),
+            ("width", 8192),
+            ("prefix_tokens", 1 << 20),
+            ("chunk_tokens", 1 << 20),
+        ):  # what is sized by these stays within memory
             self._check(name, is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
-            self._check(name, is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63, "give 0 or more, within 63 bits")
+            self._check(
+                name,
+                is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63,
+                "give 0 or more, within 63 bits",
+            )
         self._check("alpha", is_number(self.alpha) and self.alpha > 0, "give a number over 0")
-        self._check("max_norm", is_number(self.max_norm) and 0 < self.max_norm <= MAX_NORM, f"give a number over 0, at most {MAX_NORM:g}")
+        self._check(
+            "max_norm",
+            is_number(self.max_norm) and 0 < self.max_norm <= MAX_NORM,
+            f"give a number over 0, at most {MAX_NORM:g}",
+        )
         for name in ("ema", "dropout"):
-            self._check(name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1")
+            self._check(
+                name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1"
+            )
         for name in ("spectral_cap", "trust_region"):
             value = getattr(self, name)
-            self._check(name, value is None or (is_number(value) and value > 0), "give a number over 0, or None for no limit")
-        self._check("sparse_eps", self.sparse_eps is None or (is_number(self.sparse_eps) and self.sparse_eps >= 0), "give 0 or more, or None to compute all")
+            self._check(
+                name, value is None or (is_number(value) and value > 0), "give a number over 0, or None for no limit"
+            )
+        self._check(
+            "sparse_eps",
+            self.sparse_eps is None or (is_number(self.sparse_eps) and self.sparse_eps >= 0),
+            "give 0 or more, or None to compute all",
+        )
         kinds = isinstance(self.sites, tuple) and len(self.sites) > 0 and all(kind in KINDS for kind in self.sites)
-        self._check("sites", kinds and len(set(self.sites)) == len(self.sites), f"give a tuple of some of {', '.join(KINDS)}, each once")
+        self._check(
+            "sites",
+            kinds and len(set(self.sites)) == len(self.sites),
+            f"give a tuple of some of {', '.join(KINDS)}, each once",
+        )
         self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
-        limits = isinstance(self.auto_limits, tuple) and len(self.auto_limits) == 2 and all(is_int(limit) for limit in self.auto_limits)
-        self._check("auto_limits", limits and 0 <= self.auto_limits[0] <= self.auto_limits[1], "give two numbers of tokens, the smaller first")
+        limits = (
+            isinstance(self.auto_limits, tuple)
+            and len(self.auto_limits) == 2
+            and all(is_int(limit) for limit in self.auto_limits)
+        )
+        self._check(
+            "auto_limits",
+            limits and 0 <= self.auto_limits[0] <= self.auto_limits[1],
+            "give two numbers of tokens, the smaller first",
+        )
         if self.layers is not None:
-            fine = isinstance(self.layers, tuple) and len(self.layers) > 0 and all(is_int(layer) and layer >= self.read_layer for layer in self.layers)
-            self._check("layers", fine and len(set(self.layers)) == len(self.layers), f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once")
+            fine = (
+                isinstance(self.layers, tuple)
+                and len(self.layers) > 0
+                and all(is_int(layer) and layer >= self.read_layer for layer in self.layers)
+            )
+            self._check(
+                "layers",
+                fine and len(set(self.layers)) == len(self.layers),
+                f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once",
+            )
         if self.prefix_tokens % self.chunk_tokens:
             raise ConfigError(
-                f"prefix_tokens is {self.prefix_tokens}, chunk_tokens {self.chunk_tokens}: the prefix is read in whole chunks, so give a multiple"
+                f"prefix_tokens is {self.prefix_tokens}, chunk_tokens {self.chunk_tokens}: the prefix is read in whole"
+                " chunks, so give a multiple"
             )
         if self.level in ("prefix", "token") and all(kind in CHUNK_KINDS for kind in self.sites):
-            raise ConfigError(f"level {self.level!r} with sites {', '.join(self.sites)} alone: these take chunk codes. Add 'o' or 'down', or use level='chunk'")
+            raise ConfigError(
+                f"level {self.level!r} with sites {', '.join(self.sites)} alone: these take chunk codes. Add 'o' or"
+                " 'down', or use level='chunk'"
+            )
 
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:

@@ -6,13 +6,16 @@
 
 Time is counted in real tokens of the row: token n lies in chunk n // N. With z the features of a token:
 
-    summary of chunk k   softmax attention of a learned query over the z of the first min(P, N k) tokens; learned for k = 0
-    chunk code           e_k = ema e_{k-1} + (1 - ema) c_k, c_k from [mean z of chunk k-1, summary of k]; e_0 = c_0 learned
+    summary of chunk k   softmax attention of a learned query over the z of the first min(P, N k) tokens;
+                         learned for k = 0
+    chunk code           e_k = ema e_{k-1} + (1 - ema) c_k, c_k from [mean z of chunk k-1, summary of k];
+                         e_0 = c_0 learned
     prefix code          from the summary of the token's chunk
     token code           from [z of the token, summary of its chunk]
 
-so that a code depends on its own token and on complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times the
-confidence of the token's chunk, `sigmoid(g / exp(t))`, with g from what the chunk code is from, and learned for chunk 0.
+so that a code depends on its own token and on complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times
+the confidence of the token's chunk, `sigmoid(g / exp(t))`, with g from what the chunk code is from, and learned for
+chunk 0.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ _FP32: dict[str, Any] = {"dtype": torch.float32}  # whatever torch.set_default_d
 class Codes:
     """Codes of one forward, before governance; zeros at padding. `[B, T, r]` each, None for a level that no site uses.
 
-    `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`. `confidence [B, T]`, already in the
-    codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk. `fallback [B, T]` bool: tokens
-    whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their confidence is NaN where none was computed. `sigma1`, `delta_rel_norm`
-    `[B, T]`: of what is applied, after governance (`Governor.sizes`); only in what `Bem.steered` gives, where somebody listens.
+    `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`. `confidence [B, T]`,
+    already in the codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk.
+    `fallback [B, T]` bool: tokens whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their
+    confidence is NaN where none was computed. `sigma1`, `delta_rel_norm` `[B, T]`: of what is applied, after governance
+    (`Governor.sizes`); only in what `Bem.steered` gives, where somebody listens.
     """
 
     prefix: Tensor | None
@@ -80,7 +84,9 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """The chunks that tokens of one forward lie in: the open one and the K that may follow; `at [B, T]` is each token's."""
+    """The chunks that tokens of one forward lie in: the open one and the K that may follow; `at [B, T]` is each
+    token's.
+    """
 
     at: Tensor
     code: Tensor  # [B, K + 1, r]
@@ -89,7 +95,9 @@ class _Chunks:
 
 
 class Guard(Protocol):
-    """Stands in the place of a controller's `route`, and may give other codes, as long as the state goes on by the same columns."""
+    """Stands in the place of a controller's `route`, and may give other codes, as long as the state goes on by the same
+    columns.
+    """
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
 
@@ -98,18 +106,21 @@ class Router(nn.Sequential):
     """`MLP(LayerNorm(.))` from n_in features to r; its code is ones at first, around which it varies."""
 
     def __init__(self, n_in: int, width: int, rank: int) -> None:
-        super().__init__(nn.LayerNorm(n_in, **_FP32), nn.Linear(n_in, width, **_FP32), nn.SiLU(), nn.Linear(width, rank, **_FP32))
+        super().__init__(
+            nn.LayerNorm(n_in, **_FP32), nn.Linear(n_in, width, **_FP32), nn.SiLU(), nn.Linear(width, rank, **_FP32)
+        )
         last = self[-1]
         assert isinstance(last, nn.Linear)
         nn.init.ones_(last.bias)
 
 
 class Controller(nn.Module):
-    """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace them.
+    """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace
+    them.
 
-    `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden states and the
-    codes is computed again in the backward pass and not kept (Chen et al. 2016). `fused`: a forward of one column is one step of
-    `probemon.bem.kernels.controller`, in Triton; not where it is checkpointed.
+    `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden
+    states and the codes is computed again in the backward pass and not kept (Chen et al. 2016). `fused`: a forward of
+    one column is one step of `probemon.bem.kernels.controller`, in Triton; not where it is checkpointed.
     """
 
     guard: Guard | None = None
@@ -157,7 +168,16 @@ class Controller(nn.Module):
         if fused:
             made = self._step(before, hidden, real, state.level)
         elif again:
-            made = checkpoint(self._route, before, hidden, real, state.level, not inside, use_reentrant=False, preserve_rng_state=False)
+            made = checkpoint(
+                self._route,
+                before,
+                hidden,
+                real,
+                state.level,
+                not inside,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         else:
             made = self._route(before, hidden, real, state.level, not inside)
         z, carry, codes = made
@@ -165,8 +185,12 @@ class Controller(nn.Module):
         state.room, state.inside = state.room - z.shape[1] if inside else 0, inside
         return codes
 
-    def _route(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None, closes: bool) -> tuple[Tensor, Carry, Codes]:
-        """Features `[B, T, w]`, the carry after them, and codes. A plain function of its arguments: no state is written."""
+    def _route(
+        self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None, closes: bool
+    ) -> tuple[Tensor, Carry, Codes]:
+        """Features `[B, T, w]`, the carry after them, and codes. A plain function of its arguments: no state is
+        written.
+        """
         z = self.features(hidden, real)
         carry, chunks = self.advance(before, z, real, closes)
         rows = torch.arange(len(z), device=z.device)[:, None]
@@ -186,33 +210,64 @@ class Controller(nn.Module):
         kernel: Any = importlib.import_module("probemon.bem.kernels.controller")
         config = self.config
         under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
-        settings = kernel.StepSettings(config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over)
+        settings = kernel.StepSettings(
+            config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
+        )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
         made = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
         levels = made.level if level is None else level[:, None]
-        codes = Codes(made.prefix, made.chunk, made.token, levels, made.confidence, made.chunk_index, made.boundary, torch.zeros_like(real))
+        codes = Codes(
+            made.prefix,
+            made.chunk,
+            made.token,
+            levels,
+            made.confidence,
+            made.chunk_index,
+            made.boundary,
+            torch.zeros_like(real),
+        )
         return made.z, Carry(*made.carry), codes
 
     def static(self, real: Tensor, state: ControllerState) -> Codes:
-        """Codes of 1 for the columns that a state has not read yet, real `[B, T]` bool, with what is known without the routers."""
+        """Codes of 1 for the columns that a state has not read yet, real `[B, T]` bool, with what is known without the
+        routers.
+        """
         if state.carry is not None:
             n = state.carry.n
         else:
             n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
         ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.rank)
         prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
-        return self._codes(prefix, chunk, token, torch.where(real, self.query.new_tensor(math.nan), 0.0), n, real, state.level, real.clone())
+        return self._codes(
+            prefix,
+            chunk,
+            token,
+            torch.where(real, self.query.new_tensor(math.nan), 0.0),
+            n,
+            real,
+            state.level,
+            real.clone(),
+        )
 
     def _codes(
-        self, prefix: Tensor | None, chunk: Tensor | None, token: Tensor | None, confidence: Tensor, n_before: Tensor, real: Tensor,
-        level: Tensor | None, fallback: Tensor,
-    ) -> Codes:  # fmt: skip
+        self,
+        prefix: Tensor | None,
+        chunk: Tensor | None,
+        token: Tensor | None,
+        confidence: Tensor,
+        n_before: Tensor,
+        real: Tensor,
+        level: Tensor | None,
+        fallback: Tensor,
+    ) -> Codes:
         n, size = n_before[:, None] + real.cumsum(dim=1) - 1, self.config.chunk_tokens
         chunk_index, boundary = torch.where(real, n // size, -1), real & (n % size == 0)
         return Codes(prefix, chunk, token, self._level(n, level), confidence, chunk_index, boundary, fallback)
 
     def resume(self, state: ControllerState) -> Carry:
-        """The carry of a state, which has it afterwards if it has read anything: where it was cut back or only fed, all of it is read again."""
+        """The carry of a state, which has it afterwards if it has read anything: where it was cut back or only fed, all
+        of it is read again.
+        """
         if state.n_columns == 0:
             return self.start(state.n_rows)
         if state.carry is None:
@@ -254,23 +309,32 @@ class Controller(nn.Module):
         )
 
     def advance(self, carry: Carry, z: Tensor, real: Tensor, closes: bool = True) -> tuple[Carry, _Chunks]:
-        """The chunks that z `[B, T, w]` completes, and the carry after it. A plain function of its arguments: no state is written.
+        """The chunks that z `[B, T, w]` completes, and the carry after it. A plain function of its arguments: no state
+        is written.
 
         `closes`: False where it is known that no row completes a chunk.
         """
         n_rows, n_columns, width = z.shape
         size = self.config.chunk_tokens
-        n_closed_at_most = (size - 1 + n_columns) // size if closes else 0  # K; how many each row really closes stays on the device
+        n_closed_at_most = (
+            (size - 1 + n_columns) // size if closes else 0
+        )  # K; how many each row really closes stays on the device
         offset = carry.n % size
         slot = offset[:, None] + real.cumsum(dim=1) - 1
         # Tokens in their places, chunk by chunk. Padding goes to one place more, which is thrown away.
         room = (n_closed_at_most + 1) * size
         empty = z.new_zeros(n_rows, room + 1 - size, width)
         places = torch.where(real, slot, room)[..., None].expand(-1, -1, width)
-        chunks = torch.cat([carry.open, empty], dim=1).scatter(1, places, z)[:, :room].view(n_rows, n_closed_at_most + 1, size, width)
+        chunks = (
+            torch.cat([carry.open, empty], dim=1)
+            .scatter(1, places, z)[:, :room]
+            .view(n_rows, n_closed_at_most + 1, size, width)
+        )
         if not closes:
             same = dataclasses.replace(carry, n=carry.n + real.sum(dim=1), open=chunks[:, 0])
-            return same, _Chunks(torch.zeros_like(slot), carry.code[:, None], carry.summary[:, None], carry.confidence[:, None])
+            return same, _Chunks(
+                torch.zeros_like(slot), carry.code[:, None], carry.summary[:, None], carry.confidence[:, None]
+            )
         closed = (offset + real.sum(dim=1)) // size
         summary, log_mass = self._summaries(carry, chunks, closed)
         # Of a chunk that a row does not complete, what follows is computed from zeros and chosen by no token.
@@ -284,13 +348,19 @@ class Controller(nn.Module):
         code = torch.stack(codes if self.chunk is not None else codes * (n_closed_at_most + 1), dim=1)
         rows = torch.arange(n_rows, device=z.device)
         after = Carry(
-            n=carry.n + real.sum(dim=1), open=chunks[rows, closed], code=code[rows, closed], summary=summary[rows, closed],
-            log_mass=log_mass, confidence=confidence[rows, closed],
-        )  # fmt: skip
+            n=carry.n + real.sum(dim=1),
+            open=chunks[rows, closed],
+            code=code[rows, closed],
+            summary=summary[rows, closed],
+            log_mass=log_mass,
+            confidence=confidence[rows, closed],
+        )
         return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence)
 
     def _summaries(self, carry: Carry, chunks: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
-        """The prefix summary at the start of each chunk `[B, K + 1, w]`, and the log of its denominator after all that close `[B]`."""
+        """The prefix summary at the start of each chunk `[B, K + 1, w]`, and the log of its denominator after all that
+        close `[B]`.
+        """
         prefix_chunks = self.config.prefix_tokens // self.config.chunk_tokens
         first = carry.n // self.config.chunk_tokens
         summary, log_mass, summaries = carry.summary, carry.log_mass, [carry.summary]
@@ -299,7 +369,9 @@ class Controller(nn.Module):
                 grows = (k < closed) & (first + k < prefix_chunks)
                 score = chunks[:, k] @ self.query / math.sqrt(self.config.width)
                 total = torch.logaddexp(log_mass, torch.logsumexp(score, dim=1))
-                grown = summary * (log_mass - total).exp()[:, None] + ((score - total[:, None]).exp()[..., None] * chunks[:, k]).sum(dim=1)
+                grown = summary * (log_mass - total).exp()[:, None] + (
+                    (score - total[:, None]).exp()[..., None] * chunks[:, k]
+                ).sum(dim=1)
                 summary = torch.where(grows[:, None], grown, summary)
                 log_mass = torch.where(grows, total, log_mass)
             summaries.append(summary)
@@ -324,8 +396,12 @@ class Controller(nn.Module):
 
 
 def _named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """As `named_parameters()`, more cheaply: a step of decoding asks for them every time, since they may have been replaced."""
-    found: dict[str, Tensor] = {prefix + name: weight for name, weight in module._parameters.items() if weight is not None}
+    """As `named_parameters()`, more cheaply: a step of decoding asks for them every time, since they may have been
+    replaced.
+    """
+    found: dict[str, Tensor] = {
+        prefix + name: weight for name, weight in module._parameters.items() if weight is not None
+    }
     for name, child in module._modules.items():
         if child is not None:
             found |= _named_weights(child, f"{prefix}{name}.")

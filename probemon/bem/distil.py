@@ -1,24 +1,25 @@
 """Distillation to a static LoRA: one update for all tokens in place of a routed one, in PEFT's format.
 
-    found = distil(bem, batches)                      # batches: dicts of input_ids, attention_mask; what the adapter is used on
-    found.method, found.error                         # ("least_squares", 0.13): 13 % of the squared update is lost
-    found, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)      # trained, where codes vary much
-    found.save("lora/")                               # peft.PeftModel.from_pretrained(model, "lora/") loads it
+    found = distil(bem, batches)  # batches: dicts of input_ids, attention_mask; what the adapter is used on
+    found.method, found.error  # ("least_squares", 0.13): 13 % of the squared update is lost
+    # Trained, where codes vary much:
+    found, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)
+    found.save("lora/")  # peft.PeftModel.from_pretrained(model, "lora/") loads it
 
 Of each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
 
     constant        B = U diag(c), where every token has the same code: nothing is lost
     mean            B = U diag(mean of c_t)
-    least_squares   B = U M, with M [r, r] that which is nearest: min over M of sum_t |U diag(c_t) V^T x_t - U M V^T x_t|^2
+    least_squares   B = U M, with M [r, r] that which is nearest: the minimum over M of
+                    sum_t |U diag(c_t) V^T x_t - U M V^T x_t|^2
 
-The codes are those that are applied, within the limits of governance. The last one needs the inputs x_t, which the batches give; its
-solution is `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t, whatever U is, and no M of that A is nearer on them.
-It is near site by site, and on inputs that the routed adapter made. `distil_trained` trains A and B of all sites
-together to give the routed host's distribution, by
-KL(routed || static) in place of, or beside, the labels of data. It begins twice: with the nearest, the factors of each
-site made equally large, which is better where it
-loses little, and as a LoRA begins, which is better for an adapter that routes much, to which no LoRA is near; what ends
-better is kept.
+The codes are those that are applied, within the limits of governance. The last one needs the inputs x_t, which the
+batches give; its solution is `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t, whatever U is,
+and no M of that A is nearer on them. It is near site by site, and on inputs that the routed adapter made.
+`distil_trained` trains A and B of all sites together to give the routed host's distribution, by KL(routed || static) in
+place of, or beside, the labels of data. It begins twice: with the nearest, the factors of each site made equally large,
+which is better where it loses little, and as a LoRA begins, which is better for an adapter that routes much, to which
+no LoRA is near; what ends better is kept.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _SAME = 1e-6  # how far codes of norm 1 may be apart and still be one: what roun
 class StaticLora:
     """A LoRA of one rank: `factors` by module name, `(A [r, in], B [out, r])`; the update is `alpha / rank * B A`.
 
-    `method`: how it was found. `error`: squared distance of its outputs to the routed ones over their squared norm, on the batches; None
-    where it was trained, on something else. `start`: of a trained one, what it began with.
+    `method`: how it was found. `error`: squared distance of its outputs to the routed ones over their squared norm, on
+    the batches; None where it was trained, on something else. `start`: of a trained one, what it began with.
     """
 
     rank: int
@@ -83,7 +84,9 @@ class StaticLora:
         return self.alpha / self.rank * b @ a
 
     def save(self, folder: str | Path) -> None:
-        """Write `adapter_model.safetensors` and `adapter_config.json`, each whole or not at all; PEFT need not be installed."""
+        """Write `adapter_model.safetensors` and `adapter_config.json`, each whole or not at all; PEFT need not be
+        installed.
+        """
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,9 +105,17 @@ class StaticLora:
             Path(made).unlink(missing_ok=True)
             raise
         settings = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base_model, "inference_mode": True, "r": self.rank,
-            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "target_modules": sorted(self.factors),
-        }  # fmt: skip
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "inference_mode": True,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "target_modules": sorted(self.factors),
+        }
         write_text_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
 
 
@@ -129,7 +140,11 @@ class _Moments:
         self.size = max(self.size, float(codes.norm(dim=1).max()))
         weighted = codes * p
         self.codes = self.codes + codes.sum(dim=0)
-        self.inputs, self.both, self.wanted = self.inputs + p.T @ p, self.both + weighted.T @ p, self.wanted + weighted.T @ weighted
+        self.inputs, self.both, self.wanted = (
+            self.inputs + p.T @ p,
+            self.both + weighted.T @ p,
+            self.wanted + weighted.T @ weighted,
+        )
 
     @property
     def constant(self) -> bool:
@@ -144,14 +159,18 @@ class _Moments:
 
 @torch.no_grad()
 def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> StaticLora:
-    """The static LoRA nearest to an attached adapter on `batches`. `method` None: "constant" where codes are, "least_squares" otherwise.
+    """The static LoRA nearest to an attached adapter on `batches`. `method` None: "constant" where codes are,
+    "least_squares" otherwise.
 
-    Raises `ConfigError` for another method, no tokens, or "constant" where codes vary; `NotSupportedHost` for a site without a weight
-    of its own to add to; `BemError` where the adapter is off.
+    Raises `ConfigError` for another method, no tokens, or "constant" where codes vary; `NotSupportedHost` for a site
+    without a weight of its own to add to; `BemError` where the adapter is off.
     """
     learner(bem)
     if bem.config.sparse_eps:
-        raise ConfigError(f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves any out. Attach it with sparse_eps=None")
+        raise ConfigError(
+            f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves"
+            " any out. Attach it with sparse_eps=None"
+        )
     if method not in (None, *METHODS):
         raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
     names = {site.key: _name(bem, site) for site in bem.sites}
@@ -160,7 +179,10 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
     method = method or ("least_squares" if varied else "constant")
     if method == "constant" and varied:
         apart = max(moment.apart for moment in moments.values())
-        raise ConfigError(f"codes vary at {', '.join(varied[:4])}{' ...' if len(varied) > 4 else ''} (by {apart:.3g}): use method 'least_squares' or 'mean'")
+        raise ConfigError(
+            f"codes vary at {', '.join(varied[:4])}{' ...' if len(varied) > 4 else ''} (by {apart:.3g}): use method"
+            " 'least_squares' or 'mean'"
+        )
     factors, lost, whole = {}, 0.0, 0.0
     for site in bem.sites:
         update, moment = cast(SiteUpdate, bem.updates[site.key]), moments[site.key]
@@ -173,7 +195,14 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None) -> Sta
         missing, wanted = moment.error(u, m)
         lost, whole = lost + missing, whole + wanted
         factors[names[site.key]] = (v.T.to(update.V.dtype), (u @ m).to(update.U.dtype))
-    return StaticLora(bem.config.rank, bem.config.alpha, factors, method, lost / whole if whole else 0.0, getattr(host_of(bem), "name_or_path", None) or None)
+    return StaticLora(
+        bem.config.rank,
+        bem.config.alpha,
+        factors,
+        method,
+        lost / whole if whole else 0.0,
+        getattr(host_of(bem), "name_or_path", None) or None,
+    )
 
 
 def distil_trained(
@@ -286,7 +315,7 @@ def _asked(batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
         if labels:
             raise ConfigError(
                 f"labels is {labels!r}, and a batch has {', '.join(batch)}: give it labels [B, T], -100 where a token "
-                f"is not to be counted, or labels=0"
+                "is not to be counted, or labels=0"
             )
         counted, wanted = real, batch["input_ids"]
     else:
@@ -304,7 +333,10 @@ def _device(host: Any, name: str) -> torch.device:
 def _name(bem: Bem, site: Site) -> str:
     """What the host calls the module of a site."""
     if not site.mergeable:
-        raise NotSupportedHost(f"site {site.name} is no plain linear layer of the host: a LoRA has no weight there to add to. Leave {site.kind!r} out of sites")
+        raise NotSupportedHost(
+            f"site {site.name} is no plain linear layer of the host: a LoRA has no weight there to add to. Leave"
+            f" {site.kind!r} out of sites"
+        )
     return next(name for name, module in host_of(bem).named_modules() if module is site.module)
 
 

@@ -4,19 +4,22 @@
     model.generate(**inputs)
     bem.fallbacks                                    # Fallbacks(n_forwards=40, n_failed=0, n_refused=0, ...)
 
-With c = 1 an update is `s U V^T`: a static LoRA of the same U and V, under the same spectral limits. What falls back, and how much:
+With c = 1 an update is `s U V^T`: a static LoRA of the same U and V, under the same spectral limits. What falls back,
+and how much:
 
     the controller raises             the whole forward             a failure for the breaker
     the breaker is open               the whole forward
     a code is not finite              the tokens that it is of      a failure for the breaker, once for each row
     confidence under a threshold      the tokens that it is of
 
-Keys and values that are cached stay as they are, and the state goes on: what was not routed is still read (its features alone), and the
-first forward that is routed again reads what it missed. So a code after a fallback is the one it would have been for the same hidden states. Where
-not even the features could be computed they are NaN, and so are all codes that depend on them, which fall back one by one. What falls back by token
-depends on that token's codes alone: nothing from the future leaks, and cached still equals full. Tokens are told in `Codes.fallback`.
+Keys and values that are cached stay as they are, and the state goes on: what was not routed is still read (its features
+alone), and the first forward that is routed again reads what it missed. So a code after a fallback is the one it would
+have been for the same hidden states. Where not even the features could be computed they are NaN, and so are all codes
+that depend on them, which fall back one by one. What falls back by token depends on that token's codes alone: nothing
+from the future leaks, and cached still equals full. Tokens are told in `Codes.fallback`.
 
-Errors of probemon's own (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its own (`probemon.bem.memory`).
+Errors of probemon's own (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its
+own (`probemon.bem.memory`).
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
 class FallbackPolicy:
     """When codes fall back; the numbers of the breaker are those of the source. Raises `ConfigError`.
 
-    `min_confidence`: tokens under it fall back; 0 for none. The breaker opens at `n_failures` among the last `window` calls, for
-    `open_seconds`, and closes after `n_successes` in a row. A call fails that takes longer than `latency_factor` times the median of the
-    first `n_baseline` calls of its kind; None for no limit. `clock` gives seconds.
+    `min_confidence`: tokens under it fall back; 0 for none. The breaker opens at `n_failures` among the last `window`
+    calls, for `open_seconds`, and closes after `n_successes` in a row. A call fails that takes longer than
+    `latency_factor` times the median of the first `n_baseline` calls of its kind; None for no limit. `clock` gives
+    seconds.
     """
 
     min_confidence: float = 0.0
@@ -66,9 +70,21 @@ class FallbackPolicy:
     def __post_init__(self) -> None:
         for name in ("n_baseline", "window", "n_failures", "n_successes"):
             self._check(name, is_int(getattr(self, name)) and getattr(self, name) >= 1, "give 1 or more")
-        self._check("n_failures", self.n_failures <= self.window, f"give at most the window of {self.window} calls, or it never opens")
-        self._check("min_confidence", is_number(self.min_confidence) and 0 <= self.min_confidence < 1, "give a number from 0, under 1")
-        self._check("latency_factor", self.latency_factor is None or (is_number(self.latency_factor) and self.latency_factor > 1), "give a number over 1, or None for no limit")
+        self._check(
+            "n_failures",
+            self.n_failures <= self.window,
+            f"give at most the window of {self.window} calls, or it never opens",
+        )
+        self._check(
+            "min_confidence",
+            is_number(self.min_confidence) and 0 <= self.min_confidence < 1,
+            "give a number from 0, under 1",
+        )
+        self._check(
+            "latency_factor",
+            self.latency_factor is None or (is_number(self.latency_factor) and self.latency_factor > 1),
+            "give a number over 1, or None for no limit",
+        )
         self._check("open_seconds", is_number(self.open_seconds) and self.open_seconds >= 0, "give 0 or more")
         self._check("clock", callable(self.clock), "give what returns seconds, such as time.perf_counter")
 
@@ -83,7 +99,8 @@ class CircuitBreaker:
         if breaker.allows():
             breaker.record(failed=False, seconds=0.01, kind="decode")
 
-    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: the first failure opens it again).
+    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: the first failure opens it
+    again).
     """
 
     def __init__(self, policy: FallbackPolicy | None = None) -> None:
@@ -112,7 +129,9 @@ class CircuitBreaker:
             return self._now() != OPEN
 
     def record(self, *, failed: bool, seconds: float | None = None, kind: Hashable = None) -> None:
-        """How a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises `ConfigError` where `seconds` is no duration."""
+        """How a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises
+        `ConfigError` where `seconds` is no duration.
+        """
         if seconds is not None and not (is_number(seconds) and seconds >= 0):
             raise ConfigError(f"seconds is {seconds!r}: give how long the call took, 0 or more, or None")
         with self._lock:
@@ -141,7 +160,9 @@ class CircuitBreaker:
         self._state, self._opened_at = OPEN, self.policy.clock()
         self._calls.clear()
         self.n_opened += 1
-        LOG.warning("the controller is left out for %g s, all codes are the static ones: %s", self.policy.open_seconds, why)
+        LOG.warning(
+            "the controller is left out for %g s, all codes are the static ones: %s", self.policy.open_seconds, why
+        )
 
     def _slow(self, kind: Hashable, seconds: float) -> bool:
         if self.policy.latency_factor is None:
@@ -158,8 +179,10 @@ class CircuitBreaker:
 
 @dataclass(frozen=True)
 class Fallbacks:
-    """What fell back so far, in forwards: `n_failed` of which the controller raised, `n_refused` by an open breaker, both whole; with tokens whose
-    codes were `n_not_finite` or `n_unsure`; `n_unread`: of which not even features could be computed. `last_error`: what was raised last."""
+    """What fell back so far, in forwards: `n_failed` of which the controller raised, `n_refused` by an open breaker,
+    both whole; with tokens whose codes were `n_not_finite` or `n_unsure`; `n_unread`: of which not even features could
+    be computed. `last_error`: what was raised last.
+    """
 
     n_forwards: int = 0
     n_failed: int = 0
@@ -171,7 +194,9 @@ class Fallbacks:
 
 
 class FallbackGuard:
-    """A `Guard` by a policy: `breaker`, and `told` (what fell back). On a GPU it waits once a forward, for what the codes are and how long they took."""
+    """A `Guard` by a policy: `breaker`, and `told` (what fell back). On a GPU it waits once a forward, for what the
+    codes are and how long they took.
+    """
 
     def __init__(self, policy: FallbackPolicy) -> None:
         self.policy, self.breaker = policy, CircuitBreaker(policy)
@@ -197,16 +222,24 @@ class FallbackGuard:
                 raise
             self.breaker.record(failed=True)
             self._count(n_failed=1, last_error=f"{type(error).__name__}: {error}")
-            LOG.warning("the controller failed, this forward's codes are the static ones: %s: %s", type(error).__name__, error)
+            LOG.warning(
+                "the controller failed, this forward's codes are the static ones: %s: %s", type(error).__name__, error
+            )
             return self._static(controller, hidden, real, state, fed=state.n_columns > read)
         # About as much to compute: as many tokens, to 41 %, and whether chunks may be completed.
-        self.breaker.record(failed=any_bad and self._lost(before, bad), seconds=seconds, kind=(round(2 * math.log2(max(1, real.numel()))), state.inside))
+        self.breaker.record(
+            failed=any_bad and self._lost(before, bad),
+            seconds=seconds,
+            kind=(round(2 * math.log2(max(1, real.numel()))), state.inside),
+        )
         self._count(n_not_finite=int(any_bad), n_unsure=int(any_unsure))
         if not (any_bad or any_unsure):
             return codes
         taken = bad | unsure
         levels = {name: code for name in ("prefix", "chunk", "token") if (code := getattr(codes, name)) is not None}
-        return codes.replace(fallback=taken, **{name: torch.where(taken[..., None], 1.0, code) for name, code in levels.items()})
+        return codes.replace(
+            fallback=taken, **{name: torch.where(taken[..., None], 1.0, code) for name, code in levels.items()}
+        )
 
     def _faults(self, codes: Codes, real: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens whose codes are not finite, and others of too little confidence: `[B, T]` bool both."""
@@ -216,11 +249,15 @@ class FallbackGuard:
 
     @torch.no_grad()
     def _lost(self, before: Carry, bad: Tensor) -> bool:
-        """Whether a row with such tokens was all numbers before. One that was not stays so: counted again and again, it would take the others with it."""
+        """Whether a row with such tokens was all numbers before. One that was not stays so: counted again and again, it
+        would take the others with it.
+        """
         known = torch.cat([before.open.flatten(1), before.code, before.summary, before.confidence[:, None]], dim=1)
         return bool((bad.any(dim=1) & torch.isfinite(known).all(dim=1)).any())
 
-    def _static(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState, fed: bool = False) -> Codes:
+    def _static(
+        self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState, fed: bool = False
+    ) -> Codes:
         codes = controller.static(real, state)
         if not fed:
             state.feed(self._features(controller, hidden, real), real)
@@ -246,12 +283,16 @@ MOST_RANK, MOST_WIDTH = 64, 1024  # that the kernels have; here too, so that cho
 
 
 def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:
-    """What computes the updates of sites on `devices`, and why. "auto" takes the kernel where every site is on a GPU and a trial of it runs.
+    """What computes the updates of sites on `devices`, and why. "auto" takes the kernel where every site is on a GPU
+    and a trial of it runs.
 
     Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
     """
     too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
-    sizes = f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and width {config.width}"
+    sizes = (
+        f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and"
+        f" width {config.width}"
+    )
     if impl == "triton" and too_large:
         raise ConfigError(f"{sizes}: use impl='reference' or 'auto'")
     if impl == "auto":

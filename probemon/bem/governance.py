@@ -7,10 +7,11 @@
 
 The update of a token is `dW = s U diag(c) V^T`. Its Frobenius norm needs one quadratic form:
 `|dW|^2 = s^2 c^T ((U^T U) o (V^T V)) c`. Its singular values are those of `R_u diag(c) R_v^T`, with `U = Q_u R_u` and
-`V = Q_v R_v`, since the columns of Q are orthonormal. The largest one is at most the Frobenius norm, so it is computed only where
-that exceeds the cap.
+`V = Q_v R_v`, since the columns of Q are orthonormal. The largest one is at most the Frobenius norm, so it is computed
+only where that exceeds the cap.
 
-First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no gradient.
+First the trust region scales all codes of a token by one number, then the cap scales those of a site. Scales have no
+gradient.
 
 What `sparse_eps` leaves out is measured by the same Frobenius norm, after both limits: by what a token's update is, and
 not by its code. The size of a code says nothing
@@ -53,7 +54,9 @@ def frobenius_squared(codes: Tensor, grams: Tensor) -> Tensor:
 
 
 def factors(U: Tensor, V: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`s R_u` and `R_v` `[r, r]`, of `U = Q_u R_u` and `V = Q_v R_v`; where a side has fewer than r values, rows of zeros below, which no singular value sees."""
+    """`s R_u` and `R_v` `[r, r]`, of `U = Q_u R_u` and `V = Q_v R_v`; where a side has fewer than r values, rows of
+    zeros below, which no singular value sees.
+    """
     _, r_u = torch.linalg.qr(U, mode="r")
     _, r_v = torch.linalg.qr(V, mode="r")
     r_u, r_v = (nn.functional.pad(factor, (0, 0, 0, factor.shape[1] - factor.shape[0])) for factor in (r_u, r_v))
@@ -61,7 +64,9 @@ def factors(U: Tensor, V: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def sigma1(codes: Tensor, r_u: Tensor, r_v: Tensor) -> Tensor:
-    """Largest singular value of the update of each of codes `[M, r]`: `[M]`, NaN where it is not finite. Factors `[r, r]`, or `[M, r, r]`: each code's own."""
+    """Largest singular value of the update of each of codes `[M, r]`: `[M]`, NaN where it is not finite. Factors `[r,
+    r]`, or `[M, r, r]`: each code's own.
+    """
     updates = (r_u * codes[:, None, :]) @ r_v.mT
     finite = updates.isfinite().all(dim=-1).all(dim=-1)  # of others there is no decomposition, and torch raises
     return torch.linalg.svdvals(updates.where(finite[:, None, None], 0.0))[:, 0].where(finite, math.nan)
@@ -79,7 +84,8 @@ class _Kept:
 
 
 class Governor:
-    """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else writes to them.
+    """Scales codes down to the limits of `config`. What it needs of U and V is kept until an optimiser or anyone else
+    writes to them.
 
     A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to
     write, in whatever way. A write through `.data` at
@@ -89,7 +95,8 @@ class Governor:
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
         self._config = config
         self._updates = {site: updates[site.key] for site in sites}
-        # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's layer.
+        # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's
+        # layer.
         self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
         self._kept, self._learning = _Kept([], {}, {}), False
@@ -104,8 +111,13 @@ class Governor:
         ]
         kept = self._kept
         if seen != kept.seen:
-            grams = {chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group] for chunked, group in self._groups.items()}
-            kept = self._kept = _Kept(seen, {chunked: torch.stack(found) for chunked, found in grams.items() if found}, {})
+            grams = {
+                chunked: [gram(*self._matrices(site), self._config.scale).to(device) for site in group]
+                for chunked, group in self._groups.items()
+            }
+            kept = self._kept = _Kept(
+                seen, {chunked: torch.stack(found) for chunked, found in grams.items() if found}, {}
+            )
         return kept
 
     def _matrices(self, site: Site) -> tuple[Tensor, Tensor]:
@@ -115,7 +127,9 @@ class Governor:
 
     def sigma1(self, site: Site, codes: Tensor) -> Tensor:
         """Largest singular value of a site's update for each of codes `[M, r]`: `[M]`."""
-        r_u, r_v = (factor[self._groups[site.chunked].index(site)] for factor in self._factors(site.chunked, codes.device))
+        r_u, r_v = (
+            factor[self._groups[site.chunked].index(site)] for factor in self._factors(site.chunked, codes.device)
+        )
         return sigma1(codes.to(r_u), r_u, r_v).to(codes)
 
     def _factors(self, chunked: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -129,8 +143,9 @@ class Governor:
 
     @torch.no_grad()
     def sizes(self, applied: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of codes by site key `[M, r]` as they are applied: `sigma1 [M]`, the largest singular value of the update that is largest in the Frobenius norm, and
-        `delta_rel_norm [M]`, the Frobenius norm of all updates together over that of the weights they are added to (NaN where a site has no weight of its own).
+        """Of codes by site key `[M, r]` as they are applied: `sigma1 [M]`, the largest singular value of the update
+        that is largest in the Frobenius norm, and `delta_rel_norm [M]`, the Frobenius norm of all updates together over
+        that of the weights they are added to (NaN where a site has no weight of its own).
         """
         any_codes = next(iter(applied.values()))
         grams = self._matrices_now(any_codes.device).grams
@@ -145,7 +160,9 @@ class Governor:
             most, at = squares.max(dim=0)
             r_u, r_v = self._factors(chunked, codes.device)
             mine = codes[at, torch.arange(len(at), device=at.device)]
-            found = torch.cat([sigma1(c, r_u[i], r_v[i]) for c, i in zip(mine.split(_MOST), at.split(_MOST), strict=True)])
+            found = torch.cat(
+                [sigma1(c, r_u[i], r_v[i]) for c, i in zip(mine.split(_MOST), at.split(_MOST), strict=True)]
+            )
             more = most.to(largest) > largest
             sigma, largest = torch.where(more, found.to(sigma), sigma), torch.where(more, most.to(largest), largest)
         return sigma.where(whole.isfinite(), math.nan), whole.sqrt() / self._weights_norm()
@@ -154,14 +171,19 @@ class Governor:
         """Frobenius norm of the host's weights at all sites together, found once."""
         if self._host_norm is None:
             weights = [getattr(site.module, "weight", None) for site in self._updates]
-            squares = [float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan for weight in weights]
+            squares = [
+                float(weight.detach().to(torch.float32).square().sum()) if isinstance(weight, Tensor) else math.nan
+                for weight in weights
+            ]
             self._host_norm = math.sqrt(sum(squares))
         return self._host_norm
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
-        """Codes `[.., r]` for sites that take chunk codes (True) and for the others (False) -> by site key, within the limits.
+        """Codes `[.., r]` for sites that take chunk codes (True) and for the others (False) -> by site key, within the
+        limits.
 
-        A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the cap.
+        A token within them keeps its codes bit for bit. On a GPU this waits once a forward, for whether any exceeds the
+        cap.
         """
         learning = torch.is_grad_enabled() and any(
             p.requires_grad for stored in self._stored.values() for p in stored.values() if p is not None
@@ -175,13 +197,23 @@ class Governor:
         shrink = over = None
         with torch.no_grad():
             all_grams = self._matrices_now(any_codes.device).grams
-            squares = {chunked: frobenius_squared(codes[chunked].flatten(0, -2).to(grams.dtype), grams) for chunked, grams in all_grams.items()}
+            squares = {
+                chunked: frobenius_squared(codes[chunked].flatten(0, -2).to(grams.dtype), grams)
+                for chunked, grams in all_grams.items()
+            }
             if trust is not None:
                 total = torch.stack([square.sum(dim=1) for square in squares.values()]).sum(dim=0).sqrt()
                 shrink = (trust / total.clamp(min=trust)).to(any_codes.dtype)[:, None]  # exactly 1 within the region
             if cap < math.inf:
-                over = {chunked: (square.sqrt() if shrink is None else square.sqrt() * shrink) > cap for chunked, square in squares.items()}
-        scaled = codes if shrink is None else {chunked: code * shrink.view(*code.shape[:-1], 1) for chunked, code in codes.items()}
+                over = {
+                    chunked: (square.sqrt() if shrink is None else square.sqrt() * shrink) > cap
+                    for chunked, square in squares.items()
+                }
+        scaled = (
+            codes
+            if shrink is None
+            else {chunked: code * shrink.view(*code.shape[:-1], 1) for chunked, code in codes.items()}
+        )
         applied = {site.key: scaled[site.chunked] for site in self._updates}
         for chunked, exceeds in (over or {}).items():
             if not bool(exceeds.any()):
@@ -214,9 +246,13 @@ class Governor:
 
     @torch.no_grad()
     def _cap(self, chunked: bool, codes: Tensor, exceeds: Tensor, cap: float) -> Tensor:
-        """Scales `[S, M]` of codes `[M, r]`: what brings the largest singular value under the cap where `exceeds [M, S]`, the Frobenius norm being over it; else 1."""
+        """Scales `[S, M]` of codes `[M, r]`: what brings the largest singular value under the cap where `exceeds [M,
+        S]`, the Frobenius norm being over it; else 1.
+        """
         rows = exceeds.any(dim=1).nonzero()[:, 0]
-        unique, of = codes[rows].unique(dim=0, return_inverse=True) if len(rows) > 1 else (codes[rows], torch.zeros_like(rows))  # chunk codes repeat
+        unique, of = (
+            codes[rows].unique(dim=0, return_inverse=True) if len(rows) > 1 else (codes[rows], torch.zeros_like(rows))
+        )  # chunk codes repeat
         r_u, r_v = self._factors(chunked, codes.device)
         scales = codes.new_ones(len(unique), len(r_u))
         wanted = torch.zeros(scales.shape, dtype=torch.bool, device=codes.device)
@@ -253,7 +289,9 @@ def flip_rate(codes: Tensor, real: Tensor) -> Tensor:
 
 
 def soft_flips(codes: Tensor, real: Tensor) -> Tensor:
-    """As `flip_rate`, with a gradient: the mean of 1 - cos(|c_t|, |c_t+1|). Equal to it where each code has one entry."""
+    """As `flip_rate`, with a gradient: the mean of 1 - cos(|c_t|, |c_t+1|). Equal to it where each code has one
+    entry.
+    """
     pairs = real[:, 1:] & real[:, :-1]
     if not bool(pairs.any()):
         return codes.new_zeros(())

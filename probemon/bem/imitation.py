@@ -4,9 +4,10 @@
     history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
     imitation_error(bem, held_out)                  # 0: the experts' codes; 1: no better than the best single code
 
-`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: of which tokens, those where it is not 0; all real ones if it is not
-given. A code of chunk k knows complete chunks before k alone, and that of chunk 0 is one learned vector (a token code also knows its own
-token): leave tokens out whose expert cannot be known yet. U and V do not learn, and the host is run without its head.
+`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: of which tokens, those where it
+is not 0; all real ones if it is not given. A code of chunk k knows complete chunks before k alone, and that of chunk 0
+is one learned vector (a token code also knows its own token): leave tokens out whose expert cannot be known yet. U and
+V do not learn, and the host is run without its head.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def imitation_loss(codes: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
-    """Squared distance to the experts' codes over that of their mean, on all batches together: 0 exact, 1 as good as one code for all.
+    """Squared distance to the experts' codes over that of their mean, on all batches together: 0 exact, 1 as good as
+    one code for all.
 
     Raises `ConfigError` where all experts' codes are the same.
     """
@@ -66,11 +68,20 @@ def check_experts(bem: Bem, batch: Batch) -> None:
     (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
     rank, most = bem.config.rank, bem.config.max_norm
     if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
-        found = f"shape {tuple(experts.shape)}" if isinstance(experts, Tensor) else "none" if experts is None else f"a {type(experts).__name__}"
+        found = (
+            f"shape {tuple(experts.shape)}"
+            if isinstance(experts, Tensor)
+            else "none"
+            if experts is None
+            else f"a {type(experts).__name__}"
+        )
         raise ConfigError(f"expert_codes: {found}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
     largest = float(experts.norm(dim=-1).max())
     if not largest < most:
-        raise ConfigError(f"an expert's code has norm {largest:.4g}, and codes stay under max_norm {most}: scale the experts down (and U up), or raise max_norm")
+        raise ConfigError(
+            f"an expert's code has norm {largest:.4g}, and codes stay under max_norm {most}: scale the experts down"
+            " (and U up), or raise max_norm"
+        )
 
 
 def _compared(bem: Bem, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -84,4 +95,6 @@ def _compared(bem: Bem, batch: Batch) -> tuple[Tensor, Tensor]:
     experts = batch["expert_codes"]
     experts = experts[:, None].expand(-1, counted.shape[1], -1) if experts.dim() == 2 else experts
     taken = codes_taken(bem, seen[-1])
-    return torch.cat([codes[counted] for codes in taken.values()]), torch.cat([experts[counted].to(codes) for codes in taken.values()])
+    return torch.cat([codes[counted] for codes in taken.values()]), torch.cat(
+        [experts[counted].to(codes) for codes in taken.values()]
+    )

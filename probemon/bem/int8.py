@@ -5,8 +5,9 @@
         model.generate(**inputs)
     small.save_pretrained("adapter-int8/")    # attach_bem(model, "adapter-int8/") needs no torchao
 
-A column of U or V is a channel: the direction of one rank, which c multiplies. `quantize` needs torchao, whose symmetric rounding it is; a plain cast would
-leave nothing, as most values lie between -1 and 1. In use the matrices are made wide again, site by site, and the limits on updates are of these.
+A column of U or V is a channel: the direction of one rank, which c multiplies. `quantize` needs torchao, whose
+symmetric rounding it is; a plain cast would leave nothing, as most values lie between -1 and 1. In use the matrices are
+made wide again, site by site, and the limits on updates are of these.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Int8Update(nn.Module):
-    """One site's update: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns `U_scale`, `V_scale` `[r]` fp32. It does not learn."""
+    """One site's update: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns `U_scale`, `V_scale` `[r]`
+    fp32. It does not learn.
+    """
 
     U8: Tensor
     V8: Tensor
@@ -50,7 +53,8 @@ class Int8Update(nn.Module):
 
 
 def quantize(bem: Bem) -> Bem:
-    """The same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing are as they were, states its own.
+    """The same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing are as
+    they were, states its own.
 
     Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
     """
@@ -60,7 +64,9 @@ def quantize(bem: Bem) -> Bem:
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if any(isinstance(update, Int8Update) for update in bem.updates.values()):
         raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
-    made = type(bem)(bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed)
+    made = type(bem)(
+        bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed
+    )
     made.impl_why = bem.impl_why
     made.controller.to(bem.controller.query)  # first, for what is loaded is rounded to what is there
     made.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))

@@ -1,4 +1,5 @@
-"""Losses an adapter is trained on: what it should say, how far it may go from its host, and how its codes should behave.
+"""Losses an adapter is trained on: what it should say, how far it may go from its host, and how its codes should
+behave.
 
     found = adapter_losses(bem, {"input_ids": ids, "attention_mask": mask, "labels": labels}, LossWeights(kl=0.1))
     found.total.backward()                     # gradients for the adapter's parameters alone
@@ -6,14 +7,16 @@
 
     lm             cross-entropy of each label, given the tokens before it
     kl             KL(steered || bare host), mean over tokens; the bare host is the same model with the adapter silenced
-    entropy        entropy of a token's shares less that of their mean over tokens, over log r: from -1 (sure, and all in use) to 0
+    entropy        entropy of a token's shares less that of their mean over tokens, over log r: from -1 (sure, and
+                   all in use) to 0
     update         mean over tokens of the Frobenius norm of the update over all sites, before governance
     decorrelation  mean squared correlation between dimensions of the codes
     flips          max(0, soft flips - 0.1)^2
 
-A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: the smallest is that of a router that gives every
-token to one dimension, the largest that of one that does not decide. Their difference, minus the mutual information of token and
-dimension, is 0 for both. The last four terms are of the codes that sites take, the mean over what chunk-coded sites and the others take.
+A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: the smallest is that of a router
+that gives every token to one dimension, the largest that of one that does not decide. Their difference, minus the
+mutual information of token and dimension, is 0 for both. The last four terms are of the codes that sites take, the mean
+over what chunk-coded sites and the others take.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class LossWeights:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """`total`, the weighted sum, with a gradient; `terms` by name, unweighted scalars; `logits [B, T, V]` of the steered host."""
+    """`total`, the weighted sum, with a gradient; `terms` by name, unweighted scalars; `logits [B, T, V]` of the
+    steered host.
+    """
 
     total: Tensor
     terms: Mapping[str, Tensor]
@@ -71,10 +76,11 @@ class Losses:
 
 
 def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -> Losses:
-    """All terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100: not counted; None: the tokens).
+    """All terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100: not
+    counted; None: the tokens).
 
-    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on its host, `ConfigError` for a batch of padding
-    alone or without a label.
+    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on
+    its host, `ConfigError` for a batch of padding alone or without a label.
     """
     if weights is not None and not isinstance(weights, LossWeights):
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
@@ -89,7 +95,10 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     if weights.lm:
         wanted = labels_after(batch["input_ids"] if labels is None else labels, real).flatten()
         if not bool((wanted != -100).any()):
-            raise ConfigError("a batch has no label behind a token, so there is nothing to predict: leave it out, or give LossWeights(lm=0)")
+            raise ConfigError(
+                "a batch has no label behind a token, so there is nothing to predict: leave it out, or give"
+                " LossWeights(lm=0)"
+            )
         terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), wanted, ignore_index=-100)
     if weights.kl:
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
@@ -111,14 +120,17 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
 
 
 def kl_to_base(steered: Tensor, base: Tensor, real: Tensor) -> Tensor:
-    """KL(steered || base) in nats, the mean over real tokens: logits `[B, T, V]` both, real `[B, T]` bool. No gradient goes into `base`."""
+    """KL(steered || base) in nats, the mean over real tokens: logits `[B, T, V]` both, real `[B, T]` bool. No gradient
+    goes into `base`.
+    """
     log_p = _wide(steered[real]).log_softmax(dim=-1)
     log_q = _wide(base[real].detach()).log_softmax(dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
 
 
 def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
-    """Mean entropy of a token's shares less the entropy of their mean, over log r, of codes `[B, T, r]` at real `[B, T]`: in [-1, 0].
+    """Mean entropy of a token's shares less the entropy of their mean, over log r, of codes `[B, T, r]` at real `[B,
+    T]`: in [-1, 0].
 
     0 for one dimension, and where no token is real.
     """
@@ -131,7 +143,9 @@ def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
 
 
 def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
-    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, with gradients to codes, U and V; `taken` as `codes_taken` gives it."""
+    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, with gradients to codes, U and V; `taken` as
+    `codes_taken` gives it.
+    """
     total = torch.zeros(int(real.sum()), dtype=torch.float32, device=real.device)
     for chunked, codes in taken.items():
         updates = [cast(SiteUpdate, bem.updates[site.key]) for site in bem.sites if site.chunked == chunked]
@@ -161,24 +175,42 @@ def host_of(bem: Bem) -> Any:
 
 
 def learner(bem: Bem) -> Bem:
-    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back teach the controller nothing, and nobody would
-    be told; and with a host made in inference mode."""
+    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back
+    teach the controller nothing, and nobody would be told; and with a host made in inference mode.
+    """
     if not isinstance(bem, Bem):
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if bem.fallback is not None:
-        raise ConfigError("the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without fallback= to train or distil it")
+        raise ConfigError(
+            "the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without"
+            " fallback= to train or distil it"
+        )
     if any(parameter.is_inference() for parameter in host_of(bem).parameters()):
-        raise ConfigError("the host was made in torch.inference_mode(), and nothing can be learned through it: load it outside that block")
+        raise ConfigError(
+            "the host was made in torch.inference_mode(), and nothing can be learned through it: load it outside that"
+            " block"
+        )
     return bem
 
 
 def host_inputs(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch the host is given; the rest is for losses and rewards. Raises `ConfigError` where it is none: whoever learns from one, or measures on it, asks here first."""
+    """What of a batch the host is given; the rest is for losses and rewards. Raises `ConfigError` where it is none:
+    whoever learns from one, or measures on it, asks here first.
+    """
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"a batch is a {type(batch).__name__}: give a sequence of batches, each with its tensors by name, as [{{'input_ids': ids, 'labels': labels}}]")
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__}: give a sequence of batches, each with its tensors by name, as"
+            " [{'input_ids': ids, 'labels': labels}]"
+        )
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        told = f"of shape {tuple(ids.shape)} and {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}" if ids is not None else "not among " + (", ".join(batch) or "nothing")
+        told = (
+            f"of shape {tuple(ids.shape)} and {ids.dtype}"
+            if isinstance(ids, Tensor)
+            else f"a {type(ids).__name__}"
+            if ids is not None
+            else "not among " + (", ".join(batch) or "nothing")
+        )
         raise ConfigError(f"a batch's input_ids are {told}: give whole numbers [B, T] in a tensor")
     for name in ("attention_mask", "labels"):
         if batch.get(name) is not None:
@@ -191,12 +223,16 @@ def by_token(batch: Batch, name: str) -> Tensor:
     given, ids = batch[name], batch["input_ids"]
     if not isinstance(given, Tensor) or given.shape != ids.shape:
         told = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise ConfigError(f"{name} of a batch are {told}, its input_ids of {tuple(ids.shape)}: give one for each token, in a tensor")
+        raise ConfigError(
+            f"{name} of a batch are {told}, its input_ids of {tuple(ids.shape)}: give one for each token, in a tensor"
+        )
     return given
 
 
 def chosen(batch: Batch, name: str) -> Tensor:
-    """Real tokens `[B, T]` bool; of these the ones at which the batch's mask `name` is not 0, if it has one. Raises `ConfigError` for a mask of another shape."""
+    """Real tokens `[B, T]` bool; of these the ones at which the batch's mask `name` is not 0, if it has one. Raises
+    `ConfigError` for a mask of another shape.
+    """
     real = real_tokens(batch)
     return real if batch.get(name) is None else real & (by_token(batch, name) != 0).to(real.device)
 
@@ -208,18 +244,27 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def labels_after(labels: Tensor, real: Tensor) -> Tensor:
-    """What is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or this one is padding, which predicts nothing."""
+    """What is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or this
+    one is padding, which predicts nothing.
+    """
     return labels[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
-    """The codes that sites take, before governance: `[B, T, r]` for those of chunk codes alone (True) and for the others (False)."""
-    return {chunked: codes.of("chunk") if chunked else codes.adaptive() for chunked in sorted({site.chunked for site in bem.sites})}
+    """The codes that sites take, before governance: `[B, T, r]` for those of chunk codes alone (True) and for the
+    others (False).
+    """
+    return {
+        chunked: codes.of("chunk") if chunked else codes.adaptive()
+        for chunked in sorted({site.chunked for site in bem.sites})
+    }
 
 
 @contextmanager
 def watched(bem: Bem) -> Iterator[list[Codes]]:
-    """For the time of the block, the codes of every forward. Raises `BemError` where the adapter is off, or no forward was run."""
+    """For the time of the block, the codes of every forward. Raises `BemError` where the adapter is off, or no forward
+    was run.
+    """
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it before it is trained")
     seen: list[Codes] = []
@@ -231,7 +276,9 @@ def watched(bem: Bem) -> Iterator[list[Codes]]:
 
 @contextmanager
 def silenced(bem: Bem) -> Iterator[None]:
-    """For the time of the block, every code is 0: the host alone, bit for bit, while caches keep what the controller knows of them."""
+    """For the time of the block, every code is 0: the host alone, bit for bit, while caches keep what the controller
+    knows of them.
+    """
 
     def silence(codes: Codes) -> Codes:
         levels = {name: getattr(codes, name) for name in ("prefix", "chunk", "token")}
@@ -243,7 +290,9 @@ def silenced(bem: Bem) -> Iterator[None]:
 
 @contextmanager
 def on_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
-    """For the time of the block, `call(codes)` at every forward of this thread; what it returns is taken in their place. Other threads generate as they did."""
+    """For the time of the block, `call(codes)` at every forward of this thread; what it returns is taken in their
+    place. Other threads generate as they did.
+    """
     mine = threading.get_ident()
 
     def hook(controller: nn.Module, args: Any, codes: Codes) -> Codes | None:
@@ -257,7 +306,9 @@ def on_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
 
 
 def base_logits(bem: Bem, inputs: Batch) -> Tensor:
-    """Logits `[B, T, V]` of the bare host in evaluation mode (its dropout is no part of what it says), without a gradient."""
+    """Logits `[B, T, V]` of the bare host in evaluation mode (its dropout is no part of what it says), without a
+    gradient.
+    """
     with torch.no_grad(), silenced(bem), mode(host_of(bem), training=False):
         logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
     return logits
@@ -265,7 +316,9 @@ def base_logits(bem: Bem, inputs: Batch) -> Tensor:
 
 @contextmanager
 def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
-    """For the time of the block, the host is in training or evaluation mode; afterwards every module is in the one it was in."""
+    """For the time of the block, the host is in training or evaluation mode; afterwards every module is in the one it
+    was in.
+    """
     before = [(module, module.training) for module in host.modules()]
     host.train(training)
     try:

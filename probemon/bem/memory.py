@@ -28,15 +28,21 @@ LOG = logging.getLogger("probemon")
 T = TypeVar("T")
 Source = Callable[[], tuple[int, int]]  # bytes in use, and bytes there are
 
-# Of cgroups 2 and 1, below the folder of this process's group or, in a container, at the top: limit, use, and what of it is a cache of files.
+# Of cgroups 2 and 1, below the folder of this process's group or, in a container, at the top: limit, use, and what of
+# it is a cache of files.
 _GROUPS = (
     (Path("/sys/fs/cgroup"), "", ("memory.max", "memory.current", "inactive_file")),
-    (Path("/sys/fs/cgroup/memory"), "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ),
 )
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes in use and bytes there are, of this machine or of the group that limits this process: whichever is nearer to its end.
+    """Bytes in use and bytes there are, of this machine or of the group that limits this process: whichever is nearer
+    to its end.
 
     A cache of files is not in use: it is given up when memory is asked for.
     """
@@ -49,7 +55,9 @@ def host_memory() -> tuple[int, int]:
 
 
 def process_memory() -> tuple[int, int]:
-    """Bytes in use by this process alone, and bytes that it may have: the machine's, or what the group that limits it allows."""
+    """Bytes in use by this process alone, and bytes that it may have: the machine's, or what the group that limits it
+    allows.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     whole = os.sysconf("SC_PHYS_PAGES") * page
     whole = min([whole, *(allowed for _, allowed in _groups(whole))])
@@ -71,21 +79,31 @@ def gpu_memory(device: str | torch.device = "cuda") -> Source:
 
 
 def memory_pressure(source: Source = host_memory) -> float:
-    """Share of memory in use, 0 to 1. `source` gives bytes in use and bytes there are: `host_memory`, `gpu_memory(device)`. Raises `ConfigError`."""
+    """Share of memory in use, 0 to 1. `source` gives bytes in use and bytes there are: `host_memory`,
+    `gpu_memory(device)`. Raises `ConfigError`.
+    """
     found = source()
-    if not (isinstance(found, tuple) and len(found) == 2 and all(is_number(n) and n >= 0 for n in found) and found[1] > 0):
-        raise ConfigError(f"the source of memory gives {found!r}: give one that returns bytes in use and how many there are")
+    if not (
+        isinstance(found, tuple) and len(found) == 2 and all(is_number(n) and n >= 0 for n in found) and found[1] > 0
+    ):
+        raise ConfigError(
+            f"the source of memory gives {found!r}: give one that returns bytes in use and how many there are"
+        )
     return found[0] / found[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out. On a CPU torch raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 @dataclass(frozen=True)
 class Backoff(Generic[T]):
-    """`results` of all calls in order, `sizes` of their batches (which sum to n), how often memory ran out, how often a batch was halved for pressure."""
+    """`results` of all calls in order, `sizes` of their batches (which sum to n), how often memory ran out, how often a
+    batch was halved for pressure.
+    """
 
     results: tuple[T, ...]
     sizes: tuple[int, ...]
@@ -93,15 +111,26 @@ class Backoff(Generic[T]):
     n_pressed: int
 
 
-def with_batch_backoff(call: Callable[[slice], T], n: int, *, size: int | None = None, limit: float = 0.9, source: Source = host_memory) -> Backoff[T]:
-    """`call(slice)` over n rows, in batches of `size` (all at once if None), which is halved where memory runs out and before a call at which more than
-    `limit` of it is in use.
+def with_batch_backoff(
+    call: Callable[[slice], T], n: int, *, size: int | None = None, limit: float = 0.9, source: Source = host_memory
+) -> Backoff[T]:
+    """`call(slice)` over n rows, in batches of `size` (all at once if None), which is halved where memory runs out and
+    before a call at which more than `limit` of it is in use.
 
-    A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. What runs out for a single row is
-    raised; pressure never stops a single row. Raises `ConfigError`.
+    A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. What
+    runs out for a single row is raised; pressure never stops a single row. Raises `ConfigError`.
     """
-    if not is_int(n) or n < 0 or (size is not None and (not is_int(size) or size < 1)) or not is_number(limit) or not 0 < limit <= 1:
-        raise ConfigError(f"n is {shown(n)}, size {shown(size)}, limit {shown(limit)}: give n from 0, a size of at least 1, a limit over 0, at most 1")
+    if (
+        not is_int(n)
+        or n < 0
+        or (size is not None and (not is_int(size) or size < 1))
+        or not is_number(limit)
+        or not 0 < limit <= 1
+    ):
+        raise ConfigError(
+            f"n is {shown(n)}, size {shown(size)}, limit {shown(limit)}: give n from 0, a size of at least 1, a limit"
+            " over 0, at most 1"
+        )
     now, at, n_out, n_pressed = min(size or n, n), 0, 0, 0
     results: list[T] = []
     sizes: list[int] = []
@@ -148,11 +177,17 @@ def _of_group(top: Path, controller: str, names: tuple[str, str, str], whole: in
         if limit.is_file() and used.is_file():
             allowed = limit.read_text().strip()
             if allowed.isdigit() and 0 < int(allowed) < whole:  # else it is no limit
-                cache = _numbers((folder / "memory.stat").read_text()).get(cache_name, 0) if (folder / "memory.stat").is_file() else 0
+                cache = (
+                    _numbers((folder / "memory.stat").read_text()).get(cache_name, 0)
+                    if (folder / "memory.stat").is_file()
+                    else 0
+                )
                 return [(max(0, int(used.read_text()) - cache), int(allowed))]
     return []
 
 
 def _numbers(text: str) -> dict[str, int]:
     """`name number ...` a line."""
-    return {words[0]: int(words[1]) for line in text.splitlines() if len(words := line.split()) > 1 and words[1].isdigit()}
+    return {
+        words[0]: int(words[1]) for line in text.splitlines() if len(words := line.split()) > 1 and words[1].isdigit()
+    }

@@ -4,13 +4,15 @@
     history = improve(bem, batches, reward, policy, TrainSettings(n_steps=300, lr=3e-3))
     regret(history.rewards, best)                         # cumulative, against the best that was possible
 
-`reward(batch, output) -> [B]`: of each row, given the host's output under the codes that were tried. It needs no gradient, and may be
-anything: what a user said, a checker's verdict, a score. The gradient is that of Williams 1992 (REINFORCE), `(R - b) grad log pi(a | c)`
-with b the running mean of earlier rewards, which does not depend on the action and so leaves the expectation as it is.
+`reward(batch, output) -> [B]`: of each row, given the host's output under the codes that were tried. It needs no
+gradient, and may be anything: what a user said, a checker's verdict, a score. The gradient is that of Williams 1992
+(REINFORCE), `(R - b) grad log pi(a | c)` with b the running mean of earlier rewards, which does not depend on the
+action and so leaves the expectation as it is.
 
-A decision is made where a code may change: at each token of token codes, at the first token of each chunk otherwise, and holds until
-the next. `acts [B, T]` in a batch, optional, says which tokens are steered by the policy, those where it is not 0; the others keep the controller's code.
-U and V do not learn. Codes of sites that take chunk codes whatever the level are the policy's only where no others are used.
+A decision is made where a code may change: at each token of token codes, at the first token of each chunk otherwise,
+and holds until the next. `acts [B, T]` in a batch, optional, says which tokens are steered by the policy, those where
+it is not 0; the others keep the controller's code. U and V do not learn. Codes of sites that take chunk codes whatever
+the level are the policy's only where no others are used.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Policy(Protocol):
         """One action for each of codes `[M, r]`: `[M, r]`, without a gradient."""
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
-        """Log of the density, or probability, of actions `[M, r]` given codes `[M, r]`: `[M]`, with a gradient to codes."""
+        """Log of the density, or probability, of actions `[M, r]` given codes `[M, r]`: `[M]`, with a gradient to
+        codes.
+        """
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Gaussian:
             raise ConfigError(f"std is {shown(self.std)}: give a number over 0")
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        return codes.detach() + self.std * torch.randn(codes.shape, generator=generator, dtype=torch.float32, device=generator.device).to(codes)
+        return codes.detach() + self.std * torch.randn(
+            codes.shape, generator=generator, dtype=torch.float32, device=generator.device
+        ).to(codes)
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
         distance = ((actions - codes) / self.std).square().sum(dim=-1)
@@ -65,14 +71,20 @@ class Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Actions are one of K experts' codes `[K, r]`, with probability softmax(`codes . experts / temperature`). Raises `ConfigError`."""
+    """Actions are one of K experts' codes `[K, r]`, with probability softmax(`codes . experts / temperature`). Raises
+    `ConfigError`.
+    """
 
     experts: Tensor
     temperature: float = 0.5
 
     def __post_init__(self) -> None:
         if not isinstance(self.experts, Tensor) or self.experts.dim() != 2 or len(self.experts) < 2:
-            told = f"have shape {tuple(self.experts.shape)}" if isinstance(self.experts, Tensor) else f"are a {type(self.experts).__name__}"
+            told = (
+                f"have shape {tuple(self.experts.shape)}"
+                if isinstance(self.experts, Tensor)
+                else f"are a {type(self.experts).__name__}"
+            )
             raise ConfigError(f"experts {told}: give the codes of two or more, [K, r]")
         if not is_number(self.temperature) or not self.temperature > 0:
             raise ConfigError(f"temperature is {shown(self.temperature)}: give a number over 0")
@@ -94,7 +106,9 @@ class Categorical:
 
 @dataclass(frozen=True, eq=False)
 class Acted:
-    """One forward under a policy: `log_prob [B]`, of all decisions of a row, with a gradient; how many they were, `n [B]`; `actions [B, T, r]`."""
+    """One forward under a policy: `log_prob [B]`, of all decisions of a row, with a gradient; how many they were, `n
+    [B]`; `actions [B, T, r]`.
+    """
 
     log_prob: Tensor
     n: Tensor
@@ -103,7 +117,9 @@ class Acted:
 
 @contextmanager
 def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[Acted]]:
-    """For the time of the block, forwards without a cache are steered by what the policy draws; `acts [B, T]` bool: at which tokens."""
+    """For the time of the block, forwards without a cache are steered by what the policy draws; `acts [B, T]` bool: at
+    which tokens.
+    """
     seen: list[Acted] = []
 
     def act(codes: Codes) -> Codes:
@@ -111,18 +127,29 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
         decides = _decisions(codes, level, acts)
         actions = wanted.detach().clone()
         actions[decides] = policy.sample(wanted[decides], generator)
-        log_prob = torch.zeros(decides.shape, dtype=wanted.dtype, device=wanted.device).masked_scatter(decides, policy.log_prob(wanted[decides], actions[decides]))
+        log_prob = torch.zeros(decides.shape, dtype=wanted.dtype, device=wanted.device).masked_scatter(
+            decides, policy.log_prob(wanted[decides], actions[decides])
+        )
         at = torch.where(decides, torch.arange(decides.shape[1], device=decides.device), 0).cummax(dim=1).values
         held = actions.gather(1, at[..., None].expand_as(actions))
         actions = torch.where(acts[..., None], held, wanted.detach())
         seen.append(Acted(log_prob.sum(dim=1), decides.sum(dim=1), actions))
         levels = {name: getattr(codes, name) for name in LEVELS}
-        return codes.replace(**{name: torch.where((level == i)[..., None], actions, levels[name].detach()) for i, name in enumerate(LEVELS) if levels[name] is not None})
+        return codes.replace(
+            **{
+                name: torch.where((level == i)[..., None], actions, levels[name].detach())
+                for i, name in enumerate(LEVELS)
+                if levels[name] is not None
+            }
+        )
 
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it first")
     if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.rank:
-        raise ConfigError(f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have rank {bem.config.rank}: give [K, {bem.config.rank}]")
+        raise ConfigError(
+            f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have rank {bem.config.rank}:"
+            f" give [K, {bem.config.rank}]"
+        )
     with on_codes(bem, act):
         yield seen
 
@@ -162,19 +189,35 @@ class _Baseline:
         return torch.zeros_like(rewards) if before is None else rewards - before
 
 
-def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, settings: TrainSettings, *, baseline_decay: float = 0.9) -> PolicyHistory:
+def improve(
+    bem: Bem,
+    batches: Sequence[Batch],
+    reward: Reward,
+    policy: Policy,
+    settings: TrainSettings,
+    *,
+    baseline_decay: float = 0.9,
+) -> PolicyHistory:
     """Train the controller of an attached adapter to be rewarded.
 
-    Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row, `BemError` as `train`.
+    Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row,
+    `BemError` as `train`.
     """
     learner(bem)
     check_lessons(batches, settings)
     if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
-        raise ConfigError(f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob")
+        raise ConfigError(
+            f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"
+        )
     if not is_number(baseline_decay) or not 0 <= baseline_decay <= 1:
-        raise ConfigError(f"baseline_decay is {baseline_decay!r}: give 0 to 1, how much of the running mean is kept at each step")
+        raise ConfigError(
+            f"baseline_decay is {baseline_decay!r}: give 0 to 1, how much of the running mean is kept at each step"
+        )
     if len(sizes := {len(host_inputs(batch)["input_ids"]) for batch in batches}) > 1:
-        raise ConfigError(f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards are kept a row")
+        raise ConfigError(
+            f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards"
+            " are kept a row"
+        )
     generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
     taken: list[Tensor] = []
 
@@ -187,7 +230,9 @@ def improve(bem: Bem, batches: Sequence[Batch], reward: Reward, policy: Policy, 
         with torch.no_grad():
             rewards = _numbers(reward(batch, output)).to(acts.device)
         if rewards.shape != (len(acts),) or not bool(torch.isfinite(rewards).all()):
-            raise ConfigError(f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each")
+            raise ConfigError(
+                f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each"
+            )
         taken.append(rewards.cpu())
         [acted] = seen
         return -(baseline.advantage(rewards) * acted.log_prob).mean(), {"reward": rewards.mean()}
@@ -205,5 +250,7 @@ def _numbers(rewards: Any) -> Tensor:
 
 
 def regret(rewards: Tensor, best: Tensor | float) -> Tensor:
-    """Cumulative regret `[n]`: after each step, how much more the best actions would have earned on average over rows; rewards `[n, B]`, best alike or a number."""
+    """Cumulative regret `[n]`: after each step, how much more the best actions would have earned on average over rows;
+    rewards `[n, B]`, best alike or a number.
+    """
     return (best - rewards).mean(dim=1).cumsum(dim=0)

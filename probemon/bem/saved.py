@@ -7,8 +7,8 @@
 A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the
 settings beside the weights, as a tensor of bytes.
 
-Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is noticed; the settings have a hash of
-their own, for an adapter with another number in them is another adapter.
+Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is
+noticed; the settings have a hash of their own, for an adapter with another number in them is another adapter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _UNUSED = "controller.default_code"  # older adapters have it without a chunk ro
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are from.
+    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are
+    from.
     """
 
     folder: Path
@@ -63,7 +64,8 @@ class Saved:
         return any(name.startswith("updates.") and tensor.dtype == torch.int8 for name, tensor in self.tensors.items())
 
     def load(self, module: nn.Module) -> None:
-        """Put the tensors into an adapter made from `config`, each in the dtype it was saved in: in another one it would be another adapter.
+        """Put the tensors into an adapter made from `config`, each in the dtype it was saved in: in another one it
+        would be another adapter.
 
         Raises `BemFileError` where names, shapes or kinds of numbers are not its own.
         """
@@ -77,13 +79,13 @@ class Saved:
         if wrong:
             raise BemFileError(
                 f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings "
-                f"say: copy the folder again"
+                "say: copy the folder again"
             )
         for name, tensor in tensors.items():
             if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
                 raise BemFileError(
                     f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder "
-                    f"again"
+                    "again"
                 )
         with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
             module.load_state_dict(
@@ -91,7 +93,9 @@ class Saved:
             )
 
 
-def write_saved(folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
+def write_saved(
+    folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]
+) -> None:
     """Write both files; an adapter that is there already is replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,9 +120,12 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
     """What is kept beside the weights: `config`, and the `host` that they were made on."""
     _, layers = find_layers(model)
     host = {
-        "model": type(model).__name__, "hidden_size": hidden_size(model), "n_layers": len(layers), "fingerprint": fingerprint(model),
+        "model": type(model).__name__,
+        "hidden_size": hidden_size(model),
+        "n_layers": len(layers),
+        "fingerprint": fingerprint(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
-    }  # fmt: skip
+    }
     return {"config": dataclasses.asdict(config), "host": host}
 
 
@@ -138,17 +145,25 @@ def read_saved(folder: Path) -> Saved:
     except FileNotFoundError:
         raise BemFileError(
             f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
-            f"Trainer's checkpoint of one"
+            "Trainer's checkpoint of one"
         ) from None
     except (OSError, RecursionError, ValueError) as error:
         raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
     _check_format(path, settings)
     config, host, files = (settings.get(key) for key in ("config", "host", "files"))
     stated = files.get(WEIGHTS) if isinstance(files, dict) else None
-    if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict) or not isinstance(stated, dict):
+    if (
+        not isinstance(config, dict)
+        or not isinstance(host, dict)
+        or not isinstance(host.get("sites"), dict)
+        or not isinstance(stated, dict)
+    ):
         raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
     if settings.get("sha256") != settings_hash({"config": config, "host": host, "files": files}):
-        raise BemFileError(f"{path} is not as save_pretrained wrote it (its hash differs): {again}; to change a setting, make a BemConfig with it and save that adapter")
+        raise BemFileError(
+            f"{path} is not as save_pretrained wrote it (its hash differs): {again}; to change a setting, make a"
+            " BemConfig with it and save that adapter"
+        )
     made = _config(path, config)
     if not weights.is_file():
         raise BemFileError(f"{weights} is missing: {again}")
@@ -202,7 +217,7 @@ def _check_format(path: Path, settings: Any) -> None:
     if settings.get("format_version") != FORMAT_VERSION:
         raise BemFileError(
             f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
-            f"upgrade probemon"
+            "upgrade probemon"
         )
 
 
@@ -211,7 +226,7 @@ def _config(path: Path, config: Mapping[str, Any]) -> BemConfig:
     if missing:
         raise BemFileError(
             f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
-            f"copy the folder again"
+            "copy the folder again"
         )
     try:
         return BemConfig.from_dict(config)
@@ -237,17 +252,28 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the adapter does not fit; another checkpoint of the same shape warns, or raises if `strict`."""
+    """Raise `HostMismatch` where the adapter does not fit; another checkpoint of the same shape warns, or raises if
+    `strict`.
+    """
     _, layers = find_layers(model)
     found = {"hidden_size": hidden_size(model), "n_layers": len(layers)}
     for key, value in found.items():
         if saved.host.get(key) != value:
-            raise HostMismatch(f"{saved.folder} was made for {saved.host.get('model')} with {key} {saved.host.get(key)}, this {type(model).__name__} has {value}")
+            raise HostMismatch(
+                f"{saved.folder} was made for {saved.host.get('model')} with {key} {saved.host.get(key)}, this"
+                f" {type(model).__name__} has {value}"
+            )
     for site in find_sites(model, saved.config):
         if saved.host["sites"].get(site.name) != [site.n_in, site.n_out]:
-            raise HostMismatch(f"{saved.folder} has site {site.name} of {saved.host['sites'].get(site.name)} values in and out, this {type(model).__name__} of {[site.n_in, site.n_out]}")
+            raise HostMismatch(
+                f"{saved.folder} has site {site.name} of {saved.host['sites'].get(site.name)} values in and out, this"
+                f" {type(model).__name__} of {[site.n_in, site.n_out]}"
+            )
     if saved.host.get("fingerprint") != fingerprint(model):
-        problem = f"{saved.folder} was made for a {saved.host.get('model')} of other weights: what it steers towards may be something else"
+        problem = (
+            f"{saved.folder} was made for a {saved.host.get('model')} of other weights: what it steers towards may be"
+            " something else"
+        )
         if strict:
             raise HostMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")
         warnings.warn(problem, UserWarning, stacklevel=4)

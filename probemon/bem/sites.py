@@ -3,8 +3,8 @@
     sites = find_sites(model, config)            # [Site(name="down.3", kind="down", layer=3, module=...), ...]
     updates = make_updates(sites, config)        # nn.ModuleDict: "down_3" -> SiteUpdate with V [in, r], U [out, r]
 
-A mixture-of-experts block keeps its experts in one tensor and has no linear layer of its own to update. There the site "down"
-is the whole block, from its input to its output: such an update cannot be merged into weights.
+A mixture-of-experts block keeps its experts in one tensor and has no linear layer of its own to update. There the site
+"down" is the whole block, from its input to its output: such an update cannot be merged into weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One updated module: `name` such as "down.3"; it maps `[.., n_in]` to `[.., n_out]`. `mergeable`: it is a linear layer."""
+    """One updated module: `name` such as "down.3"; it maps `[.., n_in]` to `[.., n_out]`. `mergeable`: it is a linear
+    layer.
+    """
 
     kind: str
     layer: int
@@ -94,7 +96,9 @@ def _site(layers: nn.ModuleList, kind: str, layer: int, width: int) -> Site:
 def make_updates(sites: Sequence[Site], config: BemConfig) -> nn.ModuleDict:
     """Fresh parameters, each on the device of its site; the same for the same `config.seed`."""
     generator = torch.Generator().manual_seed(config.seed)
-    return nn.ModuleDict({site.key: SiteUpdate(site, config.rank, generator).to(device_of(site.module)) for site in sites})
+    return nn.ModuleDict(
+        {site.key: SiteUpdate(site, config.rank, generator).to(device_of(site.module)) for site in sites}
+    )
 
 
 def device_of(module: nn.Module) -> torch.device:

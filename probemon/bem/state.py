@@ -1,13 +1,13 @@
 """State: what the controller knows of the sequences in one cache, and how it follows that cache.
 
     states = States()
-    states.put(cache, ControllerState(n_rows=2))      # the cache's reorder, repeat, select, reset and deepcopy move it too
+    states.put(cache, ControllerState(n_rows=2))  # the cache's reorder, repeat, select, reset and deepcopy move it too
     states.get(cache)                                 # None for a cache that was never seen
     states.clear()                                    # leaves no trace on any cache
 
-A state keeps the controller's features of every column and which columns are real tokens. All else follows from these, so that
-it is cut back (`truncate`) to any column by reading what is left again. A crop of the cache needs no message: the next forward
-begins at an earlier column, and what lay beyond is overwritten.
+A state keeps the controller's features of every column and which columns are real tokens. All else follows from these,
+so that it is cut back (`truncate`) to any column by reading what is left again. A crop of the cache needs no message:
+the next forward begins at an earlier column, and what lay beyond is overwritten.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from probemon.errors import BemStateError
 class Carry:
     """What goes from one forward to the next, a row each. Never written to.
 
-    `n [B]` int64: real tokens so far. `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros beyond
-    them. Of that chunk: `code [B, r]` after the moving average, `summary [B, w]` of the prefix, `confidence [B]`. `log_mass [B]`:
-    log of the summary's denominator, -inf before the first complete chunk.
+    `n [B]` int64: real tokens so far. `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros
+    beyond them. Of that chunk: `code [B, r]` after the moving average, `summary [B, w]` of the prefix, `confidence
+    [B]`. `log_mass [B]`: log of the summary's denominator, -inf before the first complete chunk.
     """
 
     n: Tensor
@@ -49,16 +49,20 @@ class Carry:
 
 
 class ControllerState:
-    """One batch of sequences. `n_rows`; `n_columns` read so far; `level [B]` int64 where it was decided once, else None.
+    """One batch of sequences. `n_rows`; `n_columns` read so far; `level [B]` int64 where it was decided once, else
+    None.
 
-    `carry` is None until something was read, and where columns were cut off or only fed: it then follows from the history.
+    `carry` is None until something was read, and where columns were cut off or only fed: it then follows from the
+    history.
     """
 
     def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
         self.n_rows, self.level = n_rows, level
         self.carry: Carry | None = None
         self.inside = False  # whether the last forward was known to complete no chunk
-        self.room = 0  # tokens that any row can take before one completes a chunk, at least: then nothing of chunks is computed
+        self.room = (
+            0  # tokens that any row can take before one completes a chunk, at least: then nothing of chunks is computed
+        )
         self.n_columns = 0
         self._pieces: list[tuple[Tensor, Tensor]] = []
 
@@ -69,7 +73,9 @@ class ControllerState:
         self.carry = carry.detach()
 
     def feed(self, z: Tensor, real: Tensor) -> None:
-        """As `append`, where nothing but the features was computed. A column whose features are unknown is NaN: so is then what follows from it."""
+        """As `append`, where nothing but the features was computed. A column whose features are unknown is NaN: so is
+        then what follows from it.
+        """
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry, self.room = None, 0
@@ -79,13 +85,20 @@ class ControllerState:
         if not self._pieces:
             raise BemStateError("this state has read nothing yet: run a forward first")
         if len(self._pieces) > 1:
-            self._pieces = [(torch.cat([z for z, _ in self._pieces], dim=1), torch.cat([real for _, real in self._pieces], dim=1))]
+            self._pieces = [
+                (torch.cat([z for z, _ in self._pieces], dim=1), torch.cat([real for _, real in self._pieces], dim=1))
+            ]
         return self._pieces[0]
 
     def keep(self, n_columns: int) -> tuple[Tensor, Tensor]:
         """Forget the columns from `n_columns` on, and the carry: the caller reads what is left again."""
         z, real = self.history()
-        self._pieces, self.n_columns, self.carry, self.room = [(z[:, :n_columns], real[:, :n_columns])], n_columns, None, 0
+        self._pieces, self.n_columns, self.carry, self.room = (
+            [(z[:, :n_columns], real[:, :n_columns])],
+            n_columns,
+            None,
+            0,
+        )
         return self._pieces[0]
 
     def select(self, rows: Tensor) -> None:
@@ -102,7 +115,13 @@ class ControllerState:
     def copy(self) -> ControllerState:
         """Another state that goes its own way from here."""
         made = ControllerState(self.n_rows, self.level)
-        made.carry, made.room, made.inside, made.n_columns, made._pieces = self.carry, self.room, self.inside, self.n_columns, list(self._pieces)
+        made.carry, made.room, made.inside, made.n_columns, made._pieces = (
+            self.carry,
+            self.room,
+            self.inside,
+            self.n_columns,
+            list(self._pieces),
+        )
         return made
 
     def tensors(self) -> dict[str, Tensor]:
@@ -117,11 +136,16 @@ class ControllerState:
         z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
         if z is None or real is None or z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
             shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
-            raise BemStateError(f"tensors {shapes} are not a controller's state: expected z [B, L, w] and real [B, L] bool, as state.tensors() gives them")
+            raise BemStateError(
+                f"tensors {shapes} are not a controller's state: expected z [B, L, w] and real [B, L] bool, as"
+                " state.tensors() gives them"
+            )
         if level is not None and level.shape != z.shape[:1]:
             raise BemStateError(f"level has shape {tuple(level.shape)} for {len(z)} rows: expected one for each")
         if level is not None and (level.dtype != torch.int64 or not bool(((level >= 0) & (level < len(LEVELS))).all())):
-            raise BemStateError(f"levels are {level.tolist()} ({level.dtype}): expected int64 indices into {', '.join(LEVELS)}")
+            raise BemStateError(
+                f"levels are {level.tolist()} ({level.dtype}): expected int64 indices into {', '.join(LEVELS)}"
+            )
         state = cls(len(z), level)
         state._pieces, state.n_columns = [(z, real)], z.shape[1]
         return state
@@ -198,7 +222,10 @@ class _Follower:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise BemStateError("a cache that an adapter follows cannot be pickled: detach first, and keep bem.state(cache).tensors() beside it")
+        raise BemStateError(
+            "a cache that an adapter follows cannot be pickled: detach first, and keep bem.state(cache).tensors()"
+            " beside it"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
         """A copied cache has a copied state: prompts are computed once and their caches copied."""

@@ -1,7 +1,8 @@
 """Training an adapter end to end, in plain torch or by Hugging Face's Trainer; the host stays as it was, bit for bit.
 
     bem = attach_bem(model, BemConfig())
-    history = train(bem, batches, TrainSettings(n_steps=300, lr=1e-2))          # batches: dicts of input_ids, attention_mask, labels
+    # batches: dicts of input_ids, attention_mask, labels
+    history = train(bem, batches, TrainSettings(n_steps=300, lr=1e-2))
     history.losses                                                              # [n_steps]
     evaluate(model, held_out)                                                   # mean cross-entropy a label
 
@@ -43,9 +44,11 @@ LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How parameters learn: AdamW (Loshchilov and Hutter 2019), gradients clipped, the learning rate in a line up and in a line down to 0.
+    """How parameters learn: AdamW (Loshchilov and Hutter 2019), gradients clipped, the learning rate in a line up and
+    in a line down to 0.
 
-    `max_grad_norm`: of all gradients together, None for no limit. `seed`: of the order of the batches and of dropout. Raises `ConfigError`.
+    `max_grad_norm`: of all gradients together, None for no limit. `seed`: of the order of the batches and of dropout.
+    Raises `ConfigError`.
     """
 
     n_steps: int
@@ -57,11 +60,17 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         for name, fine, remedy in (
-            ("n_steps", is_int(self.n_steps) and self.n_steps >= 1, "give 1 or more"), ("lr", is_number(self.lr) and self.lr > 0, "give a number over 0"),
-            ("n_warmup", is_int(self.n_warmup) and self.n_warmup >= 0, "give 0 or more"), ("weight_decay", is_number(self.weight_decay) and self.weight_decay >= 0, "give 0 or more"),
-            ("max_grad_norm", self.max_grad_norm is None or (is_number(self.max_grad_norm) and self.max_grad_norm > 0), "give a number over 0, or None for no limit"),
+            ("n_steps", is_int(self.n_steps) and self.n_steps >= 1, "give 1 or more"),
+            ("lr", is_number(self.lr) and self.lr > 0, "give a number over 0"),
+            ("n_warmup", is_int(self.n_warmup) and self.n_warmup >= 0, "give 0 or more"),
+            ("weight_decay", is_number(self.weight_decay) and self.weight_decay >= 0, "give 0 or more"),
+            (
+                "max_grad_norm",
+                self.max_grad_norm is None or (is_number(self.max_grad_norm) and self.max_grad_norm > 0),
+                "give a number over 0, or None for no limit",
+            ),
             ("seed", is_int(self.seed) and 0 <= self.seed < 1 << 63, "give 0 or more, within 63 bits"),
-        ):  # fmt: skip
+        ):
             if not fine:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
 
@@ -95,9 +104,11 @@ class History:
 
 
 def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None) -> History:
-    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too if it has any; modes are put back.
+    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too if it has any;
+    modes are put back.
 
-    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: it then has the parameters before that step.
+    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: it then has the
+    parameters before that step.
     """
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -109,8 +120,11 @@ def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: 
         return fit(list(bem.parameters()), loss_of, batches, settings)
 
 
-def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[Batch], settings: TrainSettings) -> History:
-    """Lower any loss of a batch over `parameters`: `loss_of(batch)` gives the loss and what else is to be noted. Raises as `train`.
+def fit(
+    parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[Batch], settings: TrainSettings
+) -> History:
+    """Lower any loss of a batch over `parameters`: `loss_of(batch)` gives the loss and what else is to be noted. Raises
+    as `train`.
 
     Batches are taken in a new order each time round.
     """
@@ -118,7 +132,11 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
-    with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():  # whoever learns, wherever they are
+    with (
+        torch.inference_mode(False),
+        _seeded(parameters, settings.seed),
+        torch.enable_grad(),
+    ):  # whoever learns, wherever they are
         for step in range(settings.n_steps):
             optimiser.zero_grad()
             batch = batches[next(order)]
@@ -127,7 +145,10 @@ def fit(parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[B
             loss.backward()
             norm = float(nn.utils.clip_grad_norm_(parameters, limit))
             if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
-                raise BemError(f"step {step}: the loss is {float(loss.detach())}, its gradient's norm {norm}: lower lr ({settings.lr}) or look into this batch")
+                raise BemError(
+                    f"step {step}: the loss is {float(loss.detach())}, its gradient's norm {norm}: lower lr"
+                    f" ({settings.lr}) or look into this batch"
+                )
             lr = settings.lr_at(step)
             for group in optimiser.param_groups:
                 group["lr"] = lr
@@ -142,7 +163,10 @@ def check_lessons(batches: Sequence[Batch], settings: TrainSettings) -> None:
     if not isinstance(settings, TrainSettings):
         raise ConfigError(f"settings is {settings!r}: give TrainSettings(n_steps=..., ...)")
     if isinstance(batches, Mapping) or not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
-        raise ConfigError(f"batches is a {type(batches).__name__}: give a list of batches, list(batches) of a generator, [batch] of one")
+        raise ConfigError(
+            f"batches is a {type(batches).__name__}: give a list of batches, list(batches) of a generator, [batch]"
+            " of one"
+        )
     if not len(batches):
         raise ConfigError("there are no batches to learn from: give at least one")
 
@@ -155,13 +179,18 @@ def _learnable(batch: Batch) -> Batch:
 
 @torch.no_grad()
 def evaluate(model: Any, batches: Sequence[Batch]) -> float:
-    """Mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode; with the adapter where one is on."""
+    """Mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode; with the
+    adapter where one is on.
+    """
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
             inputs = host_inputs(batch)
             if batch.get("labels") is None:
-                raise ConfigError(f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be counted")
+                raise ConfigError(
+                    f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to"
+                    " be counted"
+                )
             labels = labels_after(batch["labels"], real_tokens(batch)).flatten()
             logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
@@ -172,11 +201,12 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
 
 
 class Objective(nn.Module):
-    """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as Trainer expects.
+    """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as
+    Trainer expects.
 
-    Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the host's too; moving
-    it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that a checkpoint
-    opens by `attach_bem(model, checkpoint)`.
+    Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the
+    host's too; moving it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so
+    that a checkpoint opens by `attach_bem(model, checkpoint)`.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:
@@ -184,7 +214,9 @@ class Objective(nn.Module):
         self.bem, self.weights = bem, weights
         self.register_buffer(STATED, settings_tensor(bem.config, host_of(bem), bem.sites))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """As `adapter_losses`."""
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         found = adapter_losses(self.bem, {name: x for name, x in given.items() if x is not None}, self.weights)
@@ -204,7 +236,9 @@ def _order(n: int, seed: int) -> Iterator[int]:
 
 @contextmanager
 def _seeded(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[Any]:
-    """For the time of the block, random numbers are by this seed; afterwards they go on as if nothing had been drawn."""
+    """For the time of the block, random numbers are by this seed; afterwards they go on as if nothing had been
+    drawn.
+    """
     devices = sorted({int(parameter.device.index or 0) for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

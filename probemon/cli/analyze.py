@@ -1,7 +1,7 @@
 """Commands on corpora: analyze.
 
-    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
-    probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --pack probes/wordnet-smollm2-135m-mlp --out both/
+probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
+probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --pack probes/wordnet-smollm2-135m-mlp --out both/
 """
 
 from __future__ import annotations
@@ -29,30 +29,72 @@ _SHOWN = 10
 
 
 def analyze(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct."
+        ),
+    ],
     pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="A text file (a document a line), .jsonl, .parquet, a folder (a file each), or - for standard input.")],
-    out: Annotated[Path, typer.Option(help="Where the analysis is written. One that is not finished, of the same input and settings, is gone on with.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="A text file (a document a line), .jsonl, .parquet, a folder (a file each), or - for standard input.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help=(
+                "Where the analysis is written. One that is not finished, of the same input and settings, is gone on"
+                " with."
+            )
+        ),
+    ],
     more_packs: Annotated[list[str] | None, typer.Option("--pack", metavar="PACK", help=MORE_PACKS)] = None,
-    floor: Annotated[str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")] = "fired",
+    floor: Annotated[
+        str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")
+    ] = "fired",
     window: Annotated[int, typer.Option(help="Longest input of the model in tokens; 0: 1024, or what it takes.")] = 0,
-    overlap: Annotated[int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")] = -1,
+    overlap: Annotated[
+        int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")
+    ] = -1,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, with padding.")] = Reading.batch_tokens,
-    special_tokens: Annotated[str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")] = Reading.special_tokens,
-    parse_special: Annotated[bool, typer.Option("--parse-special", help="Special tokens written in the texts are such, not characters.")] = False,
+    special_tokens: Annotated[
+        str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")
+    ] = Reading.special_tokens,
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="Special tokens written in the texts are such, not characters.")
+    ] = False,
     text_field: Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")] = "text",
     id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
-    audit_rate: Annotated[float, typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed.")] = 0.0,
-    no_text: Annotated[bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")] = False,
-    ray: Annotated[int, typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "bfloat16",
+    audit_rate: Annotated[
+        float,
+        typer.Option(
+            help="Share of the tokens on which every probe is evaluated too, to count what the descent missed."
+        ),
+    ] = 0.0,
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")
+    ] = False,
+    ray: Annotated[
+        int,
+        typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone."),
+    ] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")
+    ] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet; with --pack those of several packs.
+    """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet; with --pack
+    those of several packs.
 
     With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
     """
@@ -64,25 +106,54 @@ def analyze(
 
     rank, world_size = _ranks()
     least: float | str = floor if floor == "fired" else _number("floor", floor)
-    reading = Reading(window_of(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special)
+    reading = Reading(
+        window_of(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special
+    )
     check_device(device)
     use_threads(threads)
     if ray:
         from probemon.offline.distributed import Job
 
-        job = Job(model, [pack, *(more_packs or ())], str(out), device, dtype, None, {"audit_rate": audit_rate}, least, reading, not no_text, strict)
+        job = Job(
+            model,
+            [pack, *(more_packs or ())],
+            str(out),
+            device,
+            dtype,
+            None,
+            {"audit_rate": audit_rate},
+            least,
+            reading,
+            not no_text,
+            strict,
+        )
         _told(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
     opened = open_packs([pack, *(more_packs or ())])
-    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)  # a wrong name is to be told before the model is loaded
+    read_documents(
+        source, text_field=text_field, id_field=id_field, max_chars=max_chars
+    )  # a wrong name is to be told before the model is loaded
     Tables(opened, least, not no_text)  # and so is a wrong floor
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype)
     with _progress(source) as progress:
         analysis = manager.analyze(
-            host, tokenizer, source, out, resume=True, floor=least, reading=reading, keep_text=not no_text, text_field=text_field, id_field=id_field,
-            max_chars=max_chars, strict=strict, rank=rank, world_size=world_size, progress=progress,
-        )  # fmt: skip
+            host,
+            tokenizer,
+            source,
+            out,
+            resume=True,
+            floor=least,
+            reading=reading,
+            keep_text=not no_text,
+            text_field=text_field,
+            id_field=id_field,
+            max_chars=max_chars,
+            strict=strict,
+            rank=rank,
+            world_size=world_size,
+            progress=progress,
+        )
     _told(analysis, out, as_json)
 
 
@@ -92,7 +163,16 @@ def _with_ray(job: Job, source: str, workers: int, text_field: str, id_field: st
     if workers < 0:
         raise ConfigError(f"--ray is {workers}: give 1 or more workers")
     with _progress(source) as progress:
-        return analyze_dataset(source, job, concurrency=workers, resume=True, text_field=text_field, id_field=id_field, max_chars=max_chars, progress=progress)
+        return analyze_dataset(
+            source,
+            job,
+            concurrency=workers,
+            resume=True,
+            text_field=text_field,
+            id_field=id_field,
+            max_chars=max_chars,
+            progress=progress,
+        )
 
 
 @contextmanager
@@ -103,7 +183,9 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
     from probemon.offline.documents import count_documents
 
     n_tokens = 0
-    with tqdm(total=count_documents(source), unit="doc", desc="analyze", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
+    with tqdm(
+        total=count_documents(source), unit="doc", desc="analyze", disable=None, dynamic_ncols=True, bar_format=_BAR
+    ) as bar:
 
         def progress(documents: float, tokens: int) -> None:
             nonlocal n_tokens
@@ -131,7 +213,10 @@ def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
         _show(analysis)
     totals = analysis.manifest.get("totals", {})
     if analysis.complete and totals["documents"] == totals["bad_documents"] > 0:
-        raise ConfigError(f"none of the {totals['documents']} documents could be scored; the first: {analysis.documents().column('reason')[0]}")
+        raise ConfigError(
+            f"none of the {totals['documents']} documents could be scored; the first:"
+            f" {analysis.documents().column('reason')[0]}"
+        )
 
 
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
@@ -141,10 +226,20 @@ def _show(analysis: Analysis) -> None:
     from probemon.engine.audit import Audit
 
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
-    bad = f", {totals['bad_documents']} bad ones left out (their reasons are in documents.parquet)" if totals["bad_documents"] else ""
-    say(f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']} unseen, {totals['rows']} rows")
+    bad = (
+        f", {totals['bad_documents']} bad ones left out (their reasons are in documents.parquet)"
+        if totals["bad_documents"]
+        else ""
+    )
+    say(
+        f"{analysis.directory}: {totals['documents']} documents{bad}, {totals['tokens']} tokens, {totals['unseen']}"
+        f" unseen, {totals['rows']} rows"
+    )
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
-    say(f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token, {totals['dropped']} dropped")
+    say(
+        f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token,"
+        f" {totals['dropped']} dropped"
+    )
     if totals.get("audit", {}).get("n_tokens"):
         say(f"audit: {Audit.of_totals(totals['audit'])}")
     if not totals["rows"]:
@@ -153,7 +248,11 @@ def _show(analysis: Analysis) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
-    rows: list[dict[str, Any]] = concepts.sort_by([("n_documents", "descending"), ("n_tokens", "descending"), ("concept", "ascending")]).slice(0, _SHOWN).to_pylist()
+    rows: list[dict[str, Any]] = (
+        concepts.sort_by([("n_documents", "descending"), ("n_tokens", "descending"), ("concept", "ascending")])
+        .slice(0, _SHOWN)
+        .to_pylist()
+    )
     for row in rows:
         table.add_row(" > ".join(row["path"]), str(row["n_documents"]), str(row["n_tokens"]), f"{row['max_score']:.3f}")
     terminal().print(table)
@@ -164,7 +263,9 @@ def _ranks() -> tuple[int, int]:
     if given["WORLD_SIZE"] is None and given["RANK"] is None:
         return 0, 1
     if not all(text is not None and text.isdigit() for text in given.values()):
-        raise ConfigError(f"RANK is {given['RANK']!r} and WORLD_SIZE {given['WORLD_SIZE']!r}: give both as numbers, or neither")
+        raise ConfigError(
+            f"RANK is {given['RANK']!r} and WORLD_SIZE {given['WORLD_SIZE']!r}: give both as numbers, or neither"
+        )
     return int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
 
 

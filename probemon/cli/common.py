@@ -1,7 +1,7 @@
 """What the commands that run a host have in common: its threads, its windows, and the host by name.
 
-    use_threads(2)
-    model, tokenizer = load_aloud("demo", "cpu")
+use_threads(2)
+model, tokenizer = load_aloud("demo", "cpu")
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from probemon.errors import ConfigError
 from probemon.host.loading import load_model
 from probemon.offline.windows import Window
 
-MORE_PACKS = "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two have the same."
+MORE_PACKS = (
+    "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two have the"
+    " same."
+)
 
 
 def use_threads(threads: int) -> None:

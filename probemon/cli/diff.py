@@ -1,7 +1,7 @@
 """The command diff.
 
-    probemon diff before/ after/
-    probemon diff before/ after/ --by max --fdr 0.01 --out diff.parquet
+probemon diff before/ after/
+probemon diff before/ after/ --by max --fdr 0.01 --out diff.parquet
 """
 
 from __future__ import annotations
@@ -26,14 +26,25 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="DIR_A", help="An analysis: the folder that `probemon analyze` wrote.")],
-    b: Annotated[Path, typer.Argument(metavar="DIR_B", help="The one to compare with it; of the same pack, host and settings.")],
-    by: Annotated[str, typer.Option(help="What is compared of a document: share (of its tokens over the floor) or max (whether any was).")] = "share",
-    fdr: Annotated[float, typer.Option(help="The false-discovery rate: the most of what is listed that may be chance.")] = 0.05,
+    b: Annotated[
+        Path, typer.Argument(metavar="DIR_B", help="The one to compare with it; of the same pack, host and settings.")
+    ],
+    by: Annotated[
+        str,
+        typer.Option(
+            help="What is compared of a document: share (of its tokens over the floor) or max (whether any was)."
+        ),
+    ] = "share",
+    fdr: Annotated[
+        float, typer.Option(help="The false-discovery rate: the most of what is listed that may be chance.")
+    ] = 0.05,
     resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = 1000,
     confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
     rows: Annotated[int, typer.Option(help="Concepts shown of each direction, the largest effects first.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Write a row for every concept tested: a parquet file that is not there yet.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a row for every concept tested: a parquet file that is not there yet.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every concept tested.")] = False,
 ) -> None:
     """List the concepts that differ between two analyzed corpora: how much more of them B has than A."""
@@ -48,7 +59,9 @@ def diff(
         check_new(out)  # before the work
     first, second = Analysis.open(a), Analysis.open(b)
     with tqdm(total=resamples, desc="diff", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
-        found = compare(first, second, by=by, fdr=fdr, resamples=resamples, confidence=confidence, seed=seed, progress=bar.update)
+        found = compare(
+            first, second, by=by, fdr=fdr, resamples=resamples, confidence=confidence, seed=seed, progress=bar.update
+        )
     if out is not None:
         found.write(out)
     if as_json:
@@ -62,19 +75,37 @@ def _show(found: Comparison, most: int) -> None:
     say(_corpus("A", found.a))
     say(_corpus("B", found.b))
     if found.a.n_dropped or found.b.n_dropped:
-        say(f"a limit dropped a probe at a token {found.a.n_dropped} times in A and {found.b.n_dropped} times in B; what they would have shown is not in this (raise max_loaded_probes)")
+        say(
+            f"a limit dropped a probe at a token {found.a.n_dropped} times in A and {found.b.n_dropped} times in B;"
+            " what they would have shown is not in this (raise max_loaded_probes)"
+        )
     over = "its alert threshold" if found.floor == "fired" else f"{found.floor:g}"
-    what = {"share": f"share of a document's tokens with a score over {over}", "max": f"whether any token of a document has a score over {over}"}[found.by]
+    what = {
+        "share": f"share of a document's tokens with a score over {over}",
+        "max": f"whether any token of a document has a score over {over}",
+    }[found.by]
     say(f"compared: {what}; mean over documents in %, B minus A, with {100 * found.confidence:g} % bootstrap intervals")
-    listed, tested = found.differing, f"{len(found.rows)} concepts tested, {found.n_never_over} never over the floor in either"
+    listed, tested = (
+        found.differing,
+        f"{len(found.rows)} concepts tested, {found.n_never_over} never over the floor in either",
+    )
     if not listed:
         lowest = f"; the lowest q is {found.rows[0].q:.3g}" if found.rows else ""
-        say(f"no concept differs at a false-discovery rate of {found.fdr:g} ({tested}{lowest}). That does not show that the corpora are alike")
+        say(
+            f"no concept differs at a false-discovery rate of {found.fdr:g} ({tested}{lowest}). That does not show that"
+            " the corpora are alike"
+        )
         return
     say(f"{len(listed)} concepts differ ({tested})")
-    say(f"of those that differ, {100 * found.fdr:g} % at most are expected to be chance (false-discovery rate, Benjamini-Hochberg)")
+    say(
+        f"of those that differ, {100 * found.fdr:g} % at most are expected to be chance (false-discovery rate,"
+        " Benjamini-Hochberg)"
+    )
     explained = False
-    for title, rows in (("more in B", [row for row in listed if row.cliffs_delta > 0]), ("more in A", [row for row in listed if row.cliffs_delta < 0])):
+    for title, rows in (
+        ("more in B", [row for row in listed if row.cliffs_delta > 0]),
+        ("more in A", [row for row in listed if row.cliffs_delta < 0]),
+    ):
         shown = sorted(rows, key=lambda row: (-abs(row.cliffs_delta), row.q, row.concept))[:most]
         explained |= any(row.explained_by for row in shown)
         if rows:
@@ -84,9 +115,14 @@ def _show(found: Comparison, most: int) -> None:
 
 
 def _corpus(letter: str, corpus: Corpus) -> str:
-    left_out = [f"{n} {why}" for n, why in ((corpus.n_bad, "bad"), (corpus.n_unseen, "without a token that was seen")) if n]
+    left_out = [
+        f"{n} {why}" for n, why in ((corpus.n_bad, "bad"), (corpus.n_unseen, "without a token that was seen")) if n
+    ]
     beside = f" (left out: {', '.join(left_out)})" if left_out else ""
-    return f"{letter}  {corpus.directory}: {corpus.n_documents} documents{beside}, {corpus.n_tokens} tokens, {corpus.median_tokens:g} in the median document"
+    return (
+        f"{letter}  {corpus.directory}: {corpus.n_documents} documents{beside}, {corpus.n_tokens} tokens,"
+        f" {corpus.median_tokens:g} in the median document"
+    )
 
 
 def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
@@ -96,12 +132,20 @@ def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
     for name in ("A %", "B %", "B - A", "B / A", "Cliff's delta", "q"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        a, b, difference, low, high = (100 * value for value in (row.mean_a, row.mean_b, row.difference, row.difference_low, row.difference_high))
+        a, b, difference, low, high = (
+            100 * value for value in (row.mean_a, row.mean_b, row.difference, row.difference_low, row.difference_high)
+        )
         below = f" < {row.explained_by}" if row.explained_by else ""
         table.add_row(
-            _short(row.path, _PATH - len(below)) + below, f"{a:.2f}", f"{b:.2f}", f"{difference:+.2f} ({low:+.2f} to {high:+.2f})", "only B" if row.ratio is None else f"{row.ratio:.2f}",
-            f"{row.cliffs_delta:+.2f} ({row.delta_low:+.2f} to {row.delta_high:+.2f})", f"{row.q:.1g}", style="dim" if row.explained_by else "",
-        )  # fmt: skip
+            _short(row.path, _PATH - len(below)) + below,
+            f"{a:.2f}",
+            f"{b:.2f}",
+            f"{difference:+.2f} ({low:+.2f} to {high:+.2f})",
+            "only B" if row.ratio is None else f"{row.ratio:.2f}",
+            f"{row.cliffs_delta:+.2f} ({row.delta_low:+.2f} to {row.delta_high:+.2f})",
+            f"{row.q:.1g}",
+            style="dim" if row.explained_by else "",
+        )
     return table
 
 

@@ -1,5 +1,5 @@
-"""The live view: each token with its leading concepts, each concept with its path from the root. Of packs without any alert threshold, in
-which nothing fires, it shows the best-ranked concepts, and says that they are that.
+"""The live view: each token with its leading concepts, each concept with its path from the root. Of packs without any
+alert threshold, in which nothing fires, it shows the best-ranked concepts, and says that they are that.
 
     with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
         for event in manager.stream(...):
@@ -24,7 +24,17 @@ from probemon.cli.terminal import harmless
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
 
-_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
+_COLOURS = (
+    "cyan",
+    "green",
+    "magenta",
+    "yellow",
+    "blue",
+    "bright_blue",
+    "bright_cyan",
+    "bright_green",
+    "bright_magenta",
+)
 _CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
 RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
@@ -35,7 +45,9 @@ class View(Protocol):
 
     def __enter__(self) -> View: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def show(self, event: TokenEvent) -> None:
         """One more token."""
@@ -51,16 +63,27 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         token = printable(event.token)
-        found = "; ".join(f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k))
+        found = "; ".join(
+            f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k)
+        )
         if best := event.ranked(self._k):
-            found = "; ".join([*([found] if found else []), f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in best)])
-        self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True)
+            found = "; ".join(
+                [
+                    *([found] if found else []),
+                    f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in best),
+                ]
+            )
+        self._console.print(
+            Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True
+        )
 
 
 class LiveView:
@@ -78,13 +101,17 @@ class LiveView:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.__exit__(kind, error, trace)
 
     def show(self, event: TokenEvent) -> None:
         """One more token."""
         found = event.leading(1)
-        self._text.append(harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else "")
+        self._text.append(
+            harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else ""
+        )
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -118,12 +145,21 @@ class LiveView:
                 table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
             for i, concept in enumerate(found):
                 is_ranked = math.isnan(concept.threshold)
-                alert, strength = ("-", Text("not firing", style="dim")) if is_ranked else (f"{concept.threshold:.2f}", strength_bar(concept))
-                token = Text(printable(event.token) if i == 0 else "", style="" if math.isnan(found[0].threshold) else style(found[0]))
+                alert, strength = (
+                    ("-", Text("not firing", style="dim"))
+                    if is_ranked
+                    else (f"{concept.threshold:.2f}", strength_bar(concept))
+                )
+                token = Text(
+                    printable(event.token) if i == 0 else "",
+                    style="" if math.isnan(found[0].threshold) else style(found[0]),
+                )
                 table.add_row(token, path_text(concept, width), f"{concept.score:.2f}", alert, strength)
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
-        return Panel(Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim")
+        return Panel(
+            Group(tail, Text(), table, Text(), foot), title=self._title, title_align="left", border_style="dim"
+        )
 
 
 def colour(concept: ConceptScore) -> str:
@@ -137,7 +173,9 @@ def style(concept: ConceptScore) -> str:
 
 
 def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
-    """The way from the root in grey, the concept itself in its colour; where it is wider than `width` the middle goes first."""
+    """The way from the root in grey, the concept itself in its colour; where it is wider than `width` the middle goes
+    first.
+    """
     above = list(concept.path[:-1])
     kept = len(above)
     while kept > 1 and sum(map(len, above)) + 3 * len(above) + len(concept.name) > width:
@@ -168,7 +206,9 @@ def printable(token: str) -> str:
 
 def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
     """The strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left"
+    )
     table.add_column("token", no_wrap=True)
     table.add_column("concept, from the root", overflow="fold")
     for name in ("score", "alert", "strength"):
@@ -182,16 +222,30 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
             chosen.append(concept)
     for concept in chosen:
         table.add_row(
-            Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}", f"{concept.threshold:.2f}", f"{concept.strength:+.1f}"
+            Text(printable(concept.token)),
+            path_text(concept),
+            f"{concept.score:.2f}",
+            f"{concept.threshold:.2f}",
+            f"{concept.strength:+.1f}",
         )
     mute = without_thresholds(result.pack)
     if table.rows or not mute.all():
         console.print(table if table.rows else "no concept fired on a generated token")
     if mute.any():
-        best = Table(box=None, pad_edge=False, header_style="dim", title=f"{RANKED}: highest scores over the generated tokens", title_justify="left")
+        best = Table(
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+            title=f"{RANKED}: highest scores over the generated tokens",
+            title_justify="left",
+        )
         for name in ("token", "concept, from the root", "score"):
-            best.add_column(name, justify="right" if name == "score" else "left", no_wrap=name != "concept, from the root")
-        for concept in [one for one in result.top(result.pack.n_probes, row=0, phase="generated") if mute[one.probe]][: k + 2]:
+            best.add_column(
+                name, justify="right" if name == "score" else "left", no_wrap=name != "concept, from the root"
+            )
+        for concept in [one for one in result.top(result.pack.n_probes, row=0, phase="generated") if mute[one.probe]][
+            : k + 2
+        ]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)
     for line in lines:

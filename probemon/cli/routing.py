@@ -1,7 +1,7 @@
 """The command routing.
 
-    probemon routing mixtral-folder --prompt "Tell me about whales."
-    probemon routing demo --bem adapter/ --prompt "Tell me about whales." --out routing.parquet
+probemon routing mixtral-folder --prompt "Tell me about whales."
+probemon routing demo --bem adapter/ --prompt "Tell me about whales." --out routing.parquet
 """
 
 from __future__ import annotations
@@ -23,15 +23,32 @@ PROMPT = "Tell me about whales and the ships that hunted them."
 
 
 def routing(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct (which routes nothing without --bem).")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help=(
+                "A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct (which routes nothing"
+                " without --bem)."
+            ),
+        ),
+    ],
     prompt: Annotated[str, typer.Option(help="What to say to the model.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 48,
-    bem: Annotated[Path | None, typer.Option(help="A BEM adapter to attach: the folder that its save_pretrained wrote.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where every decision is written: a name that ends with .jsonl or .parquet.")] = None,
+    bem: Annotated[
+        Path | None, typer.Option(help="A BEM adapter to attach: the folder that its save_pretrained wrote.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where every decision is written: a name that ends with .jsonl or .parquet.")
+    ] = None,
     window: Annotated[int, typer.Option(help="Tokens of the smallest windows that alerts look at.")] = 256,
-    plain: Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
 ) -> None:
@@ -72,7 +89,9 @@ def routing(
         answer({"generated_tokens": n_generated, **report})
 
 
-def _generate(host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monitor: RoutingMonitor, view: Any, sink: Any) -> int:
+def _generate(
+    host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monitor: RoutingMonitor, view: Any, sink: Any
+) -> int:
     from transformers.generation.streamers import BaseStreamer
 
     from probemon.monitor.stream import encode
@@ -88,9 +107,17 @@ def _generate(host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monit
             pass
 
     messages: Any = [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
-    inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items() if name in ("input_ids", "attention_mask")}
+    inputs = {
+        name: value.to(host.device)
+        for name, value in encode(tokenizer, messages).items()
+        if name in ("input_ids", "attention_mask")
+    }
     streamer = Ids()
-    monitor.listen(lambda placed, decisions, record: view.show(lambda position: tokenizer.decode([streamer.ids[position]]), record, monitor.report))
+    monitor.listen(
+        lambda placed, decisions, record: view.show(
+            lambda position: tokenizer.decode([streamer.ids[position]]), record, monitor.report
+        )
+    )
     monitor.on_alert(view.tell)
     with monitor:
         if sink is not None:

@@ -1,8 +1,8 @@
 """The live view of routing: the text so far, each router's entropies and load, alerts.
 
-    with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
-        view.show(token, record, recorder.report)            # with every record
-    summary(console, recorder.report())
+with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
+    view.show(token, record, recorder.report)            # with every record
+summary(console, recorder.report())
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _WIDE = 32  # bars of a load; more experts share them
 _ROUTERS = 3  # of one token, in a plain line
 # Heading, metric, and how it is written.
 _DISTRIBUTION = (
-    ("decision", "decision_entropy", ".2f"), ("marginal", "marginal_entropy", ".2f"), ("MI", "mutual_information", ".2f"),
+    ("decision", "decision_entropy", ".2f"), ("marginal", "marginal_entropy", ".2f"),
+    ("MI", "mutual_information", ".2f"),
     ("experts", "effective_experts", ".1f"), ("flips", "flip_rate", ".2f"), ("MaxVio", "max_vio", ".2f"),
 )  # fmt: skip
 _CODES = (
-    ("rank", "effective_rank", ".1f"), ("varies", "variation", ".2f"), ("norm", "code_norm", ".2f"), ("sure", "confidence", ".2f"),
+    ("rank", "effective_rank", ".1f"), ("varies", "variation", ".2f"), ("norm", "code_norm", ".2f"),
+    ("sure", "confidence", ".2f"),
     ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
 )  # fmt: skip
 
@@ -42,7 +44,9 @@ class RoutingView(Protocol):
 
     def __enter__(self) -> RoutingView: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
         """One more batch of decisions; `token`: the text of a token by its position."""
@@ -62,7 +66,9 @@ class PlainRouting:
     def __enter__(self) -> PlainRouting:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
@@ -96,12 +102,16 @@ class LiveRouting:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.__exit__(kind, error, trace)
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
         """What is known now, with the text to the newest token."""
-        for position in sorted({int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)} - self._shown):
+        for position in sorted(
+            {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)} - self._shown
+        ):
             self._shown.add(position)
             self._text += harmless(token(position), keep="\n")
         self._live.update(self.render(report()), refresh=True)
@@ -114,7 +124,12 @@ class LiveRouting:
         tail = Text(self._text[-3 * max(20, self._console.width - 4) :])
         n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
         room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
-        return Panel(Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)), title=self._title, title_align="left", border_style="dim")
+        return Panel(
+            Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)),
+            title=self._title,
+            title_align="left",
+            border_style="dim",
+        )
 
 
 def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
@@ -122,8 +137,9 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
     found: list[RenderableType] = []
     broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
     for columns, mine, bars in (
-        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")), (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
-    ):  # fmt: skip
+        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")),
+        (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
+    ):
         if not mine:
             continue
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -133,7 +149,9 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
         table.add_column(bars[0], no_wrap=True)
         for stream in mine[:room]:
             values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
-            table.add_row(Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]]))
+            table.add_row(
+                Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]])
+            )
         found.append(table)
         if len(mine) > room:
             found.append(Text(f"and {len(mine) - room} more routers", style="dim"))
@@ -141,7 +159,9 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
 
 
 def load_bars(load: Sequence[float]) -> Text:
-    """A bar for each expert, a full one for twice the mean or more, a dot for none; of more than 32, each bar stands for several."""
+    """A bar for each expert, a full one for twice the mean or more, a dot for none; of more than 32, each bar stands
+    for several.
+    """
     n = min(_WIDE, len(load))
     groups = [load[i * len(load) // n : (i + 1) * len(load) // n] for i in range(n)]
     means = [sum(group) / len(group) for group in groups]
@@ -160,11 +180,20 @@ def summary(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _foot(report: Mapping[str, Any]) -> list[Text]:
-    times = ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
-    line = f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most {report['memory_watermark_bytes'] / 1e6:.0f} MB"
-    alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [Text("no alert", style="dim" if report["unjudged"] else "green")]
+    times = (
+        ", ".join(f"{name} {value:.1f}" for name, value in report["latency_us"].items() if value is not None) or "none"
+    )
+    line = (
+        f"{report['n_tokens']} tokens, {report['n_unseen']} unseen; capture of a decision, us: {times}; memory at most"
+        f" {report['memory_watermark_bytes'] / 1e6:.0f} MB"
+    )
+    alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [
+        Text("no alert", style="dim" if report["unjudged"] else "green")
+    ]
     if report["unjudged"]:  # no alert is no news while nothing could be seen
-        needed = ", ".join(f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1]))
+        needed = ", ".join(
+            f"{kind} ({n} tokens)" for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1])
+        )
         alerts.append(Text(f"too few tokens that count yet for {needed}", style="yellow"))
     return [Text(line, style="dim"), *alerts]
 

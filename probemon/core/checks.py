@@ -1,10 +1,12 @@
 """Checks of arguments, all in one place: what is a whole number, a number or a share is the same for every function.
 
-    keep = check_count("keep_top_k", keep_top_k, least=0)                   # int; 3 and np.int64(3) are, True, 3.0 and 10**30 are not
-    rate = check_number("audit_rate", audit_rate, low=0, high=1)            # float; 0.5 and np.float32(0.5) are, NaN and "0.5" are not
+    keep = check_count("keep_top_k", keep_top_k, least=0)  # int; 3 and np.int64(3) are, True, 3.0 and 10**30 are not
+    # float; 0.5 and np.float32(0.5) are, NaN and "0.5" are not
+    rate = check_number("audit_rate", audit_rate, low=0, high=1)
     share = check_share("fdr", fdr)                                         # over 0, under 1
 
-NumPy's numbers are numbers everywhere, and a bool is none anywhere. What is returned is Python's own. `remedy` says in words what to give.
+NumPy's numbers are numbers everywhere, and a bool is none anywhere. What is returned is Python's own. `remedy` says in
+words what to give.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def is_int(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether it is a finite number that fp32 holds, and no bool."""
     number = _number(value)
-    return number is not None and -LARGEST <= number <= LARGEST  # NaN is not; whole numbers of any size are compared exactly
+    return (
+        number is not None and -LARGEST <= number <= LARGEST
+    )  # NaN is not; whole numbers of any size are compared exactly
 
 
 def check_path(name: str, value: object) -> Path:
@@ -48,7 +52,13 @@ def check_path(name: str, value: object) -> Path:
 
 
 def check_count(
-    name: str, value: object, *, least: int = 0, most: int = MOST, remedy: str | None = None, error: type[ProbemonError] = ConfigError
+    name: str,
+    value: object,
+    *,
+    least: int = 0,
+    most: int = MOST,
+    remedy: str | None = None,
+    error: type[ProbemonError] = ConfigError,
 ) -> int:
     """`value` as a whole number from `least` to `most`."""
     number = _number(value)
@@ -59,18 +69,36 @@ def check_count(
 
 
 def check_number(
-    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False, infinite: bool = False,
-    remedy: str = "give a number", error: type[ProbemonError] = ConfigError,
-) -> float:  # fmt: skip
-    """`value` as a number from `low` to `high`, which are left out where they are `open_`; an infinity only where it is `infinite`."""
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
+    infinite: bool = False,
+    remedy: str = "give a number",
+    error: type[ProbemonError] = ConfigError,
+) -> float:
+    """`value` as a number from `low` to `high`, which are left out where they are `open_`; an infinity only where it is
+    `infinite`.
+    """
     number = _number(value)
     fine = number is not None and (-_FINITE <= number <= _FINITE or (infinite and number in (math.inf, -math.inf)))
-    if number is None or not fine or not low <= number <= high or (open_low and number == low) or (open_high and number == high):
+    if (
+        number is None
+        or not fine
+        or not low <= number <= high
+        or (open_low and number == low)
+        or (open_high and number == high)
+    ):
         raise error(f"{name} is {shown(value)}: {remedy}")
     return float(number)
 
 
-def check_share(name: str, value: object, remedy: str = "give more than 0 and less than 1", error: type[ProbemonError] = ConfigError) -> float:
+def check_share(
+    name: str, value: object, remedy: str = "give more than 0 and less than 1", error: type[ProbemonError] = ConfigError
+) -> float:
     """`value` as a number over 0 and under 1."""
     return check_number(name, value, low=0, high=1, open_low=True, open_high=True, remedy=remedy, error=error)
 
@@ -112,7 +140,9 @@ def check_mappings(name: str, value: object, error: type[ProbemonError] = Config
     return value
 
 
-def check_tensor(name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError) -> Tensor:
+def check_tensor(
+    name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError
+) -> Tensor:
     """`value`, which is a dense tensor, of a shape where one is given."""
     import torch  # here: the command line starts without it
 

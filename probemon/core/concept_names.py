@@ -1,8 +1,8 @@
 """Names: which probes a user means by names, ids, numbers and patterns.
 
-    names = Names("my-pack", concepts, path)          # path(probe): names from the root down
-    names.find("whale")                               # 17, or UnknownConcept with the nearest name
-    names.find_all(["whale", "ship*", re.compile("n0[12].*")])
+names = Names("my-pack", concepts, path)          # path(probe): names from the root down
+names.find("whale")                               # 17, or UnknownConcept with the nearest name
+names.find_all(["whale", "ship*", re.compile("n0[12].*")])
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 
 class Names:
-    """Ids are unique, names may repeat. `also`: further names by probe, which a concept goes by where they are unambiguous."""
+    """Ids are unique, names may repeat. `also`: further names by probe, which a concept goes by where they are
+    unambiguous.
+    """
 
     def __init__(
-        self, pack: str, concepts: Sequence[Mapping[str, Any]], path: Callable[[int], list[str]], also: Sequence[tuple[str, ...]] | None = None
+        self,
+        pack: str,
+        concepts: Sequence[Mapping[str, Any]],
+        path: Callable[[int], list[str]],
+        also: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         self._pack, self._concepts, self._path = pack, concepts, path
         self._ids = {concept["id"]: i for i, concept in enumerate(concepts)}
-        self._texts = [(concept["id"], concept["name"], *(also[i] if also else ())) for i, concept in enumerate(concepts)]
+        self._texts = [
+            (concept["id"], concept["name"], *(also[i] if also else ())) for i, concept in enumerate(concepts)
+        ]
         self._by_name: dict[str, list[int]] = {}
         for i, texts in enumerate(self._texts):
             for name in set(texts):
@@ -54,7 +62,9 @@ class Names:
         raise UnknownConcept(f"{len(found)} concepts are named {concept!r}: give one of the ids: {choices}")
 
     def find_all(self, concept: object) -> list[int]:
-        """Probes of a name, id, number, list of these, or pattern over whole names and ids (a text with `*`, or compiled); each once."""
+        """Probes of a name, id, number, list of these, or pattern over whole names and ids (a text with `*`, or
+        compiled); each once.
+        """
         if isinstance(concept, (list, tuple, set, frozenset)):
             if not concept:
                 raise ConfigError("an empty list names no concept: give at least one")
@@ -68,5 +78,7 @@ class Names:
         found = [i for i, texts in enumerate(self._texts) if any(map(pattern.fullmatch, texts))]
         if not found:
             shown = concept if isinstance(concept, str) else pattern.pattern
-            raise UnknownConcept(f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids")
+            raise UnknownConcept(
+                f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids"
+            )
         return found

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all, and their hashes.
 
-    write_text_atomically(path, text)
-    save_tensors(path, {"w1": ...})
-    sha256(path)
+write_text_atomically(path, text)
+save_tensors(path, {"w1": ...})
+sha256(path)
 """
 
 from __future__ import annotations

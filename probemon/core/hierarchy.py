@@ -4,10 +4,10 @@
     tree = ConceptTree(child_ptr, child_idx, level)     # from a pack's arrays
     tree.children(3), tree.path(17), tree.ancestors(17)
 
-A level is a name that the pack gives: what `base_layers` means. Edges usually go down it, and need not. The order of evaluation is that of
-`rank`, which rises along every edge: a probe's level, or one more than the highest rank of its parents where that is more. Numbering:
-by rank, siblings of one first parent side by side, so that in a tree the children of a probe are one slice. A parent's id is therefore
-always smaller than its child's.
+A level is a name that the pack gives: what `base_layers` means. Edges usually go down it, and need not. The order of
+evaluation is that of `rank`, which rises along every edge: a probe's level, or one more than the highest rank of its
+parents where that is more. Numbering: by rank, siblings of one first parent side by side, so that in a tree the
+children of a probe are one slice. A parent's id is therefore always smaller than its child's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ class ConceptTree:
         n = self.n = len(self.level)
         ptr, idx = self.child_ptr, self.child_idx
         # Bounded first: a difference of any two numbers may wrap around and look like a count.
-        if len(ptr) != n + 1 or ptr[0] != 0 or ptr[-1] != len(idx) or ptr.min() < 0 or ptr.max() > len(idx) or (np.diff(ptr) < 0).any():
+        if (
+            len(ptr) != n + 1
+            or ptr[0] != 0
+            or ptr[-1] != len(idx)
+            or ptr.min() < 0
+            or ptr.max() > len(idx)
+            or (np.diff(ptr) < 0).any()
+        ):
             raise HierarchyError(f"child_ptr must rise from 0 to {len(idx)} in {n + 1} entries, one more than probes")
         if len(idx) and (idx.min() < 0 or idx.max() >= n):
             raise HierarchyError(f"child_idx must lie in 0..{n - 1}, found {idx.min()}..{idx.max()}")
@@ -57,7 +64,9 @@ class ConceptTree:
         rank = self.level
         if (rank[idx] <= rank[edge_parent]).any():
             rank = rank.copy()
-            for parent, child in zip(edge_parent.tolist(), idx.tolist(), strict=True):  # by parent: its own rank is final
+            for parent, child in zip(
+                edge_parent.tolist(), idx.tolist(), strict=True
+            ):  # by parent: its own rank is final
                 rank[child] = max(rank[child], rank[parent] + 1)
         if n and (np.diff(rank) < 0).any():
             raise HierarchyError(_NUMBERING)
@@ -186,7 +195,8 @@ class ConceptTree:
     def close(self, mask: Mask) -> Mask:
         """`mask [N, P]` with every ancestor of its probes added."""
         out = mask.copy()
-        # What pruning kept is closed already (a parent scores no less than its child): one look saves a walk up the levels.
+        # What pruning kept is closed already (a parent scores no less than its child): one look saves a walk up the
+        # levels.
         if not (mask[:, self._edge_child] & ~mask[:, self.parent_idx]).any():
             return out
         for parents, children, starts in self._below:
@@ -236,7 +246,9 @@ class ConceptTree:
 
 
 def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], levels: Sequence[int]) -> list[int]:
-    """Of each concept its level, or one more than its parents' highest rank where that is more: without levels, the longest path from a root."""
+    """Of each concept its level, or one more than its parents' highest rank where that is more: without levels, the
+    longest path from a root.
+    """
     rank = list(levels)
     waiting = [len(above) for above in up]
     ready = [i for i, count in enumerate(waiting) if count == 0]

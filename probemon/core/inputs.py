@@ -1,4 +1,6 @@
-"""What a probe reads, from what the host wrote: normalise in fp32, then round to the pack's dtype. And what kernels may be given."""
+"""What a probe reads, from what the host wrote: normalise in fp32, then round to the pack's dtype. And what kernels may
+be given.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from torch import Tensor
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError
 
-# Squares this small (or eps, where it is larger) have lost digits of fp32: a state that leaves less cannot be normalised.
+# Squares this small (or eps, where it is larger) have lost digits of fp32: a state that leaves less cannot be
+# normalised.
 TINY = 2.0**-100
 
 
 def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
     """hidden [N, D] of any float dtype -> [N, D] in `dtype`, normalised without affine part.
 
-    Reductions run along D alone, so a row's result does not depend on the batch it came in. What is not finite, and what cannot be
-    normalised in fp32 or rounded to `dtype`, has values that are not finite.
+    Reductions run along D alone, so a row's result does not depend on the batch it came in. What is not finite, and
+    what cannot be normalised in fp32 or rounded to `dtype`, has values that are not finite.
     """
     check_states(hidden)
     x = hidden.to(torch.float32)
@@ -49,23 +52,42 @@ def check_states(hidden: Tensor, width: int | None = None, name: str = "hidden")
 
 
 def check_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> None:
-    """Raise `ConfigError` unless a kernel can read these pairs: every row is one of `hidden`, every slot one of `weights`, and the widths agree.
+    """Raise `ConfigError` unless a kernel can read these pairs: every row is one of `hidden`, every slot one of
+    `weights`, and the widths agree.
 
-    The numbers are looked at on a CPU. On a GPU that would wait for them: its kernels skip a pair that is out of range, whose score is NaN.
+    The numbers are looked at on a CPU. On a GPU that would wait for them: its kernels skip a pair that is out of range,
+    whose score is NaN.
     """
     n_slots, _, width = weights["w1"].shape
     check_states(hidden, width)
     for name, numbers, n in (("rows", rows, len(hidden)), ("slots", slots, n_slots)):
         if numbers.dtype != torch.int64 or numbers.dim() != 1 or numbers.shape != slots.shape:
-            raise ConfigError(f"{name} is {described(numbers)}: expected int64 [M], a row and a slot for each of M pairs")
+            raise ConfigError(
+                f"{name} is {described(numbers)}: expected int64 [M], a row and a slot for each of M pairs"
+            )
         if not numbers.device == hidden.device == weights["w1"].device:
-            raise ConfigError(f"hidden is on {hidden.device}, {name} on {numbers.device}, the weights on {weights['w1'].device}: put them on one device")
+            raise ConfigError(
+                f"hidden is on {hidden.device}, {name} on {numbers.device}, the weights on {weights['w1'].device}: put"
+                " them on one device"
+            )
         if numbers.device.type == "cpu" and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < n:
-            raise ConfigError(f"{name} are {int(numbers.min())} to {int(numbers.max())}, and there are {n}: give numbers from 0 to {n - 1}")
+            raise ConfigError(
+                f"{name} are {int(numbers.min())} to {int(numbers.max())}, and there are {n}: give numbers from 0 to"
+                f" {n - 1}"
+            )
 
 
 def described(tensor: Tensor) -> str:
     """What a tensor is, in words: its dtype, its shape, and where it lies, if that is unusual."""
-    unusual = "" if tensor.layout == torch.strided else " sparse" if "sparse" in str(tensor.layout) else f" {str(tensor.layout).removeprefix('torch.')}"
+    unusual = (
+        ""
+        if tensor.layout == torch.strided
+        else " sparse"
+        if "sparse" in str(tensor.layout)
+        else f" {str(tensor.layout).removeprefix('torch.')}"
+    )
     nowhere = " on the meta device" if tensor.device.type == "meta" else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{unusual} {list(tensor.shape) if not tensor.is_nested else 'nested'}{nowhere}"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')}{unusual}"
+        f" {list(tensor.shape) if not tensor.is_nested else 'nested'}{nowhere}"
+    )

@@ -1,11 +1,12 @@
 """Exact intervals: of a rate, from a count; of a mean, from numbers between 0 and 1.
 
-    low, high = clopper_pearson(3, 1000)                    # a rate, from 3 of 1,000 independent trials; 95 % confidence
+    low, high = clopper_pearson(3, 1000)  # a rate, from 3 of 1,000 independent trials; 95 % confidence
     lows, highs = clopper_pearson(counts, n, 0.99)          # counts [K], n [K] or a number: each rate by itself
-    high = upper_bound(0, 300, 0.95)                        # one side: the rate is above it with probability 0.05 at most
-    low, high = mean_interval(0.98, 120)                    # a mean, from that of 120 independent numbers between 0 and 1
+    high = upper_bound(0, 300, 0.95)  # one side: the rate is above it with probability 0.05 at most
+    low, high = mean_interval(0.98, 120)  # a mean, from that of 120 independent numbers between 0 and 1
 
-Every function takes numbers or arrays that broadcast, and gives float64 of their shape. Raises `ConfigError` for what is no count or share.
+Every function takes numbers or arrays that broadcast, and gives float64 of their shape. Raises `ConfigError` for what
+is no count or share.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
 def clopper_pearson(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` of a rate, k of n independent trials: each side is passed with probability (1 - confidence) / 2 at most.
+    """`(low, high)` of a rate, k of n independent trials: each side is passed with probability (1 - confidence) / 2 at
+    most.
 
-    Clopper & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of the binomial" (Biometrika 26).
-    Without trials it is (0, 1).
+    Clopper & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of the binomial"
+    (Biometrika 26). Without trials it is (0, 1).
     """
     side = 1 - (1 - _confident(confidence)) / 2
     return lower_bound(k, n, side), upper_bound(k, n, side)
 
 
 def upper_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> Any:
-    """The rate p at which k or fewer of n trials have probability 1 - confidence: the true one is above it no more often. 1 where k is n."""
+    """The rate p at which k or fewer of n trials have probability 1 - confidence: the true one is above it no more
+    often. 1 where k is n.
+    """
     risk, (a, b) = 1 - _confident(confidence), _counts(k, n)
     inner = a < b
     some_a, some_b = np.where(inner, a, 0), np.where(inner, b, 1)
@@ -44,7 +48,9 @@ def upper_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) ->
 
 
 def lower_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> Any:
-    """The rate p at which k or more of n trials have probability 1 - confidence: the true one is below it no more often. 0 where k is 0."""
+    """The rate p at which k or more of n trials have probability 1 - confidence: the true one is below it no more
+    often. 0 where k is 0.
+    """
     risk, (a, b) = 1 - _confident(confidence), _counts(k, n)
     inner = a > 0
     some_a, some_b = np.where(inner, a, 1), np.where(inner, b, 1)
@@ -62,10 +68,12 @@ def at_most(k: npt.ArrayLike, n: npt.ArrayLike, p: float) -> Any:
 
 
 def mean_interval(mean: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` of the mean of a number between 0 and 1, given the mean of n independent ones: each side is passed with probability (1 - confidence) / 2 at most.
+    """`(low, high)` of the mean of a number between 0 and 1, given the mean of n independent ones: each side is passed
+    with probability (1 - confidence) / 2 at most.
 
-    The means q with n * KL(mean, q) <= log(2 / (1 - confidence)), KL of two coins: Hoeffding 1963, "Probability inequalities for sums of
-    bounded random variables" (JASA 58), theorem 1. It holds for every n; where all n were 0 (or 1) it is the interval of a count.
+    The means q with n * KL(mean, q) <= log(2 / (1 - confidence)), KL of two coins: Hoeffding 1963, "Probability
+    inequalities for sums of bounded random variables" (JASA 58), theorem 1. It holds for every n; where all n were 0
+    (or 1) it is the interval of a count.
     """
     most = math.log(2 / (1 - _confident(confidence)))
     m, trials = np.broadcast_arrays(np.asarray(mean, dtype=np.float64), np.asarray(n, dtype=np.float64))
@@ -73,7 +81,9 @@ def mean_interval(mean: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.9
         raise ConfigError(f"mean {mean!r} of {n!r}: give the mean of so many numbers between 0 and 1")
 
     def far(q: Doubles) -> npt.NDArray[np.bool_]:
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # 0 log 0 is 0; without trials nothing is far
+        with np.errstate(
+            divide="ignore", invalid="ignore", over="ignore"
+        ):  # 0 log 0 is 0; without trials nothing is far
             terms = np.where(m > 0, m * np.log(m / q), 0.0) + np.where(m < 1, (1 - m) * np.log((1 - m) / (1 - q)), 0.0)
             return np.asarray(trials * terms > most)
 
@@ -108,7 +118,9 @@ def _at_most(k: Doubles, n: Doubles, p: Doubles) -> Doubles:
 
 
 def _beta(x: Doubles, y: Doubles, a: Doubles, b: Doubles) -> Doubles:
-    """Regularised incomplete beta function I_x(a, b), y = 1 - x: by its continued fraction (DLMF 8.17.22), evaluated by Lentz's method."""
+    """Regularised incomplete beta function I_x(a, b), y = 1 - x: by its continued fraction (DLMF 8.17.22), evaluated by
+    Lentz's method.
+    """
     turn = x > (a + 1) / (a + b + 2)  # beyond it the fraction of the complement converges, and faster
     x, y, a, b = np.where(turn, y, x), np.where(turn, x, y), np.where(turn, b, a), np.where(turn, a, b)
     log_beta = np.asarray(_lgamma(a) + _lgamma(b) - _lgamma(a + b), dtype=np.float64)
@@ -118,10 +130,15 @@ def _beta(x: Doubles, y: Doubles, a: Doubles, b: Doubles) -> Doubles:
     fraction, c, d = np.ones(a.shape), np.ones(a.shape), np.zeros(a.shape)
     m, live = 0, np.ones(a.shape, dtype=bool)
     while live.any():
-        for term in (-(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)), (m + 1) * (b - m - 1) * x / ((a + 2 * m + 1) * (a + 2 * m + 2))):
+        for term in (
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+            (m + 1) * (b - m - 1) * x / ((a + 2 * m + 1) * (a + 2 * m + 2)),
+        ):
             d = 1 / (1 + term * d)
             c = 1 + term / c
-            fraction = np.where(live, fraction * c * d, fraction)  # one that has converged is left alone: no value depends on those beside it
+            fraction = np.where(
+                live, fraction * c * d, fraction
+            )  # one that has converged is left alone: no value depends on those beside it
         live &= np.abs(c * d - 1) > 1e-15
         m += 1
     part = front / fraction

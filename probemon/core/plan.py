@@ -1,6 +1,7 @@
 """What does not change from step to step of a descent: where it begins, what opens children, what is kept.
 
-    plan = CascadePlan.of(tree, score_rule, config, expand_thresholds(tree, score_rule, "auto", alert, expand, None), always_on)
+plan = CascadePlan.of(tree, score_rule, config, expand_thresholds(tree, score_rule, "auto", alert, expand, None),
+always_on)
 """
 
 from __future__ import annotations
@@ -35,12 +36,23 @@ class CascadePlan:
         return np.flatnonzero(self.always)
 
     def reaching(self, floor: float) -> CascadePlan:
-        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score never rises downward."""
-        return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor))) if self.path_rule else self
+        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score
+        never rises downward.
+        """
+        return (
+            replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor)))
+            if self.path_rule
+            else self
+        )
 
     @classmethod
     def of(
-        cls, tree: ConceptTree, score_rule: str, config: CascadeConfig, expand_threshold: Floats, always_on: Iterable[int]
+        cls,
+        tree: ConceptTree,
+        score_rule: str,
+        config: CascadeConfig,
+        expand_threshold: Floats,
+        always_on: Iterable[int],
     ) -> CascadePlan:
         """Check that the settings fit the hierarchy. Raises `ConfigError`."""
         present = set(tree.level.tolist())
@@ -59,8 +71,12 @@ class CascadePlan:
         return cls(tree, path_rule, config, expand_threshold, always, exempt)
 
 
-def starting_probes(tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]) -> tuple[Mask, Mask]:
-    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with the roots and with what is above."""
+def starting_probes(
+    tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]
+) -> tuple[Mask, Mask]:
+    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with
+    the roots and with what is above.
+    """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True
     always = exempt.copy()
@@ -77,26 +93,40 @@ def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | No
 
 
 def expand_thresholds(
-    tree: ConceptTree, score_rule: str, rule: float | str, alert: Floats, calibrated: Floats, recommended: float | str | None
+    tree: ConceptTree,
+    score_rule: str,
+    rule: float | str,
+    alert: Floats,
+    calibrated: Floats,
+    recommended: float | str | None,
 ) -> Floats:
-    """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it needs."""
+    """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it
+    needs.
+    """
     if rule == "auto":
         rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))  # a pack may recommend anything
     if rule == "auto":
-        raise ConfigError("load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or 'calibrated'")
+        raise ConfigError(
+            "load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or"
+            " 'calibrated'"
+        )
     if rule == "exact":
         if score_rule != "path":
-            raise ConfigError("load_threshold='exact' needs the path rule, this pack's scores are independent: give a number")
+            raise ConfigError(
+                "load_threshold='exact' needs the path rule, this pack's scores are independent: give a number"
+            )
         if np.isnan(alert).any():
             raise ConfigError(
-                f"load_threshold='exact' needs every alert threshold, {int(np.isnan(alert).sum())} are not calibrated: give a number"
+                f"load_threshold='exact' needs every alert threshold, {int(np.isnan(alert).sum())} are not calibrated:"
+                " give a number"
             )
         return tree.min_over_descendants(alert)
     if rule == "calibrated":
         lacking = np.isnan(calibrated) & tree.has_children
         if lacking.any():
             raise ConfigError(
-                f"load_threshold='calibrated': {int(lacking.sum())} probes with children have no expand threshold: calibrate the pack"
+                f"load_threshold='calibrated': {int(lacking.sum())} probes with children have no expand threshold:"
+                " calibrate the pack"
             )
         return calibrated
     with np.errstate(over="ignore"):  # what fp32 does not hold is over, or under, every score all the same

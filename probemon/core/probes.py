@@ -1,8 +1,8 @@
 """What a probe reads and how it is shaped: sites, inputs, architectures.
 
-    parse_site("resid_post.15")                       # ("resid_post", 15)
-    InputSpec("resid_post.15", "rmsnorm")             # a hidden state, and how it is normalised
-    Architecture(2560, (128, 64)).parameters_per_probe()
+parse_site("resid_post.15")                       # ("resid_post", 15)
+InputSpec("resid_post.15", "rmsnorm")             # a hidden state, and how it is normalised
+Architecture(2560, (128, 64)).parameters_per_probe()
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def parse_site(site: str) -> tuple[str, int]:
     match = SITE.fullmatch(site) if isinstance(site, str) else None
     if match is None:
         raise ConfigError(
-            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of the host (0 to 9999)"
+            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N or mlp_out.N, N a 0-based layer of"
+            " the host (0 to 9999)"
         )
     return match.group(1), int(match.group(2))
+
 
 NORMS = ("none", "layernorm", "rmsnorm")
 
@@ -50,7 +52,14 @@ class InputSpec:
             raise PackError(f"norm {self.norm!r}: expected one of {', '.join(NORMS)}")
         if not isinstance(self.site, str):
             raise PackError(f"site {self.site!r}: expected a name such as 'resid_post.15'")
-        eps = check_number(f"eps of {self.site}", self.eps, low=0, high=1e38, remedy="expected a small number, 0 or more", error=PackError)
+        eps = check_number(
+            f"eps of {self.site}",
+            self.eps,
+            low=0,
+            high=1e38,
+            remedy="expected a small number, 0 or more",
+            error=PackError,
+        )
         object.__setattr__(self, "eps", eps)  # torch takes no whole number past 64 bits
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,7 +91,10 @@ class Architecture:
         p, h1, d = weights["w1"].shape
         if not h1 or not d:
             raise PackCorrupt(f"{where}: w1 has shape {(p, h1, d)}: a probe reads 1 value or more")
-        names, scales = {name for name in weights if not name.endswith("_scale")}, {name for name in weights if name.endswith("_scale")}
+        names, scales = (
+            {name for name in weights if not name.endswith("_scale")},
+            {name for name in weights if name.endswith("_scale")},
+        )
         if names == {"w1", "b1"}:
             made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
         elif names == {"w1", "b1", "w3", "b3"}:
@@ -99,10 +111,15 @@ class Architecture:
         matrices = sorted(name for name in names if name.startswith("w"))
         needed = {f"{name}_scale" for name in matrices if weights["w1"].dtype == torch.int8}
         if scales != needed:
-            raise PackCorrupt(f"{where}: scales {sorted(scales)}, expected {sorted(needed)}: every int8 matrix has its scales, and no other")
+            raise PackCorrupt(
+                f"{where}: scales {sorted(scales)}, expected {sorted(needed)}: every int8 matrix has its scales, and no"
+                " other"
+            )
         for name in matrices:
             if weights[name].dtype != weights["w1"].dtype:
-                raise PackCorrupt(f"{where}: {name} is {weights[name].dtype}, w1 {weights['w1'].dtype}: one dtype a pack")
+                raise PackCorrupt(
+                    f"{where}: {name} is {weights[name].dtype}, w1 {weights['w1'].dtype}: one dtype a pack"
+                )
         shapes |= {name: tuple(weights[name.removesuffix("_scale")].shape[:-1]) for name in scales}
         for name, shape in shapes.items():
             if tuple(weights[name].shape) != shape:
@@ -122,15 +139,21 @@ class Architecture:
 
 
 def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs overflows fp32, in whatever order.
+    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs
+    overflows fp32, in whatever order.
 
-    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that add up in different orders
-    may come to different scores, infinities and NaN, so there a probe has no score. The bound is `n_values * weight * input` for a sum of products,
-    layer by layer, and half of what fp32 holds, which leaves room for rounding. Ordinary weights give some 1e20 and more.
+    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that
+    add up in different orders may come to different scores, infinities and NaN, so there a probe has no score. The
+    bound is `n_values * weight * input` for a sum of products, layer by layer, and half of what fp32 holds, which
+    leaves room for rounding. Ordinary weights give some 1e20 and more.
     """
     most = 2.0**127
     n = len(largest["w1"])
-    slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)  # what comes into a layer is at most slope * input + offset
+    slope, offset, limit = (
+        np.ones(n),
+        np.zeros(n),
+        np.full(n, np.inf),
+    )  # what comes into a layer is at most slope * input + offset
     layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
     with np.errstate(divide="ignore"):
         for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):

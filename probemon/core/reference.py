@@ -50,7 +50,9 @@ def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor,
 
 
 def sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid [M] fp32 that does not depend on an element's place: torch's vector body and scalar tail differ on a CPU."""
+    """Sigmoid [M] fp32 that does not depend on an element's place: torch's vector body and scalar tail differ
+    on a CPU.
+    """
     if logits.device.type != "cpu":
         return torch.sigmoid(logits)
     with np.errstate(over="ignore"):
@@ -60,7 +62,9 @@ def sigmoid(logits: Tensor) -> Tensor:
 _BLOCK_BYTES = 64 << 20
 
 
-def exhaustive_reference(hidden: Mapping[str, Tensor], pack: Probes, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+def exhaustive_reference(
+    hidden: Mapping[str, Tensor], pack: Probes, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
 
     `weights`: others in place of the pack's.

@@ -30,9 +30,10 @@ class Coverage:
     """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
 
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
-    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`). Where `audited` is 1 every probe was evaluated too:
-    `firing` of all fire and `firing_missed` of these were not active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `unseen` is "" or the reason the state could not be scored
-    (its other entries are then 0).
+    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`).
+    Where `audited` is 1 every probe was evaluated too: `firing` of all fire and `firing_missed` of these were not
+    active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `unseen` is "" or the reason the state
+    could not be scored (its other entries are then 0).
     """
 
     n_probes: int
@@ -60,13 +61,17 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Sums over the states, with `tokens` and `unseen`."""
-        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in (*COUNTS, *AUDITED)}
+        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {
+            n: int(getattr(self, n).sum()) for n in (*COUNTS, *AUDITED)
+        }
 
     def __len__(self) -> int:
         return len(self.unseen)
 
     def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Coverage:
-        """The coverage of some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
+        """The coverage of some states, in this order; -1 makes one that was not seen, for the reason
+        `unseen[place]`.
+        """
         missing = which < 0
         arrays = {}
         for name in (*COUNTS, *AUDITED):
@@ -117,7 +122,12 @@ class Scores:
 
     def column(self, probe: int) -> Floats:
         """Scores of one probe `[N]`, 0 where it was not active. Raises `ConfigError` for the number of none."""
-        check_count("probe", probe, most=self.coverage.n_probes - 1, remedy=f"give a probe's number, of {self.coverage.n_probes} from 0")
+        check_count(
+            "probe",
+            probe,
+            most=self.coverage.n_probes - 1,
+            remedy=f"give a probe's number, of {self.coverage.n_probes} from 0",
+        )
         found = np.zeros(len(self), dtype=np.float32)
         mine = self.probes == probe
         found[self.state_of[mine]] = self.values[mine]
@@ -153,9 +163,13 @@ class Scores:
         begin = self.ptr[known] if len(self) else np.zeros(len(which), np.int64)
         at = np.repeat(begin - ptr[:-1], sizes) + np.arange(ptr[-1])
         return Scores(
-            ptr=ptr, probes=self.probes[at], values=self.values[at], fired_mask=self.fired_mask[at],
-            coverage=self.coverage.take(which, unseen), report_top_k=self.report_top_k,
-        )  # fmt: skip
+            ptr=ptr,
+            probes=self.probes[at],
+            values=self.values[at],
+            fired_mask=self.fired_mask[at],
+            coverage=self.coverage.take(which, unseen),
+            report_top_k=self.report_top_k,
+        )
 
     def _at(self, t: int) -> slice:
         if not is_int(t):
@@ -169,7 +183,9 @@ class Scores:
     def nothing(n: int, n_probes: int, reason: str, report_top_k: int = 10) -> Scores:
         """Of `n` states that were not seen, for one reason."""
         empty = Scores.join([], n_probes, report_top_k)
-        return dataclasses.replace(empty, ptr=np.zeros(n + 1, dtype=np.int64), coverage=Coverage.nothing(n, n_probes, reason))
+        return dataclasses.replace(
+            empty, ptr=np.zeros(n + 1, dtype=np.int64), coverage=Coverage.nothing(n, n_probes, reason)
+        )
 
     @staticmethod
     def join(parts: Sequence[Scores], n_probes: int, report_top_k: int = 10) -> Scores:
@@ -189,8 +205,10 @@ class Scores:
 class HostState:
     """What changes a host's hidden states without its being another model, when a generation began.
 
-    `adapters`: PEFT's, active (by row, where each has its own), and "bem" for one of `probemon.bem`; `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights; `adapter_scales`: by what an active LoRA's update is multiplied, every value that some layer has;
-    `quantisation`: "" or the kinds of tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
+    `adapters`: PEFT's, active (by row, where each has its own), and "bem" for one of `probemon.bem`;
+    `adapters_disabled`: present, but switched off; `adapters_merged`: in the weights; `adapter_scales`: by what an
+    active LoRA's update is multiplied, every value that some layer has; `quantisation`: "" or the kinds of tensor;
+    `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
     """
 
     model: str
@@ -218,9 +236,10 @@ class Gap:
 class TokenBatch:
     """Tokens of one generation, as soon as they are scored: what a sink receives.
 
-    `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of what
-    `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED; `provisional`: of beams, of which few will be returned; `scores` of
-    N states, with their coverage; `request`: the id of a request of continuous batching, else "".
+    `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of
+    what `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED;
+    `provisional`: of beams, of which few will be returned; `scores` of N states, with their coverage; `request`: the id
+    of a request of continuous batching, else "".
     """
 
     generation: int

@@ -1,6 +1,6 @@
 """How a hierarchy is descended: the settings, each with its default.
 
-    CascadeConfig.of({"keep_top_k": 20})              # an unknown one is an UnknownSetting that names the nearest
+CascadeConfig.of({"keep_top_k": 20})              # an unknown one is an UnknownSetting that names the nearest
 """
 
 from __future__ import annotations
@@ -43,16 +43,25 @@ class CascadeConfig:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            **{name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more") for name in ("keep_top_k", "report_top_k")},
-            "max_loaded_probes": check_count("max_loaded_probes", self.max_loaded_probes, least=1, remedy="it counts probes, so give 1 or more"),
+            **{
+                name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more")
+                for name in ("keep_top_k", "report_top_k")
+            },
+            "max_loaded_probes": check_count(
+                "max_loaded_probes", self.max_loaded_probes, least=1, remedy="it counts probes, so give 1 or more"
+            ),
             "aggressive_pruning": check_bool("aggressive_pruning", self.aggressive_pruning),
             "unload_threshold": check_number("unload_threshold", self.unload_threshold, infinite=True),
             "load_threshold": check_load_threshold(self.load_threshold),
         }
         if self.max_rounds is not None:
-            checked["max_rounds"] = check_count("max_rounds", self.max_rounds, remedy="give 0 or more, or None for no limit")
+            checked["max_rounds"] = check_count(
+                "max_rounds", self.max_rounds, remedy="give 0 or more, or None for no limit"
+            )
         if not all(is_int(level) and level >= 0 for level in self.base_layers):
-            raise ConfigError(f"base_layers is {shown(self.base_layers)}: give levels of the concept hierarchy, 0 or more")
+            raise ConfigError(
+                f"base_layers is {shown(self.base_layers)}: give levels of the concept hierarchy, 0 or more"
+            )
         for name, value in {**checked, "base_layers": tuple(map(int, self.base_layers))}.items():
             object.__setattr__(self, name, value)
 

@@ -1,4 +1,5 @@
-"""JSON that somebody wrote by hand, or another program: no key stands twice in an object, and every text can be written again.
+"""JSON that somebody wrote by hand, or another program: no key stands twice in an object, and every text can be written
+again.
 
     found = loads(text)             # RepeatedKey, ValueError or RecursionError where it cannot be taken as it is
     found = loads(text, constant=no_constant)     # NaN and infinities, which are no JSON, are a ValueError
@@ -19,9 +20,11 @@ class RepeatedKey(ValueError):
 
 
 def loads(text: str, *, constant: Callable[[str], Any] | None = None, halves: bool = False) -> Any:
-    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. `halves`: half of a surrogate pair is taken, too.
+    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. `halves`:
+    half of a surrogate pair is taken, too.
 
-    Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair, `RecursionError`.
+    Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair,
+    `RecursionError`.
     """
     found = _decoder(constant).decode(text)
     if not halves and "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
@@ -30,7 +33,9 @@ def loads(text: str, *, constant: Callable[[str], Any] | None = None, halves: bo
 
 
 @cache
-def _decoder(constant: Callable[[str], Any] | None) -> json.JSONDecoder:  # one for all lines: making one takes as long as reading a line
+def _decoder(
+    constant: Callable[[str], Any] | None,
+) -> json.JSONDecoder:  # one for all lines: making one takes as long as reading a line
     return json.JSONDecoder(object_pairs_hook=_once, parse_constant=constant)
 
 
@@ -45,6 +50,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise RepeatedKey(f"{key!r:.80} stands twice in one object, and only the last would be read: put the two together, or give one another name")
+                raise RepeatedKey(
+                    f"{key!r:.80} stands twice in one object, and only the last would be read: put the two together, or"
+                    " give one another name"
+                )
             seen.add(key)
     return found

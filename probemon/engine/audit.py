@@ -1,12 +1,12 @@
 """Audit: on a sample of tokens every probe is evaluated too, and it is counted what the descent did not find.
 
     manager = DynamicProbeManager(pack, audit_rate=0.01)
-    audit = run.result(out).audit                            # or Audit.of(coverage), Audit.of_totals(analysis.manifest["totals"]["audit"])
-    audit.firing_recall                                      # Estimate(value=0.998, low=0.991, high=1.0), None without a token that says
+    audit = run.result(out).audit  # or Audit.of(coverage), Audit.of_totals(analysis.manifest["totals"]["audit"])
+    audit.firing_recall  # Estimate(value=0.998, low=0.991, high=1.0), None without a token that says
     audit.top_recall, audit.share_evaluated, audit.n_tokens
 
-Which tokens are audited is drawn by their place alone (a hash), never by what they hold, so the sample is a random one of the tokens seen: its
-means are unbiased for all of them, and its intervals hold for every size of it.
+Which tokens are audited is drawn by their place alone (a hash), never by what they hold, so the sample is a random one
+of the tokens seen: its means are unbiased for all of them, and its intervals hold for every size of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ TOP = 10  # the best so many probes of a token are the ones to find
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over audited tokens with the interval in which that over all tokens lies with a probability of 95 %: Hoeffding 1963 (`mean_interval`)."""
+    """A mean over audited tokens with the interval in which that over all tokens lies with a probability of 95 %:
+    Hoeffding 1963 (`mean_interval`).
+    """
 
     value: float
     low: float
@@ -40,9 +42,10 @@ class Estimate:
 class Audit:
     """What was found, summed over audited tokens.
 
-    `n_tokens` were audited; `top_found` sums, over them, the share of the best 10 of all probes that were active; `n_firing_tokens` had a probe
-    that fires, `firing_found` sums the share of these probes that were active; `n_firing` and `n_firing_missed` count the probes;
-    `n_evaluated` and `n_active`, the probes that the descent evaluated and had active there, of `n_probes` each.
+    `n_tokens` were audited; `top_found` sums, over them, the share of the best 10 of all probes that were active;
+    `n_firing_tokens` had a probe that fires, `firing_found` sums the share of these probes that were active; `n_firing`
+    and `n_firing_missed` count the probes; `n_evaluated` and `n_active`, the probes that the descent evaluated and had
+    active there, of `n_probes` each.
     """
 
     n_probes: int
@@ -63,9 +66,16 @@ class Audit:
         fires = firing > 0
         k = max(1, min(TOP, coverage.n_probes))
         return cls(
-            coverage.n_probes, int(at.sum()), float((1 - coverage.top_missed[at] / k).sum()), int(fires.sum()),
-            float((1 - missed[fires] / firing[fires]).sum()), int(firing.sum()), int(missed.sum()), int(coverage.evaluated[at].sum()), int(coverage.active[at].sum()),
-        )  # fmt: skip
+            coverage.n_probes,
+            int(at.sum()),
+            float((1 - coverage.top_missed[at] / k).sum()),
+            int(fires.sum()),
+            float((1 - missed[fires] / firing[fires]).sum()),
+            int(firing.sum()),
+            int(missed.sum()),
+            int(coverage.evaluated[at].sum()),
+            int(coverage.active[at].sum()),
+        )
 
     @classmethod
     def of_totals(cls, totals: Mapping[str, Any]) -> Audit:
@@ -105,7 +115,10 @@ class Audit:
             return "no token was audited"
         parts = [f"{self.n_tokens} tokens audited"]
         for name, found in (("firing probes", self.firing_recall), ("the true top 10", self.top_recall)):
-            parts.append(f"{name} {'none' if found is None else f'{found.value:.4f} found (95 % interval {found.low:.4f} to {found.high:.4f})'}")
+            share = "none"
+            if found is not None:
+                share = f"{found.value:.4f} found (95 % interval {found.low:.4f} to {found.high:.4f})"
+            parts.append(f"{name} {share}")
         return f"{', '.join(parts)}, {self.share_active:.1%} of the probes active"
 
 
@@ -115,7 +128,9 @@ def check_rate(rate: object) -> float:
 
 
 def sample(rate: float, *place: Ints | int) -> Mask | None:
-    """Which tokens are audited, by numbers that say where they stand (a document and a position, say); None for none of them."""
+    """Which tokens are audited, by numbers that say where they stand (a document and a position, say); None for none of
+    them.
+    """
     if rate <= 0:
         return None
     with np.errstate(over="ignore"):
@@ -127,18 +142,24 @@ def sample(rate: float, *place: Ints | int) -> Mask | None:
 
 
 def compare(everything: Any, alert: Any, active: Mask) -> dict[str, Ints]:
-    """Of n tokens what all their scores `[n, P]` say about the active set `[n, P]`: top_missed, firing and firing_missed `[n]`."""
+    """Of n tokens what all their scores `[n, P]` say about the active set `[n, P]`: top_missed, firing and
+    firing_missed `[n]`.
+    """
     k = min(TOP, everything.shape[1])
     # A stable sort of the negated scores: ties to the lower number.
     best = np.argsort(-everything, axis=1, kind="stable")[:, :k]
     fires = everything > alert
     return {
-        "top_missed": k - np.take_along_axis(active, best, axis=1).sum(axis=1), "firing": fires.sum(axis=1), "firing_missed": (fires & ~active).sum(axis=1),
-    }  # fmt: skip
+        "top_missed": k - np.take_along_axis(active, best, axis=1).sum(axis=1),
+        "firing": fires.sum(axis=1),
+        "firing_missed": (fires & ~active).sum(axis=1),
+    }
 
 
 def _mixed(x: Any) -> Any:
-    """Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64, after its increment."""
+    """Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64, after
+    its increment.
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -2,8 +2,8 @@
 
     [engine] = engines_of([part], device, impl, arena_bytes=None, cache_bytes=256 << 20)
 
-Packs of one architecture and dtype share an arena wherever their weights are copied anyhow: on a GPU, and where they are paged. On a CPU that
-holds them all, each is read where it is mapped.
+Packs of one architecture and dtype share an arena wherever their weights are copied anyhow: on a GPU, and where they
+are paged. On a CPU that holds them all, each is read where it is mapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from probemon.packs.pack import ProbePack
 
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
-    """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it. Raises `KernelUnavailable`, `ConfigError`."""
+    """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it.
+    Raises `KernelUnavailable`, `ConfigError`.
+    """
     largest = max(packs, key=ProbePack.weight_bytes)
     chosen, why = choose_impl(device, largest.weights) if impl is None else (impl, "as asked")
     for pack in packs:
@@ -42,18 +44,32 @@ def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.devic
 
 
 def engines_of(
-    parts: Sequence[ConfiguredPack], device: torch.device, impl: str, *, arena_bytes: int | None, cache_bytes: int, late: bool = False, prefetch: float = 0.0
+    parts: Sequence[ConfiguredPack],
+    device: torch.device,
+    impl: str,
+    *,
+    arena_bytes: int | None,
+    cache_bytes: int,
+    late: bool = False,
+    prefetch: float = 0.0,
 ) -> list[Engine]:
     """An engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
     packs = [part.pack for part in parts]
     if arena_bytes is not None:
-        arena_bytes = check_count("arena_bytes", arena_bytes, remedy="give a whole number of bytes, or None to hold the whole pack")
+        arena_bytes = check_count(
+            "arena_bytes", arena_bytes, remedy="give a whole number of bytes, or None to hold the whole pack"
+        )
     cache_bytes = check_count("cache_bytes", cache_bytes, remedy="give a whole number of bytes, 0 to keep nothing")
     resident = arena_bytes is None or arena_bytes >= sum(pack.weight_bytes() for pack in packs)
-    prefetch = check_number("prefetch", prefetch, low=0, high=1, remedy="give a margin of score from 0 (nothing is prefetched) to 1")
+    prefetch = check_number(
+        "prefetch", prefetch, low=0, high=1, remedy="give a margin of score from 0 (nothing is prefetched) to 1"
+    )
     late = check_bool("late", late)
     if (late or prefetch) and resident:
-        raise ConfigError("late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower arena_bytes")
+        raise ConfigError(
+            "late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower"
+            " arena_bytes"
+        )
     copied = not resident or device.type != "cpu" or impl == "triton"
     kinds: dict[Any, list[int]] = {}
     for i, pack in enumerate(packs):
@@ -62,8 +78,14 @@ def engines_of(
     shares = [None] * len(groups) if resident else _divided(groups, arena_bytes or 0)
     engines: dict[int, Engine] = {}
     for members, kind, share in zip(kinds.values(), groups, shares, strict=True):
-        arena = kind.resident(device) if share is None else kind.paged(share, cache_bytes * kind.n_bytes // sum(other.n_bytes for other in groups), device)
-        scorer = PairScorer([parts[i].pack for i in members], arena, device, impl, resident=resident, late=late, prefetch=prefetch)
+        arena = (
+            kind.resident(device)
+            if share is None
+            else kind.paged(share, cache_bytes * kind.n_bytes // sum(other.n_bytes for other in groups), device)
+        )
+        scorer = PairScorer(
+            [parts[i].pack for i in members], arena, device, impl, resident=resident, late=late, prefetch=prefetch
+        )
         for i, first in zip(members, kind.firsts, strict=True):
             engines[i] = Engine(packs[i], scorer, first)
     return [engines[i] for i in range(len(parts))]
@@ -79,7 +101,9 @@ class _ArenaGroup:
         self.firsts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.n_bytes = sum(pack.weight_bytes() for pack in self.packs)
         self.one = -(-self.n_bytes // self.n_probes)
-        self.always: Ints = np.concatenate([part.plan_with(()).start + first for part, first in zip(parts, self.firsts, strict=True)])
+        self.always: Ints = np.concatenate(
+            [part.plan_with(()).start + first for part, first in zip(parts, self.firsts, strict=True)]
+        )
         self.needed = min((len(self.always) + 1) * self.one, self.n_bytes)
 
     def resident(self, device: torch.device) -> Arena:
@@ -93,10 +117,17 @@ class _ArenaGroup:
 
     def paged(self, n_bytes: int, cache_bytes: int, device: torch.device) -> Arena:
         n_registered = cache_bytes // Layout.of(self.packs[0].weights).n_bytes if device.type == "cuda" else 0
-        sources = [PackSource(pack, n_registered=min(pack.n_probes, n_registered * pack.n_probes // self.n_probes)) for pack in self.packs]
+        sources = [
+            PackSource(pack, n_registered=min(pack.n_probes, n_registered * pack.n_probes // self.n_probes))
+            for pack in self.packs
+        ]
         source = sources[0] if len(sources) == 1 else JoinedSource(sources, [pack.n_probes for pack in self.packs])
-        like = {name: tensor[:1].expand(self.n_probes, *tensor.shape[1:]) for name, tensor in self.packs[0].weights.items()}
-        arena = PagedArena(ProbeStore(source, max_bytes=cache_bytes), like=like, n_slots=n_bytes // self.one, device=device)
+        like = {
+            name: tensor[:1].expand(self.n_probes, *tensor.shape[1:]) for name, tensor in self.packs[0].weights.items()
+        }
+        arena = PagedArena(
+            ProbeStore(source, max_bytes=cache_bytes), like=like, n_slots=n_bytes // self.one, device=device
+        )
         arena.pin(self.always)
         return arena
 
@@ -108,15 +139,20 @@ class _ArenaGroup:
 
 
 def _divided(kinds: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:
-    """Bytes of each kind's arena: room for what is always active and one probe more, and of the rest a share by what is left of its weights."""
+    """Bytes of each kind's arena: room for what is always active and one probe more, and of the rest a share by what is
+    left of its weights.
+    """
     needed = sum(kind.needed for kind in kinds)
     if arena_bytes < needed:
-        n_always, more = sum(len(kind.always) for kind in kinds), "one more" if len(kinds) == 1 else f"one more of each of {len(kinds)} architectures"
+        n_always, more = (
+            sum(len(kind.always) for kind in kinds),
+            "one more" if len(kinds) == 1 else f"one more of each of {len(kinds)} architectures",
+        )
         raise ConfigError(
-            f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(kind.one for kind in kinds)} probes; {n_always} are always active and {more} "
-            f"is needed: give at least {needed}"
+            f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(kind.one for kind in kinds)} probes;"
+            f" {n_always} are always active and {more} is needed: give at least {needed}"
         )
     left = [kind.n_bytes - kind.needed for kind in kinds]
-    return [kind.needed + (arena_bytes - needed) * here // max(1, sum(left)) for kind, here in zip(kinds, left, strict=True)]
-
-
+    return [
+        kind.needed + (arena_bytes - needed) * here // max(1, sum(left)) for kind, here in zip(kinds, left, strict=True)
+    ]

@@ -3,7 +3,7 @@
     plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
     step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
     step.active, step.scores, step.dropped, retain(plan, step)
-    asking = descending(plan, n_rows, retained)         # the same, asked for its pairs round by round: several can go in step
+    asking = descending(plan, n_rows, retained)  # the same, asked for its pairs round by round: several can go in step
 
 N rows are descended together, round by round, as masks `[N, P]`. Only a row that meets
 `max_loaded_probes` is admitted probe by probe.
@@ -39,7 +39,9 @@ class Descent:
 
 
 def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
-    """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or `max_rounds`."""
+    """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or
+    `max_rounds`.
+    """
     return answer(descend_in_rounds(plan, n_rows, retained), score)
 
 
@@ -70,7 +72,9 @@ def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> 
 
 
 def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
-    """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the search."""
+    """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the
+    search.
+    """
 
     def known(which: Mask) -> PairRequests[None]:
         yield from ()
@@ -137,7 +141,9 @@ def _admit(
 
 
 def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were dropped `[N]`."""
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were
+    dropped `[N]`.
+    """
     rows, probes = np.nonzero(step.active)
     values = step.scores[rows, probes]
     ptr = np.concatenate([[0], np.cumsum(step.active.sum(axis=1))])

@@ -1,13 +1,14 @@
-"""DeviceSteps: steps of a few rows on a GPU, beside the host model: enqueued at the tap, read when their results have arrived.
+"""DeviceSteps: steps of a few rows on a GPU, beside the host model: enqueued at the tap, read when their results have
+arrived.
 
     steps = DeviceSteps(cascade)
     with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
         under_way = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
     found = under_way.wait()                        # numpy arrays
 
-After a few steps of one size the descent is captured as a graph and replayed. Results are copied to pinned memory. What a step
-retains stays on the device for the next one, which uploads retained sets only where it is given others. Without a GPU (Triton's
-interpreter) the same code runs in order, without streams and graphs.
+After a few steps of one size the descent is captured as a graph and replayed. Results are copied to pinned memory. What
+a step retains stays on the device for the next one, which uploads retained sets only where it is given others. Without
+a GPU (Triton's interpreter) the same code runs in order, without streams and graphs.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from probemon.engine.kernels.triton_cascade import DeviceCascade, Found
 
 LOG = logging.getLogger("probemon")
 _WARM = 3  # steps of one size before it is captured: Triton compiles in the first
-# Held while anything is put on our streams: only one capture may be under way in a process, and what others enqueue meanwhile on
-# its stream would be captured.
+# Held while anything is put on our streams: only one capture may be under way in a process, and what others enqueue
+# meanwhile on its stream would be captured.
 _ENQUEUEING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`; `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`."""
+    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`;
+    `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`.
+    """
 
     ptr: Ints
     probes: Any
@@ -48,7 +51,9 @@ class Arrived:
 
 
 class DeviceSteps:
-    """Steps of one plan; any number at once, each in buffers of its own, which are used again. `side`: a stream to share with those of other plans."""
+    """Steps of one plan; any number at once, each in buffers of its own, which are used again. `side`: a stream to
+    share with those of other plans.
+    """
 
     def __init__(self, cascade: DeviceCascade, n_probes: int, side: Any = None) -> None:
         self.cascade, self._n_probes = cascade, n_probes
@@ -147,7 +152,8 @@ class _Buffers:
         return found, largest_values(self._x)
 
     def _capture(self, steps: DeviceSteps) -> None:
-        # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle of a forward.
+        # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle
+        # of a forward.
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.inference_mode(False):
@@ -157,7 +163,10 @@ class _Buffers:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", str(error).splitlines()[0])
+            LOG.warning(
+                "the descent could not be captured as a graph (%s): it is launched kernel by kernel",
+                str(error).splitlines()[0],
+            )
             steps.captures = False
             return
         self._graph, self._found = graph, found

@@ -6,8 +6,9 @@
     outcome = engine.evaluate(plan, inputs, retained, keep=np.arange(len(inputs)))
 
 Two strategies with one result: `descent` scores a probe when the hierarchy reaches it, `exhaustive` scores
-every probe at once and applies the same rule to the scores. Scores are bitwise the same either way. Where the weights lie
-in memory and numba reads them, a whole descent is one compiled call; elsewhere it is `probemon.engine.cascade`, round by round.
+every probe at once and applies the same rule to the scores. Scores are bitwise the same either way. Where the weights
+lie in memory and numba reads them, a whole descent is one compiled call; elsewhere it is `probemon.engine.cascade`,
+round by round.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memo
 
 @dataclass(frozen=True)
 class Outcome:
-    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and next retained sets.
+    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and
+    next retained sets.
 
     `unseen [N]`: SEEN, or why a state has no scores (`probemon.engine.pairs`); it has no active probes then.
     """
@@ -76,7 +78,9 @@ class Choice:
 
 
 class Evaluator(Protocol):
-    """What a manager asks: `Engine` for one pack, `probemon.engine.joint.JointEngine` for several. Each has inputs and plans of its own kind."""
+    """What a manager asks: `Engine` for one pack, `probemon.engine.joint.JointEngine` for several. Each has inputs and
+    plans of its own kind.
+    """
 
     choice: Choice
 
@@ -88,12 +92,20 @@ class Evaluator(Protocol):
         """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
         ...
 
-    def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
-        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+    def begin(
+        self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+    ) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for
+        it and returns it.
+        """
         ...
 
-    def evaluate(self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
-        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+    def evaluate(
+        self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None
+    ) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy`
+        overrides the choice.
+        """
         ...
 
     def batch_size(self) -> int:
@@ -173,7 +185,9 @@ class Engine:
         return scores
 
     def late(self, n: int, retained: Mask | None) -> Mask | None:
-        """Where to mark what is late of N states; None where it is waited for, as for a prompt: nothing of it would be there yet."""
+        """Where to mark what is late of N states; None where it is waited for, as for a prompt: nothing of it would be
+        there yet.
+        """
         return None if self.fetcher is None or retained is None else np.zeros((n, self.pack.n_probes), dtype=bool)
 
     def everything(self, inputs: Inputs) -> Floats:
@@ -189,8 +203,12 @@ class Engine:
         own.reshape(-1)[self._beyond(inputs.largest, n, rows, probes)] = np.nan
         return self.pack.tree.times_best_parent(own) if self.pack.score_rule == "path" else own
 
-    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
-        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+    def begin(
+        self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+    ) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for
+        it and returns it.
+        """
         on_device = self.on_device(plan, len(retained), retained) if self.choice.step == "descent" else None
         if on_device is None:
             return self.evaluate(plan, self.inputs(hidden), retained, keep)
@@ -199,8 +217,12 @@ class Engine:
             under_way = on_device.enqueue(inputs.values, retained)
         return lambda: self.arrived(plan, inputs, under_way.wait(), retained, keep)
 
-    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
-        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+    def evaluate(
+        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None
+    ) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy`
+        overrides the choice.
+        """
         late = self.late(len(inputs), retained)
         asking = self.evaluating(plan, inputs, retained, keep, strategy, late)
         return answer(asking, lambda rows, probes: self.own_scores(inputs, rows, probes, late))
@@ -210,9 +232,17 @@ class Engine:
         return self.choice.step if retained is not None or n < _FEW else self.choice.batch
 
     def evaluating(
-        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None, late: Mask | None
+        self,
+        plan: CascadePlan,
+        inputs: Inputs,
+        retained: Mask | None,
+        keep: Ints,
+        strategy: str | None,
+        late: Mask | None,
     ) -> PairRequests[Outcome]:
-        """`evaluate`, for whom it asks, who marks in `late` what is. What is compiled, or all on the device, asks nothing."""
+        """`evaluate`, for whom it asks, who marks in `late` what is. What is compiled, or all on the device, asks
+        nothing.
+        """
         n = len(inputs)
         strategy = strategy or self.strategy(n, retained)
         if strategy == "descent" and (on_device := self.on_device(plan, n, retained)) is not None:
@@ -228,7 +258,9 @@ class Engine:
         else:
             step = yield from descend_in_rounds(plan, n, retained)
         if late is not None:
-            by_parent = np.isnan(step.scores) & late.any(axis=1, keepdims=True)  # what is scored by a parent that is not there
+            by_parent = np.isnan(step.scores) & late.any(
+                axis=1, keepdims=True
+            )  # what is scored by a parent that is not there
             late = np.asarray(late | (step.active & by_parent))
             step.active[late], step.scores[late] = False, 0
         unseen = self._unseen(inputs.largest, n, step)
@@ -237,7 +269,11 @@ class Engine:
         if not all_seen:
             step.active[~seen] = False
             step.dropped[~seen] = False
-        found = collect(step, self._alert) if self._net is None else self._numba.collect(step.active, step.dropped, step.scores, self._alert)
+        found = (
+            collect(step, self._alert)
+            if self._net is None
+            else self._numba.collect(step.active, step.dropped, step.scores, self._alert)
+        )
         ptr, probes, values, fired, n_dropped = found
         n_active, released = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
         if self._net is None or n_dropped.any():
@@ -257,18 +293,21 @@ class Engine:
         return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, n_late, unseen, kept)
 
     def _beyond(self, largest: Floats, n: int, rows: Ints, probes: Ints) -> Mask:
-        """Of pairs `[M]` of N states and probes whose weights were looked at: where sums may overflow, so that there is no score.
+        """Of pairs `[M]` of N states and probes whose weights were looked at: where sums may overflow, so that there is
+        no score.
 
-        `largest [I * N]` of the prepared inputs. It is told from the input and the weights alone, not from what came out: implementations add
-        up in different orders, and what overflows in one order need not in another.
+        `largest [I * N]` of the prepared inputs. It is told from the input and the weights alone, not from what came
+        out: implementations add up in different orders, and what overflows in one order need not in another.
         """
         at = self._input[probes] * n + rows if len(self.scorer.specs) > 1 else rows
         return np.asarray(largest[at] > self.pack.input_limit[probes])
 
     def _unseen(self, largest: Floats, n: int, step: Descent) -> Ints:
-        """Why each of N states has no scores, if it has none: by its input, or because an active probe has none (`_beyond`).
+        """Why each of N states has no scores, if it has none: by its input, or because an active probe has none
+        (`_beyond`).
 
-        A descent goes wrong only after such a probe has become active, and what is active stays so: all strategies agree on the states.
+        A descent goes wrong only after such a probe has become active, and what is active stays so: all strategies
+        agree on the states.
         """
         if _within(largest, self.pack.lowest_input_limit):
             return np.zeros(n, dtype=np.int64)
@@ -283,7 +322,9 @@ class Engine:
         last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
         below = plan.expand_threshold[probes[last]] - values[last]
         near = probes[last][(below >= 0) & (below <= self.scorer.prefetch)]
-        self.scorer.prefetch_probes(sorted({self.first + int(child) for p in near for child in plan.tree.children(int(p))}))
+        self.scorer.prefetch_probes(
+            sorted({self.first + int(child) for p in near for child in plan.tree.children(int(p))})
+        )
 
     def on_device(self, plan: CascadePlan, n: int, retained: Mask | None) -> DeviceSteps | None:
         """Steps of a plan on the device, or None where there is none, or rows or active probes are too many for it."""
@@ -296,34 +337,63 @@ class Engine:
 
             mine = slice(self.first, self.first + self.pack.n_probes)
             weights = {name: tensor[mine] for name, tensor in self.arena.weights.items()}
-            steps = DeviceSteps(DeviceCascade(plan, weights, self._input), self.pack.n_probes, self.side) if DeviceCascade.fits(plan) else None
-            for _ in self.arena.waves(self._every + self.first):  # whatever will be reached: weights are looked at before their first use
+            steps = (
+                DeviceSteps(DeviceCascade(plan, weights, self._input), self.pack.n_probes, self.side)
+                if DeviceCascade.fits(plan)
+                else None
+            )
+            for _ in self.arena.waves(
+                self._every + self.first
+            ):  # whatever will be reached: weights are looked at before their first use
                 pass
             if len(self._device) >= _PLANS:
                 self._device.pop(next(iter(self._device)), None)
             known = self._device[id(plan)] = (plan, steps)
         steps = known[1]
-        if steps is not None and retained is not None and int(retained.sum(axis=1).max(initial=0)) > steps.cascade.n_kept:
+        if (
+            steps is not None
+            and retained is not None
+            and int(retained.sum(axis=1).max(initial=0)) > steps.cascade.n_kept
+        ):
             return None
         return steps
 
     def arrived(self, plan: CascadePlan, inputs: Inputs, found: Arrived, retained: Mask, keep: Ints) -> Outcome:
-        """Results of a step on the device. States that overflowed there are descended again, by the exact path, and counted in `n_overflowed`."""
+        """Results of a step on the device. States that overflowed there are descended again, by the exact path, and
+        counted in `n_overflowed`.
+        """
         n = len(inputs)
-        before = unseen_inputs(found.largest, n)  # looked at on the device: `inputs.largest` would wait for the host model
+        before = unseen_inputs(
+            found.largest, n
+        )  # looked at on the device: `inputs.largest` would wait for the host model
         again = np.flatnonzero(found.overflowed & (before == SEEN))
         none = np.zeros(n, dtype=np.int64)
         if not before.any() and not len(again) and _within(found.largest, self.pack.lowest_input_limit):
             ptr, probes, values = found.ptr, found.probes, found.values
             n_active = ptr[1:] - ptr[:-1]
-            return Outcome(ptr, probes, values, values > self._alert[probes], n_active, none, n_active, none, none, before, found.kept[keep])
+            return Outcome(
+                ptr,
+                probes,
+                values,
+                values > self._alert[probes],
+                n_active,
+                none,
+                n_active,
+                none,
+                none,
+                before,
+                found.kept[keep],
+            )
         shape = (n, self.pack.n_probes)
         step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
         rows = np.repeat(np.arange(n), np.diff(found.ptr))
         step.active[rows, found.probes], step.scores[rows, found.probes] = True, found.values
         if len(again):
             self.n_overflowed += len(again)
-            exact = answer(descend_in_rounds(plan, len(again), retained[again]), lambda rows, probes: self.own_scores(inputs, again[rows], probes))
+            exact = answer(
+                descend_in_rounds(plan, len(again), retained[again]),
+                lambda rows, probes: self.own_scores(inputs, again[rows], probes),
+            )
             step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
         unseen = self._unseen(found.largest, n, step)
         seen = unseen == SEEN
@@ -341,11 +411,22 @@ class Engine:
         assert self._net is not None and isinstance(self.arena, ResidentArena)
         tree, checked = plan.tree, self.arena.checked  # asked before anything is read: the file may have been cut
         active, dropped, scores = self._net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), self._input, self._n_inputs, inputs.values, len(inputs), plan.start,
-            retained, plan.expand_threshold, path_rule=plan.path_rule, max_rounds=plan.config.max_rounds, max_active=plan.config.max_loaded_probes,
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
+            self._input,
+            self._n_inputs,
+            inputs.values,
+            len(inputs),
+            plan.start,
+            retained,
+            plan.expand_threshold,
+            path_rule=plan.path_rule,
+            max_rounds=plan.config.max_rounds,
+            max_active=plan.config.max_loaded_probes,
             everything=everything,
-        )  # fmt: skip
-        if not checked.all():  # weights are looked at when they are first used, before anybody is shown what came of them
+        )
+        if (
+            not checked.all()
+        ):  # weights are looked at when they are first used, before anybody is shown what came of them
             used = ~checked if everything else active.any(axis=0) & ~checked
             if used.any():
                 self.arena.check(np.flatnonzero(used))
@@ -360,7 +441,9 @@ class Engine:
         check_choice("strategy", strategy, STRATEGIES)
         if strategy != "auto":
             if strategy == "exhaustive" and not self._resident:
-                raise ConfigError("strategy='exhaustive' reads every probe at every token: raise arena_bytes to hold the pack")
+                raise ConfigError(
+                    "strategy='exhaustive' reads every probe at every token: raise arena_bytes to hold the pack"
+                )
             self.choice = Choice(strategy, strategy, "as asked")
         elif not self._resident:
             self.choice = Choice("descent", "descent", "the pack is paged")
@@ -368,7 +451,9 @@ class Engine:
             states, kind = self._trial_states()
             step, step_why = self._faster(plan, self.inputs({s: x[:1] for s, x in states.items()}))
             batch, batch_why = self._faster(plan, self.inputs(states))
-            self.choice = Choice(step, batch, f"measured on {kind} states: one token {step_why}; {_BATCH} tokens {batch_why}")
+            self.choice = Choice(
+                step, batch, f"measured on {kind} states: one token {step_why}; {_BATCH} tokens {batch_why}"
+            )
         return self.choice
 
     def _trial_states(self) -> tuple[dict[str, Tensor], str]:
@@ -379,7 +464,13 @@ class Engine:
         else:
             generator = torch.Generator().manual_seed(0)
             size = (_BATCH, self.pack.architecture.hidden_size)
-            states, kind = {site: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for site in self.pack.sites}, "random"
+            states, kind = (
+                {
+                    site: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+                    for site in self.pack.sites
+                },
+                "random",
+            )
         # What other packs of the scorer read has to be there, and is not asked for.
         return {spec.site: next(iter(states.values())) for spec in self.scorer.specs} | states, kind
 
@@ -391,9 +482,9 @@ class Engine:
         everything = np.zeros((n, self.pack.n_probes), dtype=np.float32)
 
         def exhaustive() -> None:
-            everything[:, some] = self.own_scores(
-                inputs, np.repeat(np.arange(n), len(some)), np.tile(some, n)
-            ).reshape(n, len(some))
+            everything[:, some] = self.own_scores(inputs, np.repeat(np.arange(n), len(some)), np.tile(some, n)).reshape(
+                n, len(some)
+            )
 
         def rule() -> None:
             scores = self.pack.tree.times_best_parent(everything.copy()) if plan.path_rule else everything
@@ -409,7 +500,9 @@ class Engine:
 
 
 def _within(largest: Floats, limit: float) -> bool:
-    """Whether all inputs are so small that no probe that was looked at can overflow. In fp64: rounded to fp32 a limit may be infinite, or 0."""
+    """Whether all inputs are so small that no probe that was looked at can overflow. In fp64: rounded to fp32 a limit
+    may be infinite, or 0.
+    """
     return float(largest.max(initial=0)) <= limit < math.inf  # which NaN is not
 
 

@@ -5,10 +5,11 @@
     inputs = both.inputs({"resid_post.9": x, "resid_post.15": y})      # x, y [N, D]
     outcome = both.evaluate(plan, inputs, retained, keep)              # retained [N, P] of the group
 
-Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone; they are laid
-together in the numbers of the group. Descents go in step: what packs that share an arena ask for in a round is scored by one call. A compiled
-descent on a CPU is one call a pack, steps on a GPU one graph a pack, one after another on one stream.
-A token is seen where every pack has scores of it, as it is for one pack that reads several sites.
+Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone;
+they are laid together in the numbers of the group. Descents go in step: what packs that share an arena ask for in a
+round is scored by one call. A compiled descent on a CPU is one call a pack, steps on a GPU one graph a pack, one after
+another on one stream. A token is seen where every pack has scores of it, as it is for one pack that reads several
+sites.
 """
 
 from __future__ import annotations
@@ -103,8 +104,12 @@ class JointEngine:
         found = self._in_step(asking, inputs, [None] * len(self.engines))
         return self._laid_out(found, np.float32)
 
-    def begin(self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | Callable[[], Outcome]:
-        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for it and returns it."""
+    def begin(
+        self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+    ) -> Outcome | Callable[[], Outcome]:
+        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for
+        it and returns it.
+        """
         before = [retained[:, number] for number in self._group.numbers]
         steps = self._on_device(plan, len(retained), before, [engine.choice.step for engine in self.engines])
         if steps is None:
@@ -112,20 +117,33 @@ class JointEngine:
         with steps[0].beside(*hidden.values()):
             return self._enqueued(plan, steps, self.inputs(hidden), before, keep)
 
-    def evaluate(self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None) -> Outcome:
-        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy` overrides the choice."""
+    def evaluate(
+        self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None
+    ) -> Outcome:
+        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy`
+        overrides the choice.
+        """
         n, numbers = len(inputs), self._group.numbers
         before = [None if retained is None else retained[:, number] for number in numbers]
-        ways = [engine.strategy(n, part) for engine, part in zip(self.engines, before, strict=True)] if strategy is None else self._ways(strategy)
+        ways = (
+            [engine.strategy(n, part) for engine, part in zip(self.engines, before, strict=True)]
+            if strategy is None
+            else self._ways(strategy)
+        )
         if (steps := self._on_device(plan, n, before, ways)) is not None:
-            zeros = [np.zeros((n, len(number)), dtype=bool) if part is None else part for number, part in zip(numbers, before, strict=True)]
+            zeros = [
+                np.zeros((n, len(number)), dtype=bool) if part is None else part
+                for number, part in zip(numbers, before, strict=True)
+            ]
             with steps[0].beside():
                 waits = self._enqueued(plan, steps, inputs, zeros, keep)
             return waits()
         late = [engine.late(n, part) for engine, part in zip(self.engines, before, strict=True)]
         asking = [
             engine.evaluating(own, part, start, keep, way, mask)
-            for engine, own, part, start, way, mask in zip(self.engines, plan.plans, inputs.parts, before, ways, late, strict=True)
+            for engine, own, part, start, way, mask in zip(
+                self.engines, plan.plans, inputs.parts, before, ways, late, strict=True
+            )
         ]
         return self._together(self._in_step(asking, inputs, late), before, keep)
 
@@ -134,8 +152,13 @@ class JointEngine:
         return max(1, BATCH_CELLS // self._group.n_probes)
 
     def choose(self, plan: JointPlan, strategy: str) -> Choice:
-        """Set `choice`: for each pack as told, or as it is measured alone. Strategies that differ are joined, "descent+exhaustive"."""
-        made = [engine.choose(own, way) for engine, own, way in zip(self.engines, plan.plans, self._ways(strategy), strict=True)]
+        """Set `choice`: for each pack as told, or as it is measured alone. Strategies that differ are joined,
+        "descent+exhaustive".
+        """
+        made = [
+            engine.choose(own, way)
+            for engine, own, way in zip(self.engines, plan.plans, self._ways(strategy), strict=True)
+        ]
         why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, made, strict=True))
         self.choice = Choice(_joined([choice.step for choice in made]), _joined([choice.batch for choice in made]), why)
         return self.choice
@@ -143,7 +166,14 @@ class JointEngine:
     def check_room(self, plan: JointPlan, what: str) -> None:
         """Raise `ArenaFull` where a plan leaves an arena no slot for a probe that is not always active."""
         for scorer in self._scorers:
-            scorer.check_room(sum(len(own.start) for engine, own in zip(self.engines, plan.plans, strict=True) if engine.scorer is scorer), what)
+            scorer.check_room(
+                sum(
+                    len(own.start)
+                    for engine, own in zip(self.engines, plan.plans, strict=True)
+                    if engine.scorer is scorer
+                ),
+                what,
+            )
 
     def background_errors(self) -> list[Exception]:
         """What loads in the background met and nobody was told yet."""
@@ -154,10 +184,15 @@ class JointEngine:
     def _ways(self, strategy: str) -> list[str]:
         ways = strategy.split(_AND)
         if len(ways) not in (1, len(self.engines)):
-            raise ConfigError(f"strategy {strategy!r} names {len(ways)} strategies, there are {len(self.engines)} packs: give one, or one each")
+            raise ConfigError(
+                f"strategy {strategy!r} names {len(ways)} strategies, there are {len(self.engines)} packs: give one, or"
+                " one each"
+            )
         return ways * len(self.engines) if len(ways) == 1 else ways
 
-    def _in_step(self, asking: Sequence[PairRequests[Made]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[Made]:
+    def _in_step(
+        self, asking: Sequence[PairRequests[Made]], inputs: JointInputs, late: Sequence[Mask | None]
+    ) -> list[Made]:
         """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
         made: dict[int, Made] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
@@ -173,7 +208,13 @@ class JointEngine:
                 answers |= self._scored([i for i in asked if self.engines[i].scorer is scorer], asked, inputs, late)
         return [made[i] for i in range(len(asking))]
 
-    def _scored(self, members: list[int], asked: Mapping[int, tuple[Ints, Ints]], inputs: JointInputs, late: Sequence[Mask | None]) -> dict[int, Floats]:
+    def _scored(
+        self,
+        members: list[int],
+        asked: Mapping[int, tuple[Ints, Ints]],
+        inputs: JointInputs,
+        late: Sequence[Mask | None],
+    ) -> dict[int, Floats]:
         """Own scores for packs of one scorer, by one call."""
         if len(members) < 2:
             return {i: self.engines[i].own_scores(inputs.parts[i], *asked[i], late[i]) for i in members}
@@ -190,23 +231,33 @@ class JointEngine:
             mask[rows[here], own[here]] = True
         return dict(zip(members, np.split(scores, ends), strict=True))
 
-    def _on_device(self, plan: JointPlan, n: int, before: Sequence[Mask | None], ways: Sequence[str]) -> list[DeviceSteps] | None:
+    def _on_device(
+        self, plan: JointPlan, n: int, before: Sequence[Mask | None], ways: Sequence[str]
+    ) -> list[DeviceSteps] | None:
         """Steps of every pack on the device, or None where one cannot be made there."""
         if any(way != "descent" for way in ways):
             return None
-        steps = [engine.on_device(own, n, part) for engine, own, part in zip(self.engines, plan.plans, before, strict=True)]
+        steps = [
+            engine.on_device(own, n, part) for engine, own, part in zip(self.engines, plan.plans, before, strict=True)
+        ]
         there = [step for step in steps if step is not None]
         return there if len(there) == len(steps) else None
 
-    def _enqueued(self, plan: JointPlan, steps: Sequence[DeviceSteps], inputs: JointInputs, before: Sequence[Mask], keep: Ints) -> Callable[[], Outcome]:
+    def _enqueued(
+        self, plan: JointPlan, steps: Sequence[DeviceSteps], inputs: JointInputs, before: Sequence[Mask], keep: Ints
+    ) -> Callable[[], Outcome]:
         """Begin a step of every pack; what waits for them."""
-        under_way = [step.enqueue(part.values, start) for step, part, start in zip(steps, inputs.parts, before, strict=True)]
+        under_way = [
+            step.enqueue(part.values, start) for step, part, start in zip(steps, inputs.parts, before, strict=True)
+        ]
 
         def waits() -> Outcome:
             arrived = [step.wait() for step in under_way]
             found = [
                 engine.arrived(own, part, results, start, keep)
-                for engine, own, part, results, start in zip(self.engines, plan.plans, inputs.parts, arrived, before, strict=True)
+                for engine, own, part, results, start in zip(
+                    self.engines, plan.plans, inputs.parts, arrived, before, strict=True
+                )
             ]
             return self._together(found, before, keep)
 
@@ -218,13 +269,19 @@ class JointEngine:
         found = [_seen(outcome, unseen, start, keep) for outcome, start in zip(found, before, strict=True)]
         numbers = self._group.numbers
         state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in found])
-        probes = np.concatenate([number[outcome.probes] for number, outcome in zip(numbers, found, strict=True)]).astype(np.int32)
+        probes = np.concatenate(
+            [number[outcome.probes] for number, outcome in zip(numbers, found, strict=True)]
+        ).astype(np.int32)
         order = np.lexsort((probes, state))
         counts = {name: np.sum([getattr(outcome, name) for outcome in found], axis=0) for name in _COUNTS}
         return Outcome(
-            probes=probes[order], values=np.concatenate([outcome.values for outcome in found])[order],
-            fired=np.concatenate([outcome.fired for outcome in found])[order], unseen=unseen, kept=self._laid_out([outcome.kept for outcome in found], np.bool_), **counts,
-        )  # fmt: skip
+            probes=probes[order],
+            values=np.concatenate([outcome.values for outcome in found])[order],
+            fired=np.concatenate([outcome.fired for outcome in found])[order],
+            unseen=unseen,
+            kept=self._laid_out([outcome.kept for outcome in found], np.bool_),
+            **counts,
+        )
 
     def _laid_out(self, parts: Sequence[Any], dtype: Any) -> Any:
         """`[N, P]` of the group from the packs' own."""
@@ -261,7 +318,9 @@ class JointArena:
     def stats(self) -> ArenaStats:
         """Sums over the arenas."""
         found = [arena.stats() for arena in self.arenas]
-        return ArenaStats(**{field.name: sum(getattr(stats, field.name) for stats in found) for field in fields(ArenaStats)})
+        return ArenaStats(
+            **{field.name: sum(getattr(stats, field.name) for stats in found) for field in fields(ArenaStats)}
+        )
 
     def check_integrity(self) -> None:
         """Of every arena."""
@@ -271,7 +330,16 @@ class JointArena:
     def _split(self, probes: Sequence[int] | Ints) -> list[tuple[Arena, Ints]]:
         own = self._group.split(probes)
         return [
-            (arena, np.concatenate([mine + engine.first for engine, mine in zip(self._engines, own, strict=True) if engine.arena is arena]))
+            (
+                arena,
+                np.concatenate(
+                    [
+                        mine + engine.first
+                        for engine, mine in zip(self._engines, own, strict=True)
+                        if engine.arena is arena
+                    ]
+                ),
+            )
             for arena in self.arenas
         ]
 
@@ -289,9 +357,15 @@ def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Ou
     kept, lost = outcome.kept.copy(), ~seen[keep]
     kept[lost] = False if before is None else before[keep][lost]
     return replace(
-        outcome, ptr=np.concatenate([[0], np.cumsum(np.where(seen, sizes, 0))]), probes=outcome.probes[there], values=outcome.values[there],
-        fired=outcome.fired[there], unseen=unseen, kept=kept, **counts,
-    )  # fmt: skip
+        outcome,
+        ptr=np.concatenate([[0], np.cumsum(np.where(seen, sizes, 0))]),
+        probes=outcome.probes[there],
+        values=outcome.values[there],
+        fired=outcome.fired[there],
+        unseen=unseen,
+        kept=kept,
+        **counts,
+    )
 
 
 def _first(reasons: Sequence[Ints]) -> Ints:

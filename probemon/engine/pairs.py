@@ -4,8 +4,8 @@
     inputs = scorer.inputs({"resid_post.15": hidden})             # hidden [N, D]
     scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
 
-Packs of one architecture and dtype may share an arena: their probes are numbered there one pack after another, what they read is prepared
-once, and pairs of all of them are scored by one call.
+Packs of one architecture and dtype may share an arena: their probes are numbered there one pack after another, what
+they read is prepared once, and pairs of all of them are scored by one call.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
 class Inputs:
     """Prepared inputs `[I * N, D]`, one block of N for each of the scorer's inputs.
 
-    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what they were made of
-    (`normalise_triton`): NaN of what was not finite, infinite of what became so.
+    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what
+    they were made of (`normalise_triton`): NaN of what was not finite, infinite of what became so.
     """
 
     values: Tensor
@@ -54,12 +54,16 @@ class Inputs:
     def take(self, which: Ints) -> Inputs:
         """Some of the states."""
         blocks = [_rows(x, which) for x in self.values.split(self.n)]
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which), tuple(_rows(x, which) for x in self.raw))
+        return Inputs(
+            blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which), tuple(_rows(x, which) for x in self.raw)
+        )
 
     @cached_property
     def largest(self) -> Floats:
-        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was normalised or rounded, NaN where
-        the hidden state was not finite. Looked at when it is asked for, since on a GPU that waits."""
+        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was
+        normalised or rounded, NaN where the hidden state was not finite. Looked at when it is asked for, since on a GPU
+        that waits.
+        """
         largest: Floats = largest_values(self.values).cpu().numpy()
         if self.raw and not np.isfinite(largest).all():
             raw = np.concatenate([torch.isfinite(x).all(dim=-1).cpu().numpy() for x in self.raw])
@@ -77,7 +81,9 @@ def unseen_inputs(largest: Floats, n: int) -> Ints:
     if np.isfinite(largest).all():
         return np.zeros(n, dtype=np.int64)
     blocks = largest.reshape(-1, n)
-    return np.where(np.isnan(blocks).any(axis=0), NOT_FINITE, np.where(np.isinf(blocks).any(axis=0), NOT_PREPARED, SEEN))
+    return np.where(
+        np.isnan(blocks).any(axis=0), NOT_FINITE, np.where(np.isinf(blocks).any(axis=0), NOT_PREPARED, SEEN)
+    )
 
 
 def _rows(x: Tensor, which: Ints) -> Tensor:
@@ -85,10 +91,20 @@ def _rows(x: Tensor, which: Ints) -> Tensor:
 
 
 class PairScorer:
-    """`arena` holds the probes of `packs`, one pack after another; `specs`: what they read, each once; `late`: nobody waits for weights."""
+    """`arena` holds the probes of `packs`, one pack after another; `specs`: what they read, each once; `late`: nobody
+    waits for weights.
+    """
 
     def __init__(
-        self, packs: Sequence[ProbePack], arena: Arena, device: torch.device, impl: str, *, resident: bool, late: bool = False, prefetch: float = 0.0
+        self,
+        packs: Sequence[ProbePack],
+        arena: Arena,
+        device: torch.device,
+        impl: str,
+        *,
+        resident: bool,
+        late: bool = False,
+        prefetch: float = 0.0,
     ) -> None:
         self.arena, self.device, self.impl = arena, device, impl
         self.resident, self.prefetch = resident, prefetch
@@ -96,14 +112,20 @@ class PairScorer:
         self.n_probes = sum(pack.n_probes for pack in packs)
         self._dtype = packs[0].input_dtype
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
-        self.prefetcher = Fetcher(partial(arena.fetch, prefetched=True), arena.locks) if isinstance(arena, PagedArena) and prefetch else None
+        self.prefetcher = (
+            Fetcher(partial(arena.fetch, prefetched=True), arena.locks)
+            if isinstance(arena, PagedArena) and prefetch
+            else None
+        )
 
     def block_of(self, pack: ProbePack) -> Ints:
         """Of each probe of a pack the block of the inputs that it reads, `[P]`."""
         return np.asarray([self.specs.index(spec) for spec in pack.inputs], dtype=np.int64)[pack.input_index.numpy()]
 
     def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
-        """Normalised and rounded hidden states, `[N, D]` at every site. What is in `prepared` is not made again, what is made is put there."""
+        """Normalised and rounded hidden states, `[N, D]` at every site. What is in `prepared` is not made again, what
+        is made is put there.
+        """
         made: Prepared = {} if prepared is None else prepared
         blocks = []
         for spec in self.specs:
@@ -138,7 +160,9 @@ class PairScorer:
             return scores
 
     def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
-        """`score` that waits for no weights: NaN where they are not there, which of the pairs these are, and they are fetched in the background."""
+        """`score` that waits for no weights: NaN where they are not there, which of the pairs these are, and they are
+        fetched in the background.
+        """
         assert isinstance(self.arena, PagedArena) and self.fetcher is not None
         self.fetcher.raise_error()
         scores = np.full(len(probes), np.nan, dtype=np.float32)
@@ -161,11 +185,18 @@ class PairScorer:
         """Raise `ArenaFull` where so many probes that are always active leave a paged arena no slot for another."""
         n_slots = self.arena.stats().n_slots
         if not self.resident and n_always >= n_slots and n_slots < self.n_probes:
-            raise ArenaFull(f"with {what} (and ancestors) {n_always} probes are always active, the arena has {n_slots} slots and needs one more: raise arena_bytes")
+            raise ArenaFull(
+                f"with {what} (and ancestors) {n_always} probes are always active, the arena has {n_slots} slots and"
+                " needs one more: raise arena_bytes"
+            )
 
     def background_errors(self) -> list[Exception]:
         """What loads in the background met and nobody was told yet."""
-        return [error for fetcher in (self.fetcher, self.prefetcher) if fetcher is not None and (error := fetcher.take_error()) is not None]
+        return [
+            error
+            for fetcher in (self.fetcher, self.prefetcher)
+            if fetcher is not None and (error := fetcher.take_error()) is not None
+        ]
 
     def _score(self, values: Tensor, rows: Ints, slots: Ints) -> Floats:
         rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)

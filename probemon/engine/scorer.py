@@ -1,9 +1,9 @@
 """Scorer: composes packs, arenas and kernels into scores; what runs and corpora call.
 
-    scorer = Scorer(ProbePack.open(path), keep_top_k=30)
-    state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
-    scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
-    everything = scorer.score_all(hidden)                 # fp32 [T, P]
+scorer = Scorer(ProbePack.open(path), keep_top_k=30)
+state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
+scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
+everything = scorer.score_all(hidden)                 # fp32 [T, P]
 """
 
 from __future__ import annotations
@@ -38,47 +38,92 @@ Plan = CascadePlan | JointPlan
 
 
 class Scorer:
-    """Scores hidden states with a pack, or several, descending their hierarchies. The settings are those of `probemon.manager.DynamicProbeManager`."""
+    """Scores hidden states with a pack, or several, descending their hierarchies. The settings are those of
+    `probemon.manager.DynamicProbeManager`.
+    """
 
     def __init__(
-        self, pack: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack], *, device: str | torch.device = "cpu", impl: str | None = None, arena_bytes: int | None = None,
-        cache_bytes: int = 256 << 20, late: bool = False, prefetch: float = 0.0, strategy: str = "auto", audit_rate: float = 0.0, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        pack: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack],
+        *,
+        device: str | torch.device = "cpu",
+        impl: str | None = None,
+        arena_bytes: int | None = None,
+        cache_bytes: int = 256 << 20,
+        late: bool = False,
+        prefetch: float = 0.0,
+        strategy: str = "auto",
+        audit_rate: float = 0.0,
+        **settings: Any,
+    ) -> None:
         self.pack = one_or_several(pack)
         group = self.pack if isinstance(self.pack, PackGroup) else None
-        self._parts = [ConfiguredPack.of(self.pack, settings)] if isinstance(self.pack, ProbePack) else configure_group(self.pack, settings)
+        self._parts = (
+            [ConfiguredPack.of(self.pack, settings)]
+            if isinstance(self.pack, ProbePack)
+            else configure_group(self.pack, settings)
+        )
         configs = [part.config for part in self._parts]
-        self.config: CascadeConfig | dict[str, CascadeConfig] = configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
+        self.config: CascadeConfig | dict[str, CascadeConfig] = (
+            configs[0] if group is None else dict(zip(group.packs, configs, strict=True))
+        )
         self.report_top_k = max(config.report_top_k for config in configs)
         self.audit_rate = check_rate(audit_rate)
-        self._made_with = {"arena_bytes": arena_bytes, "cache_bytes": cache_bytes, "late": late, "prefetch": prefetch, "audit_rate": self.audit_rate, **settings}
+        self._made_with = {
+            "arena_bytes": arena_bytes,
+            "cache_bytes": cache_bytes,
+            "late": late,
+            "prefetch": prefetch,
+            "audit_rate": self.audit_rate,
+            **settings,
+        }
         self.device = check_device(device)
         self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
         self._alert = self.pack.alert_threshold.numpy()
         dtypes = sorted({str(part.pack.input_dtype).removeprefix("torch.") for part in self._parts})
         self._reasons = {
-            SEEN: "", NOT_FINITE: "hidden state is not finite", NOT_PREPARED: f"hidden state is finite, but not once normalised and rounded to {' and '.join(dtypes)}",
+            SEEN: "",
+            NOT_FINITE: "hidden state is not finite",
+            NOT_PREPARED: f"hidden state is finite, but not once normalised and rounded to {' and '.join(dtypes)}",
             NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
-        }  # fmt: skip
+        }
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
         self.plan = self.plan_with(())
-        engines = engines_of(self._parts, self.device, self.impl, arena_bytes=arena_bytes, cache_bytes=cache_bytes, late=late, prefetch=prefetch)
+        engines = engines_of(
+            self._parts,
+            self.device,
+            self.impl,
+            arena_bytes=arena_bytes,
+            cache_bytes=cache_bytes,
+            late=late,
+            prefetch=prefetch,
+        )
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were chosen; nothing is measured again."""
+        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were
+        chosen; nothing is measured again.
+        """
         engines = self.engine.engines if isinstance(self.engine, JointEngine) else [self.engine]
         choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
-        return _made_again, (type(self), self.pack, {**self._made_with, "device": str(self.device), "impl": self.impl}, self.impl_why, choices)
+        return _made_again, (
+            type(self),
+            self.pack,
+            {**self._made_with, "device": str(self.device), "impl": self.impl},
+            self.impl_why,
+            choices,
+        )
 
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
         if not isinstance(self.pack, PackGroup):
             return self._parts[0].plan_with(extra)
         own = self.pack.split([self.pack.find(concept) for concept in extra])
-        return JointPlan.of(self.pack, [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)])
+        return JointPlan.of(
+            self.pack, [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)]
+        )
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
@@ -88,21 +133,33 @@ class Scorer:
         inputs = self.engine.inputs(self._sites(hidden))
         n = len(inputs)
         if state is not None and not isinstance(state, RowState):
-            raise ConfigError(f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned")
+            raise ConfigError(
+                f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned"
+            )
         if state is not None and (state.retained.shape != (n, self.pack.n_probes) or state.retained.dtype != np.bool_):
-            raise ConfigError(f"state holds {state.retained.dtype} {list(state.retained.shape)}, hidden {n} rows: give a state of bool [{n}, {self.pack.n_probes}]")
+            raise ConfigError(
+                f"state holds {state.retained.dtype} {list(state.retained.shape)}, hidden {n} rows: give a state of"
+                f" bool [{n}, {self.pack.n_probes}]"
+            )
         retained = np.zeros((n, self.pack.n_probes), dtype=bool) if state is None else state.retained
         scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n))
         return RowState(kept), scores
 
     def score_tokens(self, hidden: Hidden, prompt_len: int | None = None) -> Scores:
-        """Score one document, hidden [T, D]. Its first `prompt_len` tokens (default all) memorylessly, the rest step by step.
+        """Score one document, hidden [T, D]. Its first `prompt_len` tokens (default all) memorylessly, the rest step by
+        step.
 
         The last prompt token's retained set begins the generation, as online.
         """
         sites = self._sites(hidden)
         n_tokens = len(next(iter(sites.values())))
-        n_prompt = n_tokens if prompt_len is None else check_count("prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens")
+        n_prompt = (
+            n_tokens
+            if prompt_len is None
+            else check_count(
+                "prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens"
+            )
+        )
         state, parts = self.score_prompt(self.plan, {site: x[:n_prompt] for site, x in sites.items()}, [n_prompt - 1])
         kept = state if n_prompt else np.zeros((1, self.pack.n_probes), dtype=bool)
         for t in range(n_prompt, n_tokens):
@@ -113,7 +170,9 @@ class Scorer:
         return Scores.join(parts, self.pack.n_probes, self.report_top_k)
 
     def score_all(self, hidden: Hidden) -> Tensor:
-        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where an input is no number, and NaN where a score is none."""
+        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where an input is no number, and NaN where a
+        score is none.
+        """
         sites = self._sites(hidden)
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         parts = [torch.empty(0, self.pack.n_probes, dtype=torch.float32, device="cpu")]
@@ -127,7 +186,13 @@ class Scorer:
     # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
 
     def score_prompt(
-        self, plan: Plan, sites: Mapping[str, Tensor], last: Sequence[int], *, audit: Mask | None = None, strategy: str | None = None
+        self,
+        plan: Plan,
+        sites: Mapping[str, Tensor],
+        last: Sequence[int],
+        *,
+        audit: Mask | None = None,
+        strategy: str | None = None,
     ) -> tuple[Mask, list[Scores]]:
         """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them.
 
@@ -139,21 +204,33 @@ class Scorer:
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
             here = np.flatnonzero((wanted >= at) & (wanted < at + size))
-            scores, kept[here] = self.evaluate(plan, inputs, None, wanted[here] - at, None if audit is None else audit[at : at + size], strategy)
+            scores, kept[here] = self.evaluate(
+                plan, inputs, None, wanted[here] - at, None if audit is None else audit[at : at + size], strategy
+            )
             parts.append(scores)
         return kept, parts
 
     def evaluate(
-        self, plan: Plan, inputs: Inputs | JointInputs, retained: Mask | None, keep: Ints, audit: Mask | None = None, strategy: str | None = None
+        self,
+        plan: Plan,
+        inputs: Inputs | JointInputs,
+        retained: Mask | None,
+        keep: Ints,
+        audit: Mask | None = None,
+        strategy: str | None = None,
     ) -> tuple[Scores, Mask]:
-        """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states `keep`."""
+        """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states
+        `keep`.
+        """
         found = self.engine.evaluate(plan, inputs, retained, keep, strategy)
         return self._told(found, None if audit is None else self._audited(inputs, found, audit))
 
     def begin(
         self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
     ) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
-        """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and returns them."""
+        """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and
+        returns them.
+        """
         keep = np.arange(len(retained))
         if audit is not None:
             return self.evaluate(plan, self.engine.inputs(hidden), retained, keep, audit)
@@ -180,12 +257,27 @@ class Scorer:
             not_reached = np.where(found.unseen == SEEN, not_reached, 0)
             unseen = tuple(self._reasons[why] for why in found.unseen.tolist())
         coverage = Coverage(
-            n_probes=p, active=found.n_active, dropped=found.n_dropped, not_reached=not_reached, evaluated=found.n_evaluated,
-            released=found.n_released, late=found.n_late, unseen=unseen, **(audited or dict.fromkeys(AUDITED, none)),
-        )  # fmt: skip
-        return Scores(
-            ptr=found.ptr, probes=found.probes, values=found.values, fired_mask=found.fired, coverage=coverage, report_top_k=self.report_top_k,
-        ), found.kept  # fmt: skip
+            n_probes=p,
+            active=found.n_active,
+            dropped=found.n_dropped,
+            not_reached=not_reached,
+            evaluated=found.n_evaluated,
+            released=found.n_released,
+            late=found.n_late,
+            unseen=unseen,
+            **(audited or dict.fromkeys(AUDITED, none)),
+        )
+        return (
+            Scores(
+                ptr=found.ptr,
+                probes=found.probes,
+                values=found.values,
+                fired_mask=found.fired,
+                coverage=coverage,
+                report_top_k=self.report_top_k,
+            ),
+            found.kept,
+        )
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -198,13 +290,18 @@ class Scorer:
                 raise ConfigError(f"the pack reads {self.pack.sites}: give hidden as a dict of these")
             hidden = {self.pack.sites[0]: hidden}
         elif not isinstance(hidden, Mapping):
-            raise ConfigError(f"hidden is {type(hidden).__name__}: give a tensor [N, {self._hidden_size}] (torch.from_numpy makes one of an array), or a dict of one for each site")
+            raise ConfigError(
+                f"hidden is {type(hidden).__name__}: give a tensor [N, {self._hidden_size}] (torch.from_numpy makes one"
+                " of an array), or a dict of one for each site"
+            )
         lengths = {}
         for site in self.pack.sites:
             if site not in hidden:
                 raise ConfigError(f"hidden has no site {site!r}, which the pack reads; it has {list(hidden)}")
             if not isinstance(hidden[site], Tensor):
-                raise ConfigError(f"hidden at {site} is {type(hidden[site]).__name__}: give a tensor [N, {self._hidden_size}]")
+                raise ConfigError(
+                    f"hidden at {site} is {type(hidden[site]).__name__}: give a tensor [N, {self._hidden_size}]"
+                )
             check_states(hidden[site], self._hidden_size, f"hidden at {site}")
             lengths[site] = hidden[site].shape[0]
         if len(set(lengths.values())) != 1:
@@ -219,6 +316,8 @@ def _made_again(
     manager.impl_why = impl_why
     manager.strategy, own = choices
     manager.engine.choice = manager.strategy
-    for engine, choice in zip(manager.engine.engines if isinstance(manager.engine, JointEngine) else [manager.engine], own, strict=True):
+    for engine, choice in zip(
+        manager.engine.engines if isinstance(manager.engine, JointEngine) else [manager.engine], own, strict=True
+    ):
         engine.choice = choice
     return manager

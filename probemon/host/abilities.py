@@ -6,8 +6,8 @@
     abilities.check_forward(used=True, several=True, positions=False)  # of a forward outside generate()
 
 A host may forget its state, leave it with the wrong beam, start it anew or let padding into it, and its own answer is
-then wrong. What it can do does not show in the names of its classes, so a twin of it (`probemon.host.twin`) is run in that
-very way, and once in one forward over the same tokens: the two answers must be one. A host that answers otherwise
+then wrong. What it can do does not show in the names of its classes, so a twin of it (`probemon.host.twin`) is run in
+that very way, and once in one forward over the same tokens: the two answers must be one. A host that answers otherwise
 already when it generates without a cache (one that is not causal, or whose attention chooses among all tokens there
 are) does so by design, and is never refused. Each way is tried once for each class and kind of configuration, in some
 tenths of a second.
@@ -177,21 +177,24 @@ class Abilities:
         """
         self._check([way for way in WAYS if way in set(ways)], length)
 
-    def check_forward(
-        self, *, used: bool, several: bool, positions: bool, mask: str = "", length: int = 0
-    ) -> None:
+    def check_forward(self, *, used: bool, several: bool, positions: bool, mask: str = "", length: int = 0) -> None:
         """The same of a plain forward, with `several` tokens or one, with `position_ids` or without.
 
-        `used`: on a used cache. `mask`: "" for none, "masked" where it says that all are tokens, "padded" for padding before them.
+        `used`: on a used cache. `mask`: "" for none, "masked" where it says that all are tokens, "padded" for padding
+        before them.
         """
         more = f"{f', {mask}' if mask else ''}{'' if positions else ', no positions'}"
         if used:
-            self._check([*(["pieces", f"pieces{more}"] if several else []), f"forward{more}", "forwards beside"], length)
+            self._check(
+                [*(["pieces", f"pieces{more}"] if several else []), f"forward{more}", "forwards beside"], length
+            )
         elif mask == "padded":
             self._check([f"whole{more}"], length)
 
     def takes_padding(self, length: int = 0) -> bool:
-        """Whether padding after a row, under a mask, is known to change none of its states; rows may be up to `length` long."""
+        """Whether padding after a row, under a mask, is known to change none of its states; rows may be up to `length`
+        long.
+        """
         if any(kind in LENGTHS_MATTER for kind in _rope_types(self._model.config.to_dict())):
             return False
         tried = _tried(self._model, length)
@@ -216,7 +219,7 @@ class Abilities:
             if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in _SIMPLEST]):
                 raise NotSupportedDecoding(
                     f"{WAYS[bad[0]].name} is not supported for {name}: it keeps a state, and no tiny copy of "
-                    f"it could be made to see whether it can "
+                    "it could be made to see whether it can "
                     f"{WAYS[bad[0]].cannot}. {WAYS[bad[0]].remedy}, or detach"
                 )
             return
@@ -455,13 +458,18 @@ def _try_forwards(model: Any, way: str) -> float:
 
 
 def _try_after(model: Any, padding: bool) -> float:
-    """A row that goes on, by padding beside a longer one or by more tokens, against the same row alone; beyond a short window."""
+    """A row that goes on, by padding beside a longer one or by more tokens, against the same row alone; beyond a short
+    window.
+    """
     short, long = torch.tensor([ROWS[0] * 2]), torch.tensor([ROWS[1] * 3])
     ids = torch.cat([torch.cat([short, torch.zeros_like(long) if padding else long], dim=1)[:, : long.shape[1]], long])
     mask = torch.ones_like(ids)
     mask[0, short.shape[1] :] = int(not padding)
     decoder, _ = find_layers(model)
-    alone, beside = (_logits(decoder(input_ids=x, attention_mask=y, use_cache=False)) for x, y in ((short, torch.ones_like(short)), (ids, mask)))
+    alone, beside = (
+        _logits(decoder(input_ids=x, attention_mask=y, use_cache=False))
+        for x, y in ((short, torch.ones_like(short)), (ids, mask))
+    )
     return _far(beside[0, : short.shape[1]], alone[0])
 
 
@@ -473,7 +481,10 @@ def _drops_mask(model: Any) -> bool:
     given: list[Any] = []
     names = list(inspect.signature(decoder.forward).parameters)
     handle = decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: given.append({**dict(zip(names, args, strict=False)), **kwargs}.get("attention_mask")), with_kwargs=True
+        lambda module, args, kwargs: given.append(
+            {**dict(zip(names, args, strict=False)), **kwargs}.get("attention_mask")
+        ),
+        with_kwargs=True,
     )
     try:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)

@@ -1,7 +1,7 @@
 """Adapters: what is on a host beside its own weights, by which the same tokens come to other states.
 
-    needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
-    OWN[decoder] = weakref.ref(bem)    # an adapter of probemon.bem, while it is on
+needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
+OWN[decoder] = weakref.ref(bem)    # an adapter of probemon.bem, while it is on
 """
 
 from __future__ import annotations
@@ -45,29 +45,40 @@ def wrapper_of(model: Any) -> Any:
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:
-    """Whether an adapter on `host` is set up in the forward of `model` around it: X-LoRA decides there, and an activated LoRA looks for its tokens.
+    """Whether an adapter on `host` is set up in the forward of `model` around it: X-LoRA decides there, and an
+    activated LoRA looks for its tokens.
 
     Raises `NotSupportedHost` for such a host without its wrapper.
     """
     wrapper = wrapper_of(model)
-    activated = any(getattr(config, "alora_invocation_tokens", None) is not None for config in getattr(wrapper, "peft_config", {}).values())
+    activated = any(
+        getattr(config, "alora_invocation_tokens", None) is not None
+        for config in getattr(wrapper, "peft_config", {}).values()
+    )
     mixed = xlora_of(host) is not None
     if mixed and wrapper is host:
-        raise NotSupportedHost(f"X-LoRA mixes adapters in {type(host).__name__}, and its own forward does not decide how: give the PeftModel that it is in")
+        raise NotSupportedHost(
+            f"X-LoRA mixes adapters in {type(host).__name__}, and its own forward does not decide how: give the"
+            " PeftModel that it is in"
+        )
     return activated or mixed
 
 
 def xlora_of(model: Any) -> tuple[Any, Any] | None:
     """PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
     for module in model.modules():
-        mixer: Any = getattr(vars(module).get("forward"), "__self__", None)  # X-LoRA takes the place of a layer's forward
+        mixer: Any = getattr(
+            vars(module).get("forward"), "__self__", None
+        )  # X-LoRA takes the place of a layer's forward
         if hasattr(getattr(mixer, "model", None), "internal_xlora_classifier"):
             return mixer.model, module
     return None
 
 
 def rehearsal(model: Any) -> Callable[[], bool]:
-    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those tokens are run again."""
+    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those
+    tokens are run again.
+    """
     found = xlora_of(model)
     if found is None:
         return lambda: False

@@ -1,7 +1,7 @@
 """How many columns a cache holds.
 
-    n_cached(cache, given)             # before a forward; given: its arguments, by name
-    counted_columns(cache)             # 0 for a cache that does not count them
+n_cached(cache, given)             # before a forward; given: its arguments, by name
+counted_columns(cache)             # 0 for a cache that does not count them
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from probemon.errors import NotSupportedDecoding
 
 
 def n_cached(cache: Any, given: Mapping[str, Any]) -> int:
-    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys that are zero."""
+    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys
+    that are zero.
+    """
     told = given.get("cache_position")
     if told is None:
         return int(cache.get_seq_length())
     start = int(told[0])
     # Of an encoder-decoder, the decoder's own cache is inside.
-    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(cache.get_seq_length()):
+    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(
+        cache.get_seq_length()
+    ):
         raise NotSupportedDecoding(
-            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the host's masks are off, so its own "
-            "answer is wrong too (transformers 5.0 does this after a prefill in chunks). Leave prefill_chunk_size out, or upgrade transformers"
+            f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the"
+            " host's masks are off, so its own answer is wrong too (transformers 5.0 does this after a prefill in"
+            " chunks). Leave prefill_chunk_size out, or upgrade transformers"
         )
     return start
 

@@ -1,6 +1,6 @@
 """Whether a pack fits a host: its shapes, its weights, and what was put around them.
 
-    check_host(pack, model, strict=False)              # of a group, every pack
+check_host(pack, model, strict=False)              # of a group, every pack
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from probemon.packs.pack import ProbePack
 
 def check_host(pack: AnyPack, model: Any, *, strict: bool) -> None:
     """Raise `HostMismatch` where a pack cannot read this host; another checkpoint warns, or raises if `strict`."""
-    problems = [text for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) for text in _problems(one, model, strict)]
+    problems = [
+        text
+        for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack])
+        for text in _problems(one, model, strict)
+    ]
     if problems and strict:
-        raise HostMismatch(f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True")
+        raise HostMismatch(
+            f"{'; '.join(problems)}. Load the model the pack was made for, or attach without strict=True"
+        )
     for problem in problems:
         warnings.warn(problem, UserWarning, stacklevel=4)
 
@@ -30,10 +36,14 @@ def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
     size, expected = hidden_size(model), pack.architecture.hidden_size
     name = type(model).__name__
     if size != expected:
-        raise HostMismatch(f"{pack.name} reads hidden states of {expected} values, {name} has {size}: the pack is for {stated.get('model_id')}")
+        raise HostMismatch(
+            f"{pack.name} reads hidden states of {expected} values, {name} has {size}: the pack is for"
+            f" {stated.get('model_id')}"
+        )
     if stated.get("n_layers") not in (None, len(layers)):
         raise HostMismatch(
-            f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for {stated.get('model_id')}"
+            f"{pack.name} was made for {stated['n_layers']} layers, {name} has {len(layers)}: the pack is for"
+            f" {stated.get('model_id')}"
         )
     known, now = stated.get("fingerprint"), host_state(model)
     found = None if known is None else fingerprint(model)
@@ -44,7 +54,13 @@ def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
             problems.append(problem)
     elif known != found:
         changed = f", in {now.quantisation}" if now.quantisation else ""
-        problems.append(f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others ({found}{changed}): scores may mean nothing")
+        problems.append(
+            f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others"
+            f" ({found}{changed}): scores may mean nothing"
+        )
     if now.adapters != tuple(stated.get("adapters") or ()):
-        problems.append(f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters') or ())}: scores may mean something else")
+        problems.append(
+            f"adapters {list(now.adapters)} are active, {pack.name} was made with {list(stated.get('adapters') or ())}:"
+            " scores may mean something else"
+        )
     return problems

@@ -1,13 +1,14 @@
-"""Compiled hosts keep their graphs: states leave through buffers, and a forward is opened and closed around the compiled call.
+"""Compiled hosts keep their graphs: states leave through buffers, and a forward is opened and closed around the
+compiled call.
 
     buffers = Buffers({"resid_post.15": layer})
     buffers.make_room((n_rows, n_tokens), width)    # before the forward
-    buffers.keep("resid_post.15", hidden)           # inside it, traced: a copy and a count, which a captured graph repeats
+    buffers.keep("resid_post.15", hidden)  # inside it, traced: a copy and a count, which a captured graph repeats
     for site, hidden in buffers.written(): ...      # after it
 
-A hook that did its work inside a graph would break it, and would not run at all when a captured one is replayed. What is traced
-here is a copy into memory that lies still, and one added to a count, by which a graph made without us, and two threads in one
-graph, are noticed.
+A hook that did its work inside a graph would break it, and would not run at all when a captured one is replayed. What
+is traced here is a copy into memory that lies still, and one added to a count, by which a graph made without us, and
+two threads in one graph, are noticed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ class _Forward(threading.local):
 
 
 class Buffers:
-    """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is watched.
+    """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is
+    watched.
 
-    `own`: of sites that are no hidden states, how wide they are (None: there is no room for them) and whether their tokens come without rows.
+    `own`: of sites that are no hidden states, how wide they are (None: there is no room for them) and whether their
+    tokens come without rows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], own: Mapping[str, tuple[int | None, bool]] | None = None) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], own: Mapping[str, tuple[int | None, bool]] | None = None
+    ) -> None:
         self._modules, self._own = modules, own or {}
         self._room: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
@@ -53,7 +58,9 @@ class Buffers:
         return site in self._room and hidden.dim() == 3 and hidden.shape[2] == self._room[site].shape[2]
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
-        """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a graph anew."""
+        """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a
+        graph anew.
+        """
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
             open_now = {thread for thread in self._open if thread in alive} | {threading.get_ident()}
@@ -84,7 +91,9 @@ class Buffers:
         written[2].fill_(hidden.shape[1])
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Sites that `keep` was run for since there was made room, with their states. Raises `AlignmentError` if another thread's forward ran meanwhile."""
+        """Sites that `keep` was run for since there was made room, with their states. Raises `AlignmentError` if
+        another thread's forward ran meanwhile.
+        """
         before, shared = self._mine.before, self.abandon()
         for site, count in before.items():
             now, *of = self._written[site].tolist()
@@ -92,13 +101,13 @@ class Buffers:
                 continue
             if shared:
                 raise AlignmentError(
-                    f"threads ran a compiled host at once, and both wrote to the buffer of {site}: whose states are there cannot be told. "
-                    "Generate in one thread at a time"
+                    f"threads ran a compiled host at once, and both wrote to the buffer of {site}: whose states are"
+                    " there cannot be told. Generate in one thread at a time"
                 )
             if now != count + 1:
                 raise AlignmentError(
-                    f"{site} was run {now - count} times in one compiled call, and only its last states are there: whose they are cannot be told. "
-                    "Compile the layers, or what runs once"
+                    f"{site} was run {now - count} times in one compiled call, and only its last states are there:"
+                    " whose they are cannot be told. Compile the layers, or what runs once"
                 )
             yield site, self._room[site][: of[0], : of[1]]
 
@@ -110,7 +119,9 @@ class Buffers:
 
 
 class Bracket:
-    """Opens and closes forwards around a host's compiled calls, so that the hooks that else do this have nothing to do in the graph."""
+    """Opens and closes forwards around a host's compiled calls, so that the hooks that else do this have nothing to do
+    in the graph.
+    """
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None], failed: Callable[[], object]) -> None:
         self._before, self._after, self._failed = before, after, failed
@@ -151,7 +162,9 @@ class Bracket:
                 given = _of_decoder(given)
             ids = given.get("input_ids")
             if (isinstance(ids, Tensor) and ids.dim() != 2) or (ids is None and given.get("inputs_embeds") is None):
-                return original(*args, **kwargs)  # what the decoder will run is not said here: its own hooks see it, outside of the graph
+                return original(
+                    *args, **kwargs
+                )  # what the decoder will run is not said here: its own hooks see it, outside of the graph
             self._mine.open = True
             try:
                 self._before(decoder, (), given)

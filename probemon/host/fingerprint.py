@@ -1,8 +1,8 @@
 """Fingerprints: names for the weights of a host, and for those of the adapters on it.
 
-    fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
-    adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
-    config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
+fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
+adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
+config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from probemon.host.model import text_config
 _SAMPLES = 16
 _INNER = ("base_layer", "original_module")  # what a layer of PEFT calls the one that it is around
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
-_NOT_SETTINGS = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+_NOT_SETTINGS = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+}
 
 
 def fingerprint(model: Any) -> str:
@@ -48,17 +57,27 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
         with _in_memory(module):
             for name, parameter in module.named_parameters(recurse=False):
                 flat = _flat(parameter)
-                sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(device="cpu", dtype=torch.bfloat16).contiguous()
-                full = re.sub(r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}").lstrip(".")
+                sample = (
+                    flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+                    .to(device="cpu", dtype=torch.bfloat16)
+                    .contiguous()
+                )
+                full = re.sub(
+                    r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}"
+                ).lstrip(".")
                 yield full, tuple(parameter.shape), sample
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
-    """The modules that PEFT put beside a model's own: all of its layers but what they are around. Modules, since tensors are others while they are brought into memory."""
+    """The modules that PEFT put beside a model's own: all of its layers but what they are around. Modules, since
+    tensors are others while they are brought into memory.
+    """
     found = set[nn.Module]()
     for module in model.modules():
         inner = next((name for name in _INNER if module._modules.get(name) is not None), None)
-        if inner is not None and hasattr(type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"):
+        if inner is not None and hasattr(
+            type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"
+        ):
             found |= set(module.modules()) - set(getattr(module, inner).modules())
     return found
 
@@ -80,13 +99,20 @@ def _in_memory(module: nn.Module) -> Any:
 
 
 def config_fingerprint(model: Any) -> str:
-    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings are another host."""
-    settings = {name: value for name, value in text_config(model).to_dict().items() if name not in _NOT_SETTINGS and not name.startswith("_")}
+    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings
+    are another host.
+    """
+    settings = {
+        name: value
+        for name, value in text_config(model).to_dict().items()
+        if name not in _NOT_SETTINGS and not name.startswith("_")
+    }
     return f"config:{hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]}"
 
 
 def adapters_fingerprint(model: Any, host: Any) -> str:
-    """A name for the weights and settings of all adapters on `host`, the transformers model inside `model`; "" without any.
+    """A name for the weights and settings of all adapters on `host`, the transformers model inside `model`; "" without
+    any.
 
     Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
     """
@@ -97,14 +123,21 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     """All that adapters are, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
-    around = [(name, module) for name, module in model.named_modules() if module not in inside]  # X-LoRA decides outside of its host
+    around = [
+        (name, module) for name, module in model.named_modules() if module not in inside
+    ]  # X-LoRA decides outside of its host
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if module not in inside or module in adapters:
                     yield f"{prefix}.{name}", _bytes(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
-            yield f"{prefix}.scaling", json.dumps({str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True).encode()
+            yield (
+                f"{prefix}.scaling",
+                json.dumps(
+                    {str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True
+                ).encode(),
+            )
     for adapter, config in getattr(wrapper_of(model), "peft_config", {}).items():
         if getattr(config, "alora_invocation_tokens", None) is not None:
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()

@@ -1,6 +1,6 @@
 """A host by name.
 
-    model, tokenizer = load_model("demo", "cpu", print)
+model, tokenizer = load_model("demo", "cpu", print)
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from probemon.errors import ConfigError
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:
-    """`(model, tokenizer)`, in eval mode on `device`; `dtype` "auto": what its files have. Raises `ConfigError` where nothing of that name can be loaded."""
+    """`(model, tokenizer)`, in eval mode on `device`; `dtype` "auto": what its files have. Raises `ConfigError` where
+    nothing of that name can be loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    kinds: dict[str, Any] = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    kinds: dict[str, Any] = {
+        "auto": "auto",
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+    }
     if dtype not in kinds:
         raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(kinds)}")
     logging.disable_progress_bar()
@@ -33,4 +40,7 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
         return model.eval().to(torch.device(device)), tokenizer
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
+        raise ConfigError(
+            f"{name!r} is {where} and cannot be loaded:"
+            f" {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from error

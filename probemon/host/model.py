@@ -1,8 +1,8 @@
 """What probemon needs to know about a host model: its decoder, its layers, its state.
 
-    model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
-    decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
-    host_state(model)                          # adapters, quantisation, devices: what changes scores without changing the model
+model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
+decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
+host_state(model)  # adapters, quantisation, devices: what changes scores without changing the model
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ def hidden_size(model: Any) -> int:
 
 
 def drops_at_random(model: Any) -> str | None:
-    """The name of a part that drops values at random when it is run, if there is one. Adapters that are put on later may train where the host does not."""
+    """The name of a part that drops values at random when it is run, if there is one. Adapters that are put on later
+    may train where the host does not.
+    """
     for name, module in model.named_modules():
         if module.training:
-            rates = (value for key, value in vars(module).items() if "drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+            rates = (
+                value
+                for key, value in vars(module).items()
+                if "drop" in key or (key == "p" and isinstance(module, _DropoutNd))
+            )
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 return name or type(module).__name__
     return None
@@ -53,7 +59,11 @@ def longest_input(model: Any) -> int | None:
     if not isinstance(n_positions, int) or n_positions <= 0:
         return None
     for name, module in model.named_modules():  # RoBERTa and its kin begin to count after the position of padding
-        if "position" in name.rsplit(".", 1)[-1] and len(getattr(module, "weight", ())) == n_positions and getattr(module, "padding_idx", None) is not None:
+        if (
+            "position" in name.rsplit(".", 1)[-1]
+            and len(getattr(module, "weight", ())) == n_positions
+            and getattr(module, "padding_idx", None) is not None
+        ):
             return n_positions - int(module.padding_idx) - 1
     return n_positions
 
@@ -66,7 +76,10 @@ def unwrap(model: Any) -> Any:
         elif hasattr(model, "get_base_model"):
             for name, config in getattr(model, "peft_config", {}).items():
                 if getattr(config, "is_prompt_learning", False):
-                    raise NotSupportedHost(f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use a LoRA-like adapter")
+                    raise NotSupportedHost(
+                        f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
+                        " a LoRA-like adapter"
+                    )
             model = model.get_base_model()
         else:
             return model
@@ -78,7 +91,8 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its decoder's.
+    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its
+    decoder's.
 
     The list is the shallowest of the right length. Raises `NotSupportedHost`.
     """
@@ -87,20 +101,29 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     else:
         found_in = []
     found_in.append((text_config(model), "num_hidden_layers"))
-    n_layers = next((int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0)
+    n_layers = next(
+        (int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0
+    )
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for base in (decoder, getattr(model, "base_model", decoder)):
-        found = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
+        found = [
+            (name.count("."), module)
+            for name, module in base.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == n_layers
+        ]
         shallowest = [module for depth, module in found if depth == min(depth for depth, _ in found)]
         if len(shallowest) == 1:
             return base, shallowest[0]
     raise NotSupportedHost(
-        f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its modules are the layers is unknown"
+        f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its"
+        " modules are the layers is unknown"
     )
 
 
 def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
-    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`, `NotSupportedHost`."""
+    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`,
+    `NotSupportedHost`.
+    """
     kind, at = parse_site(site)
     if at >= len(layers):
         raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
@@ -108,12 +131,17 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
     if kind == "resid_post":
         return layer
     if type(layer).__name__ == "BloomBlock":
-        raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} adds the residual stream inside its blocks, so this output has no place of its own")
+        raise NotSupportedHost(
+            f"site {site!r}: {type(layer).__name__} adds the residual stream inside its blocks, so this output has no"
+            " place of its own"
+        )
     children = dict(layer.named_children())
     for name in _BLOCKS[kind]:
         if name in children:
             return children[name]
-    raise NotSupportedHost(f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}")
+    raise NotSupportedHost(
+        f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}"
+    )
 
 
 def host_state(model: Any) -> HostState:
@@ -123,7 +151,9 @@ def host_state(model: Any) -> HostState:
     scales: set[tuple[str, float]] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
-    tuned: dict[type, bool] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
+    tuned: dict[
+        type, bool
+    ] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
     for module in model.modules():
         kind = type(module)
         if kind not in tuned:
@@ -143,18 +173,31 @@ def host_state(model: Any) -> HostState:
     if quantiser is not None:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
     return HostState(
-        model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."), adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
-        adapters_disabled=tuple(sorted(adapters)) if disabled else (), adapters_merged=tuple(sorted(merged)),
-        adapter_scales=tuple(sorted(scale for scale in scales if scale[0] in adapters)), quantisation=", ".join(sorted(kinds)),
-        devices=tuple(sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})),
+        model=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        adapters=(by_row or (tuple(sorted(adapters)) if not disabled else ())) + own,
+        adapters_disabled=tuple(sorted(adapters)) if disabled else (),
+        adapters_merged=tuple(sorted(merged)),
+        adapter_scales=tuple(sorted(scale for scale in scales if scale[0] in adapters)),
+        quantisation=", ".join(sorted(kinds)),
+        devices=tuple(
+            sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})
+        ),
         n_ranks=int(getattr(model, "tp_size", None) or 1),
-    )  # fmt: skip
+    )
 
 
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
-    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward` is the other."""
+    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward`
+    is the other.
+    """
     names = ("_compiled_call_impl", "forward")
-    return [(module, name) for module in model.modules() for name in names if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")]
+    return [
+        (module, name)
+        for module in model.modules()
+        for name in names
+        if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")
+    ]
 
 
 def forget_compiled(model: Any) -> None:

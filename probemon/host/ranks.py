@@ -33,7 +33,10 @@ class Ranks:
         if n_ranks == 1:
             return None
         if dist.get_world_size() != n_ranks:
-            raise NotSupportedHost(f"the model is spread over {n_ranks} of {dist.get_world_size()} processes: only tensor parallel over all of them is supported")
+            raise NotSupportedHost(
+                f"the model is spread over {n_ranks} of {dist.get_world_size()} processes: only tensor parallel over"
+                " all of them is supported"
+            )
         return Ranks(dist.get_rank(), n_ranks)
 
     @property

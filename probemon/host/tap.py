@@ -2,7 +2,8 @@
 
     with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
         model.generate(**inputs)
-    Tap(model, ["resid_post.15", Site("router.3", gate, read)], callback)      # a place of one's own, and what is read there
+    # a place of one's own, and what is read there
+    Tap(model, ["resid_post.15", Site("router.3", gate, read)], callback)
 
 Everything is resolved before anything is attached, so a bad site leaves no hook behind. In compiled code states go to
 `tap.buffers` where there was made room for them (`probemon.host.compiled`), else the graph is left for the callback.
@@ -30,8 +31,8 @@ Callback = Callable[[str, Tensor], None]
 class Site:
     """A place that is none of the host's layers: `read` makes a tensor of the output of `module`, `[B, T, K]`.
 
-    `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows. `early`: it runs just before the forward that its output is of.
-    `width`: K, without which a compiled host leaves its graph here.
+    `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows. `early`: it runs just before the forward
+    that its output is of. `width`: K, without which a compiled host leaves its graph here.
     """
 
     name: str
@@ -74,7 +75,8 @@ class Tap:
         self._stack.close()
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not compiled.
+        # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not
+        # compiled.
         leave, buffers = torch.compiler.disable(self._callback), self.buffers
         read = self.own[site].read if site in self.own else _first
 
@@ -82,7 +84,10 @@ class Tap:
             hidden = read(output)
             if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
                 if not isinstance(hidden, Tensor):
-                    raise NotSupportedHost(f"{site} gives a {type(hidden).__name__}, expected a tensor [rows, tokens, hidden size] or a tuple that begins with one")
+                    raise NotSupportedHost(
+                        f"{site} gives a {type(hidden).__name__}, expected a tensor [rows, tokens, hidden size] or a"
+                        " tuple that begins with one"
+                    )
                 self._callback(site, hidden.detach())
             elif buffers.holds(site, hidden):
                 buffers.keep(site, hidden)
@@ -93,7 +98,8 @@ class Tap:
 
 
 def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:
-    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else whose state is whose, or what it is, is unknown.
+    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else
+    whose state is whose, or what it is, is unknown.
 
     It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
     run, a forward of our own at attach would run code of the host's that nobody asked for, and the check takes no time.
@@ -106,7 +112,8 @@ def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | N
         )
     if width is not None and hidden.shape[2] != width:
         raise NotSupportedHost(
-            f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what this module gives"
+            f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what"
+            " this module gives"
         )
     if floats and not hidden.is_floating_point():
         raise NotSupportedHost(f"{site} gives {hidden.dtype}, expected floating point: it is no hidden state")
@@ -115,8 +122,8 @@ def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | N
 def ran_again(site: str) -> str:
     """What is said of a module that ran a second time in one forward."""
     return (
-        f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its states are the "
-        "tokens' is unknown. Read a site that runs once"
+        f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its"
+        " states are the tokens' is unknown. Read a site that runs once"
     )
 
 
@@ -125,8 +132,8 @@ def _of_one_layer(layers: nn.ModuleList, site: str) -> nn.Module:
     holders = [number for number, layer in enumerate(layers) if any(part is module for part in layer.modules())]
     if len(holders) > 1:
         raise NotSupportedHost(
-            f"site {site!r}: layers {', '.join(map(str, holders))} share one module, which therefore runs more than once in a forward: which of its "
-            "states are the tokens' is unknown. Read a site that runs once"
+            f"site {site!r}: layers {', '.join(map(str, holders))} share one module, which therefore runs more than"
+            " once in a forward: which of its states are the tokens' is unknown. Read a site that runs once"
         )
     return module
 

@@ -55,7 +55,7 @@ _NAMES: dict[float, str] = {  # what configurations call their sizes, by what is
     12: "qk_head_dim",
     16: "kv_lora_rank q_lora_rank o_lora_rank image_size",
     1: "n_group topk_group attn_layer_offset expert_layer_offset",
-    97: ("vocab_size decoder_vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size unpadded_vocab_size"),
+    97: "vocab_size decoder_vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size unpadded_vocab_size",
     128: (
         "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
         "max_source_positions original_max_position_embeddings max_encoder_position_embeddings "

@@ -9,8 +9,9 @@ The mapping says which tensors make up which probe, and what no tensor says:
 
     {"site": "resid_post.15", "normalize": "none",
      "probes": {"deception": {"weight": "head.weight", "bias": "head.bias"},
-                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3, "name": "Whale", "alert_threshold": 0.9},
-                "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight": "fc2.weight"}]}},
+                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3, "name": "Whale",
+                "alert_threshold": 0.9}, "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight":
+                "fc2.weight"}]}},
      "standardize": {"mean": "mean", "scale": "std"}}
 """
 
@@ -35,12 +36,20 @@ _MAPPING = ("site", "normalize", "eps", "model", "n_layers", "licence", "probes"
 _PROBE = ("weight", "bias", "row", "layers", "alert_threshold", "name", "definition", "parents", "site")
 
 
-def import_weights(probes: Mapping[str, Pair | Sequence[Pair]], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
+def import_weights(
+    probes: Mapping[str, Pair | Sequence[Pair]],
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Any,
+) -> ProbePack:
     """Write probes that are in memory as a pack.
 
-    `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to the logit, ReLU between them; tensors or
-    arrays. `site`, `normalize`: where the state is read and what is done to it first (`none`, `layernorm`, `rmsnorm`); both must be given. `about`: `OPTIONS` of
-    `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
+    `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to
+    the logit, ReLU between them; tensors or arrays. `site`, `normalize`: where the state is read and what is done to it
+    first (`none`, `layernorm`, `rmsnorm`); both must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name,
+    licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
     """
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
@@ -60,12 +69,21 @@ def import_weights(probes: Mapping[str, Pair | Sequence[Pair]], target: str | Pa
     return write_flat(target, made, source="weights in memory", site=site, normalize=normalize, **about)
 
 
-def import_safetensors(path: str | Path, target: str | Path, *, mapping: str | Path | Mapping[str, Any], site: str | None = None, normalize: str | None = None, **about: Any) -> ProbePack:
+def import_safetensors(
+    path: str | Path,
+    target: str | Path,
+    *,
+    mapping: str | Path | Mapping[str, Any],
+    site: str | None = None,
+    normalize: str | None = None,
+    **about: Any,
+) -> ProbePack:
     """Write the probes of a safetensors file as a pack, as a mapping says (a JSON file, or a dict of the same form).
 
-    `row` takes one row of a weight and bias that hold several probes. A missing bias is 0. `standardize` names tensors `[D]`: the probes read
-    `(state - mean) / scale`. `site`, `normalize` and `about` (`OPTIONS` of `probemon.importers.flat`) come before what the mapping says; `site` and `normalize`
-    must be in one of the two. Raises `ImportRefused`, `UnknownSetting`.
+    `row` takes one row of a weight and bias that hold several probes. A missing bias is 0. `standardize` names tensors
+    `[D]`: the probes read `(state - mean) / scale`. `site`, `normalize` and `about` (`OPTIONS` of
+    `probemon.importers.flat`) come before what the mapping says; `site` and `normalize` must be in one of the two.
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
     path = as_path(path, "the safetensors file")
@@ -83,19 +101,33 @@ def import_safetensors(path: str | Path, target: str | Path, *, mapping: str | P
         probes = [probe.standardised(mean, scale) for probe in probes]
     normalize = normalize if normalize is not None else field(said, "normalize", str, where, None)
     if normalize is None:
-        raise ImportRefused(f"{where} does not say how the state is normalised: give normalize, there or as an argument: one of {', '.join(map(repr, NORMS))}")
+        raise ImportRefused(
+            f"{where} does not say how the state is normalised: give normalize, there or as an argument: one of"
+            f" {', '.join(map(repr, NORMS))}"
+        )
     stated = {"mapping": {name: said[name] for name in ("site", "normalize", "standardize") if name in said}}
     told = {"eps": float, "model": str, "n_layers": int, "licence": str}
     more = {name: field(said, name, kind, where) for name, kind in told.items() if name in said}
     place = site or field(said, "site", str, where, "")
-    return write_flat(target, probes, source="a safetensors file", site=place, normalize=normalize, files={path.name: sha256(path)}, stated=stated, **{**more, **about})
+    return write_flat(
+        target,
+        probes,
+        source="a safetensors file",
+        site=place,
+        normalize=normalize,
+        files={path.name: sha256(path)},
+        stated=stated,
+        **{**more, **about},
+    )
 
 
 def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, where: object) -> Classifier:
     here = f"{where}: probe {name!r}"
     _only(entry, _PROBE, here)
     if ("layers" in entry) == ("weight" in entry):
-        raise ImportRefused(f"{here}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers")
+        raise ImportRefused(
+            f"{here}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers"
+        )
     if "layers" in entry:
         layers = [_layer(part, tensors, path, here) for part in field(entry, "layers", list, here)]
     else:
@@ -105,7 +137,10 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
             if not 0 <= row < len(weight):
                 raise ImportRefused(f"{here}: row {row}, {entry['weight']!r} has rows 0 to {len(weight) - 1}")
             if len(bias) != len(weight):
-                raise ImportRefused(f"{here}: {entry['weight']!r} has {len(weight)} rows, its bias {len(bias)} values: name tensors that belong together")
+                raise ImportRefused(
+                    f"{here}: {entry['weight']!r} has {len(weight)} rows, its bias {len(bias)} values: name tensors"
+                    " that belong together"
+                )
             weight, bias = weight[row : row + 1], bias[row : row + 1]
         layers = [(weight, bias)]
     fields = {key: field(entry, key, str, here) for key in ("name", "definition") if key in entry}
@@ -115,8 +150,12 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
     if not all(isinstance(parent, str) for parent in parents):
         raise ImportRefused(f"{here}: 'parents' is {parents!r}: give a list of names of probes")
     return Classifier(
-        name, layers, alert_threshold=field(entry, "alert_threshold", float, here, float("nan")), site=field(entry, "site", str, here, ""), fields={**fields, "parents": parents}
-    )  # fmt: skip
+        name,
+        layers,
+        alert_threshold=field(entry, "alert_threshold", float, here, float("nan")),
+        site=field(entry, "site", str, here, ""),
+        fields={**fields, "parents": parents},
+    )
 
 
 def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, here: str) -> Layer:
@@ -125,7 +164,11 @@ def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, here: str) -> 
     weight = weight.reshape(1, -1) if weight.dim() == 1 else weight
     if weight.dim() != 2:
         raise ImportRefused(f"{here}: {entry['weight']!r} has shape {tuple(weight.shape)}, expected [D] or [out, in]")
-    bias = tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1) if "bias" in entry else torch.zeros(len(weight), dtype=torch.float32, device="cpu")
+    bias = (
+        tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1)
+        if "bias" in entry
+        else torch.zeros(len(weight), dtype=torch.float32, device="cpu")
+    )
     return weight, bias
 
 
@@ -140,4 +183,6 @@ def _only(entry: Any, known: Sequence[str], where: object) -> None:
 def _tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
-    return torch.as_tensor(values, dtype=torch.complex128 if np.iscomplexobj(values) else torch.float64)  # complex ones are refused, not cut
+    return torch.as_tensor(
+        values, dtype=torch.complex128 if np.iscomplexobj(values) else torch.float64
+    )  # complex ones are refused, not cut

@@ -3,9 +3,10 @@
     from probemon.importers.hallucination import import_head
     pack = import_head("llama3_1_8b_linear/", "my-pack", normalize="none", model="meta-llama/Llama-3.1-8B-Instruct")
 
-The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one logit), and, where the head was trained together with a
-LoRA, adapter_config.json. The head then reads the states of a host with that adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained`
-does. The pack records it, and attaching to a host without it warns.
+The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one
+logit), and, where the head was trained together with a LoRA, adapter_config.json. The head then reads the states of a
+host with that adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained` does. The pack
+records it, and attaching to a host without it warns.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from probemon.packs.pack import ProbePack
 CONFIG, HEADS, ADAPTER = "probe_config.json", ("probe_head.bin", "probe_head.safetensors"), "adapter_config.json"
 
 
-def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallucination", normalize: str | None = None, **about: Any) -> ProbePack:
+def import_head(
+    folder: str | Path,
+    target: str | Path,
+    *,
+    concept: str = "hallucination",
+    normalize: str | None = None,
+    **about: Any,
+) -> ProbePack:
     """Write the head in a folder as a pack with one concept, read at the layer that the folder states.
 
-    `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer gives, `layernorm`, `rmsnorm`), which no file says
-    and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
+    `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer
+    gives, `layernorm`, `rmsnorm`), which no file says and must be given. `about`: `OPTIONS` of
+    `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_head, about, normalize=normalize, without=("adapters", "notes"))
     source = Folder(as_path(folder, "the folder of the head"))
@@ -38,17 +47,29 @@ def import_head(folder: str | Path, target: str | Path, *, concept: str = "hallu
         raise ImportRefused(f"{where}: layer_idx is {layer}: a layer is counted from 0")
     found = [source.inside(name) for name in HEADS if source.inside(name).is_file()]
     if not found:
-        raise ImportRefused(f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to")
+        raise ImportRefused(
+            f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to"
+        )
     state = load_state_dict(found[0])
     only_tensors(state, ("weight", "bias"), found[0])
     weight, bias = (tensor_of(state, name, found[0]) for name in ("weight", "bias"))
     size = field(config, "hidden_size", int, where, weight.shape[-1] if weight.dim() else 0)
     if weight.numel() != size:
-        raise ImportRefused(f"{found[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit")
+        raise ImportRefused(
+            f"{found[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit"
+        )
     adapted = source.json(ADAPTER) is not None
     notes = ["Trained together with a LoRA: its scores hold for a host with that adapter active."] if adapted else []
     files = {path.name: sha256(path) for path in (where, found[0])}
     return write_flat(
-        target, [linear(concept, weight, bias)], source="a hallucination head", site=f"resid_post.{layer}", normalize=normalize, adapters=("default",) if adapted else (),
-        notes=notes, stated={"layer_idx": layer}, files=files, **about,
-    )  # fmt: skip
+        target,
+        [linear(concept, weight, bias)],
+        source="a hallucination head",
+        site=f"resid_post.{layer}",
+        normalize=normalize,
+        adapters=("default",) if adapted else (),
+        notes=notes,
+        stated={"layer_idx": layer},
+        files=files,
+        **about,
+    )

@@ -1,12 +1,13 @@
 """HatCat lens and probe packs into a probe pack: thousands of files, streamed one by one.
 
     pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
-    print(report)                                          # what was found, and every kind of trouble with counts and examples
+    print(report)  # what was found, and every kind of trouble with counts and examples
 
-Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their own, linear probes; fp32 and bf16; with
-`hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed and left out: they are no sigmoid of one logit. The files record neither the host's layer
-nor whether states were standardised: `site` and `normalize` say it, and are kept. Nothing in a file is executed; what is read of one is bounded (`importers.weights`).
-In memory is one file at a time.
+Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their
+own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed
+and left out: they are no sigmoid of one logit. The files record neither the host's layer nor whether states were
+standardised: `site` and `normalize` say it, and are kept. Nothing in a file is executed; what is read of one is bounded
+(`importers.weights`). In memory is one file at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ KINDS = {
     "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",
     "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
     "dangling": "edges to names that no layer file has: left out",
-    "malformed": "keys that are no \"Name:level\": left out",
+    "malformed": 'keys that are no "Name:level": left out',
     "bank_edges": "edges that only banks and their index state: taken",
     "bank_elsewhere": "probes of banks that the hierarchy does not put under the bank's parent: the hierarchy counts",
     "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
@@ -68,18 +69,25 @@ KINDS = {
     "twice": "probes stored twice: the first is taken",
     "rounded": "probes of a wider dtype than was asked for: rounded to it",
     "widened": "probes of a narrower dtype than the pack's: kept exactly, in more bytes",
-    "concatenated": "probes that read several layers side by side: no host gives such a state at one site, give it to score_tokens by hand",
+    "concatenated": (
+        "probes that read several layers side by side: no host gives such a state at one site, give it to"
+        " score_tokens by hand"
+    ),
     "uncalibrated": "probes that calibration.json does not name",
     "calibration_unknown": "entries of calibration.json for no imported probe",
     "unusable": "numbers of the pack's JSON that cannot be: not used",
     "unread": "files that are no .pt (text probes, centroids): not read",
-    "elsewhere": "files of weights where this format keeps no probes: not read; move them, or import their folder by itself",
-}  # fmt: skip
+    "elsewhere": (
+        "files of weights where this format keeps no probes: not read; move them, or import their folder by itself"
+    ),
+}
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread of torch: a probe is too small to share, and on a busy machine threads that wait for one another take many times as long."""
+    """One thread of torch: a probe is too small to share, and on a busy machine threads that wait for one another take
+    many times as long.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,30 +98,65 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def import_pack(
-    source: str | Path, target: str | Path, *, site: str, normalize: str, eps: float = NORM_EPS, hierarchy: str | Path | None = None, flat: bool = False,
-    allow_unlisted: bool = False, break_cycles: bool = False, dtype: str = "auto", name: str | None = None, licence: str = "not stated", model: str | None = None, overwrite: bool = False, max_bytes: int = MAX_BYTES, progress: Progress | None = None,
-) -> tuple[ProbePack, ImportReport]:  # fmt: skip
-    """Write the probes of a folder as a pack; the opened pack, and what was met on the way (also in its manifest and its card).
+    source: str | Path,
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str,
+    eps: float = NORM_EPS,
+    hierarchy: str | Path | None = None,
+    flat: bool = False,
+    allow_unlisted: bool = False,
+    break_cycles: bool = False,
+    dtype: str = "auto",
+    name: str | None = None,
+    licence: str = "not stated",
+    model: str | None = None,
+    overwrite: bool = False,
+    max_bytes: int = MAX_BYTES,
+    progress: Progress | None = None,
+) -> tuple[ProbePack, ImportReport]:
+    """Write the probes of a folder as a pack; the opened pack, and what was met on the way (also in its manifest and
+    its card).
 
     - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
-    - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or "none".
+    - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or
+      "none".
     - `hierarchy`: hierarchy.json or one of the layer files, or the folder that holds them, where that is another.
     - `flat`: leave all edges out. Levels stay, all of them are base levels, and every probe is scored at every token.
-    - `allow_unlisted`: take a hierarchy that does not name more than a fifth of the probes, or has no edge between levels.
+    - `allow_unlisted`: take a hierarchy that does not name more than a fifth of the probes, or has no edge between
+      levels.
     - `break_cycles`: leave out the edges that lead back instead of raising.
-    - `dtype`: of the pack's weights, "float32" or "bfloat16"; "auto": the widest of the files. States are rounded to it.
+    - `dtype`: of the pack's weights, "float32" or "bfloat16"; "auto": the widest of the files. States are rounded to
+      it.
     - `model`: the host's hub name (default: what the files say).
     - `max_bytes`: of one file.
     - `progress(done, total)`: probes read, each twice: once to look, once to write.
 
-    A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the first is taken, unless it does not fit the probes
-    and the others do. Alert thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor their
-    threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
+    A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the
+    first is taken, unless it does not fit the probes and the others do. Alert thresholds are not set: the fire rates of
+    calibration.json (kept in concepts.jsonl) state neither their texts nor their threshold. Raises `ImportRefused`,
+    `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
-    _check_given(source=source, target=target, hierarchy=hierarchy, flat=flat, allow_unlisted=allow_unlisted, break_cycles=break_cycles, name=name, licence=licence, model=model, max_bytes=max_bytes, progress=progress)
+    _check_given(
+        source=source,
+        target=target,
+        hierarchy=hierarchy,
+        flat=flat,
+        allow_unlisted=allow_unlisted,
+        break_cycles=break_cycles,
+        name=name,
+        licence=licence,
+        model=model,
+        max_bytes=max_bytes,
+        progress=progress,
+    )
     _, layer = parse_site(site)
     if normalize not in NORMALIZE:
-        raise ConfigError(f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm' or 'none'")
+        raise ConfigError(
+            f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
+            " or 'none'"
+        )
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
     if flat and hierarchy is not None:
@@ -125,7 +168,10 @@ def import_pack(
     folder = Folder(source)
     found = Source(folder, notes, max_bytes)
     if found.n_layers is not None and layer >= found.n_layers:
-        raise ImportRefused(f"{folder.path}: the pack says that its host has {found.n_layers} layers (num_layers), 0 to {found.n_layers - 1}: none is read at site {site!r}")
+        raise ImportRefused(
+            f"{folder.path}: the pack says that its host has {found.n_layers} layers (num_layers), 0 to"
+            f" {found.n_layers - 1}: none is read at site {site!r}"
+        )
     graph, stored, notes = _fitting(found, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
     told = _Told(progress, 2 * len(stored))
@@ -138,33 +184,77 @@ def import_pack(
     for node in placed:
         if kinds[node].dtype != kept:
             narrower = torch.promote_types(kinds[node].dtype, kept) == kept
-            notes.add("widened" if narrower else "rounded", f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""))
+            notes.add(
+                "widened" if narrower else "rounded",
+                f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""),
+            )
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts: dict[str, Any] = {"probes": len(nodes), "files": len({place.path for place in stored.values()}), "edges": n_edges}
+    counts: dict[str, Any] = {
+        "probes": len(nodes),
+        "files": len({place.path for place in stored.values()}),
+        "edges": n_edges,
+    }
     counts |= {f"{variant} probes": n for variant, n in Counter(kind.variant for kind in kinds.values()).items()}
-    counts |= {f"in {str(kind).removeprefix('torch.')}": n for kind, n in Counter(kind.dtype for kind in kinds.values()).items()}
+    counts |= {
+        f"in {str(kind).removeprefix('torch.')}": n
+        for kind, n in Counter(kind.dtype for kind in kinds.values()).items()
+    }
     counts |= {"calibrated": len(calibration)} if calibration else {}
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
     model = model or found.model
-    host = {"model_id": model, "hidden_size": architecture.hidden_size, **({"n_layers": found.n_layers} if found.n_layers else {})}
+    host = {
+        "model_id": model,
+        "hidden_size": architecture.hidden_size,
+        **({"n_layers": found.n_layers} if found.n_layers else {}),
+    }
     name = name or target.name
     writer = PackWriter(
-        target, name=name, concepts=[_concept(node, placed[node], graph, calibration) for node in nodes], architecture=architecture, dtype=kept,
-        score_rule="independent", inputs=[spec.as_dict() for spec in specs.values()], input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
-        host=host, licence=licence, card="", recommended=_recommended(placed, base), overwrite=overwrite,
-        golden_hidden=torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"),
-        provenance={"import": report.as_dict(), "versions": {"probemon": version("probemon"), "torch": torch.__version__}, "source": _about(found.info)},
-    )  # fmt: skip
+        target,
+        name=name,
+        concepts=[_concept(node, placed[node], graph, calibration) for node in nodes],
+        architecture=architecture,
+        dtype=kept,
+        score_rule="independent",
+        inputs=[spec.as_dict() for spec in specs.values()],
+        input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
+        host=host,
+        licence=licence,
+        card="",
+        recommended=_recommended(placed, base),
+        overwrite=overwrite,
+        golden_hidden=torch.randn(
+            _STATES,
+            1,
+            architecture.hidden_size,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float32,
+            device="cpu",
+        ),
+        provenance={
+            "import": report.as_dict(),
+            "versions": {"probemon": version("probemon"), "torch": torch.__version__},
+            "source": _about(found.info),
+        },
+    )
     at = {node: i for i, node in enumerate(nodes)}
     worst = 0.0
-    states = torch.randn(_STATES, 1, architecture.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")[:, 0]
+    states = torch.randn(
+        _STATES,
+        1,
+        architecture.hidden_size,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+        device="cpu",
+    )[:, 0]
     with writer:
         for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
             kind = kinds[node]
             if Kind.of(state) != kind:
-                raise ImportRefused(f"{stored[node].path} changed while it was read: import again when nobody writes to it")
+                raise ImportRefused(
+                    f"{stored[node].path} changed while it was read: import again when nobody writes to it"
+                )
             written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
             assert written is not None
             worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
@@ -178,9 +268,16 @@ def _check_given(**given: Any) -> None:
     """Raise `ConfigError` for an argument of another kind."""
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
-        "source": path, "target": path, "hierarchy": (path[0] | None, "a path, or None"), "name": (str | None, "text, or None"), "licence": (str, "text"),
-        "model": (str | None, "text, or None"), **dict.fromkeys(("flat", "allow_unlisted", "break_cycles"), (bool, "True or False")), "max_bytes": (int, "a number of bytes"), "progress": (Callable | None, "a function of two numbers, or None"),
-    }  # fmt: skip
+        "source": path,
+        "target": path,
+        "hierarchy": (path[0] | None, "a path, or None"),
+        "name": (str | None, "text, or None"),
+        "licence": (str, "text"),
+        "model": (str | None, "text, or None"),
+        **dict.fromkeys(("flat", "allow_unlisted", "break_cycles"), (bool, "True or False")),
+        "max_bytes": (int, "a number of bytes"),
+        "progress": (Callable | None, "a function of two numbers, or None"),
+    }
     for name, value in given.items():
         kind, words = kinds[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -203,7 +300,9 @@ def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node,
                 yield node, bank[key]
 
 
-def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, told: _Told) -> dict[Node, Kind]:
+def _look(
+    stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, told: _Told
+) -> dict[Node, Kind]:
     """What each probe is, of those that can be imported; the others are noted, all by name."""
     kinds: dict[Node, Kind] = {}
     for node, state in _read(stored, max_bytes):
@@ -212,12 +311,16 @@ def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: 
             check_finite(state)
             kinds[node] = kind
         except Unusable as why:
-            notes.add(why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True)
+            notes.add(
+                why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True
+            )
             told.one()
         told.one()
     sizes = Counter(kind.hidden_size for kind in kinds.values())
     if not sizes:
-        raise ImportRefused(f"{folder.path}: none of its {len(stored)} probes can be imported: {'; '.join(map(str, notes.all()))}")
+        raise ImportRefused(
+            f"{folder.path}: none of its {len(stored)} probes can be imported: {'; '.join(map(str, notes.all()))}"
+        )
     size = max(sizes, key=lambda d: (sizes[d], -d))
     for node, kind in list(kinds.items()):
         if kind.hidden_size != size:
@@ -226,25 +329,40 @@ def _look(stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: 
             told.one()
         elif source.hidden_dim is not None and size != source.hidden_dim:
             if size % source.hidden_dim:
-                raise ImportRefused(f"{folder.path}: probes read {size} values, the pack says hidden_dim {source.hidden_dim}: mend its pack_info.json or pack.json")
+                raise ImportRefused(
+                    f"{folder.path}: probes read {size} values, the pack says hidden_dim {source.hidden_dim}: mend its"
+                    " pack_info.json or pack.json"
+                )
             notes.add("concatenated", f"{key_of(node)} ({size // source.hidden_dim} of {source.hidden_dim})")
     return kinds
 
 
 def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
-    made = {"id": key_of(node), "name": node[0], "level": node[1], "parents": [key_of(parent) for parent in place.parents], **graph.about.get(node, {})}
-    return {**made, **({"calibration": calibration[node]} if node in calibration else {}), **({} if place.reachable else {"reachable": False})}
+    made = {
+        "id": key_of(node),
+        "name": node[0],
+        "level": node[1],
+        "parents": [key_of(parent) for parent in place.parents],
+        **graph.about.get(node, {}),
+    }
+    return {
+        **made,
+        **({"calibration": calibration[node]} if node in calibration else {}),
+        **({} if place.reachable else {"reachable": False}),
+    }
 
 
 def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes) -> dict[Node, dict[str, Any]]:
-    """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where JSON has none."""
+    """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where
+    JSON has none.
+    """
     content = folder.json("calibration.json")
     if content is None:
         return {}
     entries = content.get("calibration") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
-        raise ImportRefused(f"{folder.path / 'calibration.json'}: expected an object with calibration, of \"Name_L3\"")
+        raise ImportRefused(f'{folder.path / "calibration.json"}: expected an object with calibration, of "Name_L3"')
     by_key = {f"{node[0]}_L{node[1]}": node for node in placed}
     found = {}
     for key, entry in entries.items():
@@ -261,7 +379,9 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
 def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
     """Settings without which a manager would have nothing to begin with, or no room to descend."""
     n_base = sum(level in base for _, level in placed)
-    n_children = sum(node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items())
+    n_children = sum(
+        node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items()
+    )
     recommended: dict[str, Any] = {} if base == [0] else {"base_layers": list(base)}
     usual = CascadeConfig().max_loaded_probes
     if n_base + n_children > usual:  # all children of the base fit, or as many as usual
@@ -276,18 +396,26 @@ def _unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
         return ""
     example = ", ".join(key_of(node) for node in sorted(lost, key=lambda node: (node[1], node[0]))[:3])
     return (
-        f"{len(lost):,} of {len(placed):,} probes are never scored ({example}{', ...' if len(lost) > 3 else ''}): no edge leads to them from level {base[0]}. To have them scored, "
-        "name their levels in base_layers, make them always on (the pack's card has the lines), or import again with the hierarchy that has them (--hierarchy FILE) or with --flat"
+        f"{len(lost):,} of {len(placed):,} probes are never scored ({example}{', ...' if len(lost) > 3 else ''}): no"
+        f" edge leads to them from level {base[0]}. To have them scored, name their levels in base_layers, make them"
+        " always on (the pack's card has the lines), or import again with the hierarchy that has them (--hierarchy"
+        " FILE) or with --flat"
     )
 
 
-def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool) -> tuple[Graph, dict[Node, Stored], Notes]:
-    """The hierarchy that names the probes, the probes by it, and what was noted. Raises `ImportRefused` with what to do where none fits."""
+def _fitting(
+    found: Source, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
+) -> tuple[Graph, dict[Node, Stored], Notes]:
+    """The hierarchy that names the probes, the probes by it, and what was noted. Raises `ImportRefused` with what to do
+    where none fits.
+    """
     path = found.folder.path if hierarchy is None else Path(hierarchy)
     if hierarchy is not None and not path.exists():
         raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
     if path.is_file() and path.suffix != ".json":
-        raise ImportRefused(f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files")
+        raise ImportRefused(
+            f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files"
+        )
     folder = found.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
     files = [path.name] if path.is_file() else hierarchies(folder)
     tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
@@ -295,7 +423,9 @@ def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat:
         noted = notes.copy()
         graph = read_graph(folder, noted, file)
         if hierarchy is not None and not graph.parents:
-            raise ImportRefused(f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on")
+            raise ImportRefused(
+                f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on"
+            )
         is_stated = bool(graph.parents)
         stored = found.place(graph, noted)
         unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
@@ -305,16 +435,28 @@ def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat:
     file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
     for other, _, other_stored, _, other_unlisted in tried:
         if other != file:
-            noted.add("unfit", f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file} {len(stored) - len(unlisted):,}", listed=True)
+            noted.add(
+                "unfit",
+                f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file}"
+                f" {len(stored) - len(unlisted):,}",
+                listed=True,
+            )
     if flat:
         graph.flatten(noted)
         return graph, stored, noted
     has_levels = len({level for _, level in stored}) > 1
     if has_levels and not any(graph.parents.values()):
-        why = f"its {len(stored):,} probes are on several levels, and {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest level would ever be scored"
+        why = (
+            f"its {len(stored):,} probes are on several levels, and"
+            f" {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest"
+            " level would ever be scored"
+        )
     elif len(unlisted) > _MOST_UNLISTED * len(stored):
         shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
-        why = f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is the hierarchy of others"
+        why = (
+            f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is"
+            " the hierarchy of others"
+        )
     else:
         return graph, stored, noted
     if allow_unlisted:
@@ -322,34 +464,73 @@ def _fitting(found: Source, hierarchy: str | Path | None, notes: Notes, *, flat:
     beside = found.folder.path.absolute().parent / "hierarchy.json"
     known = found.info.get("concept_pack")
     pack = found.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
-    place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}{f'; {beside} may be it' if beside.is_file() and hierarchy is None else ''}"
+    place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}"
+    if beside.is_file() and hierarchy is None:
+        place += f"; {beside} may be it"
     raise ImportRefused(
-        f"{found.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE (hierarchy=); {place}. "
-        "Or have every probe scored at every token: --flat (flat=True). Or take it as it is: --allow-unlisted (allow_unlisted=True)"
+        f"{found.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
+        f" (hierarchy=); {place}. Or have every probe scored at every token: --flat (flat=True). Or take it as it is:"
+        " --allow-unlisted (allow_unlisted=True)"
     )
 
 
 def _about(info: Mapping[str, Any]) -> dict[str, Any]:
     """What the source says of its origin."""
-    known = ("source_pack", "pack_version", "probe_pack_id", "lens_pack_id", "version", "model", "model_info", "concept_pack", "trained_layers", "training_config", "training_info")
+    known = (
+        "source_pack",
+        "pack_version",
+        "probe_pack_id",
+        "lens_pack_id",
+        "version",
+        "model",
+        "model_info",
+        "concept_pack",
+        "trained_layers",
+        "training_config",
+        "training_info",
+    )
     return {key: info[key] for key in known if key in info}
 
 
-def _card(name: str, report: ImportReport, placed: Mapping[Node, PlacedNode], worst: float, model: str | None, licence: str) -> str:
+def _card(
+    name: str, report: ImportReport, placed: Mapping[Node, PlacedNode], worst: float, model: str | None, licence: str
+) -> str:
     lost = sum(not place.reachable for place in placed.values())
     lines = [
-        f"# {name}", "", f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.", "",
-        f"On {_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were saved, evaluated in fp32.", "",
-        "No alert thresholds are set: what the source records of its calibration (kept in `concepts.jsonl`) does not say which threshold gives which rate of false alarms.",
+        f"# {name}",
+        "",
+        f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
+        "",
+        (
+            f"On {_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were"
+            " saved, evaluated in fp32."
+        ),
+        "",
+        (
+            "No alert thresholds are set: what the source records of its calibration (kept in `concepts.jsonl`) does"
+            " not say which threshold gives which rate of false alarms."
+        ),
         "`probemon calibrate` sets them. Quality was not measured.",
-    ]  # fmt: skip
+    ]
     if lost:
         lines += [
-            "", "## Not reached", "", f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a token's silence says nothing of them; "
-            "its coverage counts them as `not_reached`. Those that are roots can be made always on, at their cost, and bring what is below them:", "",
-            "```python", 'orphans = [c["id"] for c in pack.concepts if c.get("reachable") is False and not c["parents"]]',
-            "manager = DynamicProbeManager(pack, always_on=orphans, max_loaded_probes=pack.recommended.get(\"max_loaded_probes\", 500) + len(orphans))", "```",
-        ]  # fmt: skip
+            "",
+            "## Not reached",
+            "",
+            (
+                f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a"
+                " token's silence says nothing of them; its coverage counts them as `not_reached`. Those that are"
+                " roots can be made always on, at their cost, and bring what is below them:"
+            ),
+            "",
+            "```python",
+            'orphans = [c["id"] for c in pack.concepts if c.get("reachable") is False and not c["parents"]]',
+            (
+                "manager = DynamicProbeManager(pack, always_on=orphans,"
+                ' max_loaded_probes=pack.recommended.get("max_loaded_probes", 500) + len(orphans))'
+            ),
+            "```",
+        ]
     return "\n".join(lines) + "\n" + report.section()
 
 

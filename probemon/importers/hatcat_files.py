@@ -1,12 +1,13 @@
 """Where a HatCat pack keeps its probes: every generation of its folders.
 
     source = Source(Folder("lens_packs/mine"), notes)
-    source.model, source.hidden_dim, source.n_layers   # of pack_info.json, lens_pack.json or pack.json, where they say it
+    # of pack_info.json, lens_pack.json or pack.json, where they say it
+    source.model, source.hidden_dim, source.n_layers
     source.place(graph, notes)                         # {node: Stored}: the file of every probe, and its name in a bank
 
-Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`.
-Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are
-told, not read.
+Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict
+for each child, and `individual/layer{L}/`. Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON
+names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are told, not read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Bank:
-    """A file of the probes of one parent's children. `level`: of those whose level nobody says. `listed`: what an index says is in it, None where none says anything."""
+    """A file of the probes of one parent's children. `level`: of those whose level nobody says. `listed`: what an index
+    says is in it, None where none says anything.
+    """
 
     parent: Node
     level: int
@@ -49,7 +52,9 @@ class _Bank:
 
 
 class Source:
-    """A folder of probes, looked through but not read. Raises `ImportRefused` for JSON of another kind and for a path that leaves the folder."""
+    """A folder of probes, looked through but not read. Raises `ImportRefused` for JSON of another kind and for a path
+    that leaves the folder.
+    """
 
     def __init__(self, folder: Folder, notes: Notes, max_bytes: int = MAX_BYTES) -> None:
         self.folder, self._max_bytes = folder, max_bytes
@@ -95,7 +100,10 @@ class Source:
         return None
 
     def _stated_places(self) -> Iterator[str]:
-        for key, names in (("lens_paths", ("activation_lenses", "activation")), ("probe_paths", ("activation_probes",))):
+        for key, names in (
+            ("lens_paths", ("activation_lenses", "activation")),
+            ("probe_paths", ("activation_probes",)),
+        ):
             places = self.info.get(key)
             if not isinstance(places, dict):
                 continue
@@ -103,7 +111,9 @@ class Source:
                 if places.get(name) is None:
                     continue
                 if not isinstance(places[name], str):
-                    raise ImportRefused(f"{self.folder.path}: {key}.{name} is {places[name]!r:.80}, expected the name of a folder")
+                    raise ImportRefused(
+                        f"{self.folder.path}: {key}.{name} is {places[name]!r:.80}, expected the name of a folder"
+                    )
                 self.folder.inside(places[name])
                 yield places[name].strip("/")
 
@@ -111,7 +121,9 @@ class Source:
         """Its folders of one level, ascending."""
         base = self.folder.inside(*parts) if parts else self.folder.path
         names = [entry.name for entry in base.iterdir() if entry.is_dir()] if base.is_dir() else []
-        return sorted((int(found[1]), name) for name in names if (found := _LAYER.fullmatch(name)) and int(found[1]) <= MAX_LEVEL)
+        return sorted(
+            (int(found[1]), name) for name in names if (found := _LAYER.fullmatch(name)) and int(found[1]) <= MAX_LEVEL
+        )
 
     def _probes(self, notes: Notes, *parts: str) -> list[Path]:
         """Files of one folder: `Name.pt` before `Name_classifier.pt`. What else lies there is told."""
@@ -120,7 +132,9 @@ class Source:
         for path in found:
             if path.suffix not in (".pt", ".json") and path.is_file():
                 notes.add("unread", path.relative_to(self.folder.path).as_posix())
-        return sorted((path for path in found if path.suffix == ".pt"), key=lambda path: (path.stem.endswith(_SUFFIX), path.name))
+        return sorted(
+            (path for path in found if path.suffix == ".pt"), key=lambda path: (path.stem.endswith(_SUFFIX), path.name)
+        )
 
     def _find_banks(self) -> None:
         index = self.folder.json("bank_index.json")
@@ -131,23 +145,37 @@ class Source:
             parent = node_of(key)
             place = entry.get("bank_path") if isinstance(entry, dict) else None
             if parent is None or not isinstance(place, str):
-                raise ImportRefused(f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: expected \"Parent:level\" with its bank_path")
+                raise ImportRefused(
+                    f'{self.folder.path / "bank_index.json"}: {key!r:.80}: expected "Parent:level" with its bank_path'
+                )
             path = self.folder.inside(place)
             listed = entry.get("concepts")
             if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
-                raise ImportRefused(f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {listed!r:.80}, expected a list of names")
+                raise ImportRefused(
+                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {listed!r:.80}, expected a"
+                    " list of names"
+                )
             self._banks.append(_Bank(parent, parent[1] + 1, path, None if listed is None else tuple(listed)))
             known.add(path.resolve())
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
                 if path.resolve() not in known:  # of no index: its name is the parent's
-                    self._banks.append(_Bank((path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()))
+                    self._banks.append(
+                        _Bank(
+                            (path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()
+                        )
+                    )
 
     def _tell_others(self, notes: Notes) -> None:
-        """Tell the weights where this format keeps no probes: in a folder that is no level, in one within a level. Links and hidden folders are not followed."""
+        """Tell the weights where this format keeps no probes: in a folder that is no level, in one within a level.
+        Links and hidden folders are not followed.
+        """
         real: set[str] | None = None
         n_looked = 0
-        for folder, below, files in os.walk(self.folder.path, onerror=lambda error: notes.add("elsewhere", f"perhaps in a folder that cannot be read: {error}")):
+        for folder, below, files in os.walk(
+            self.folder.path,
+            onerror=lambda error: notes.add("elsewhere", f"perhaps in a folder that cannot be read: {error}"),
+        ):
             below[:] = sorted(name for name in below if not name.startswith("."))
             for name in sorted(files):
                 n_looked += 1
@@ -162,7 +190,8 @@ class Source:
                 return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """The file of every probe. What is there twice is counted, and the first is taken: a file of its own, then a bank, then a flat file.
+        """The file of every probe. What is there twice is counted, and the first is taken: a file of its own, then a
+        bank, then a flat file.
 
         Where the graph has no edges, it is given those that banks state.
         """
@@ -170,7 +199,11 @@ class Source:
 
         def put(node: Node, found: Stored) -> None:
             if node in stored:
-                notes.add("twice", f"{key_of(node)} in {stored[node].path.relative_to(self.folder.path)} and {found.path.relative_to(self.folder.path)}")
+                notes.add(
+                    "twice",
+                    f"{key_of(node)} in {stored[node].path.relative_to(self.folder.path)} and"
+                    f" {found.path.relative_to(self.folder.path)}",
+                )
             else:
                 stored[node] = found
 
@@ -190,7 +223,11 @@ class Source:
                 if bank.listed is not None and name not in listed:
                     notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
-                known = below.get(name) if has_edges else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
+                known = (
+                    below.get(name)
+                    if has_edges
+                    else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
+                )
                 node = (name, bank.level if known is None else known)
                 put(node, Stored(bank.path, name))
                 if not has_edges and bank.parent[1] >= 0:
@@ -202,14 +239,29 @@ class Source:
         for name, path in self._flat:
             free = [level for level in levels.get(name, []) if (name, level) not in stored]
             if not free and name in taken:
-                put((name, next(level for level in (*levels.get(name, []), *range(MAX_LEVEL + 1)) if (name, level) in stored)), Stored(path))
+                put(
+                    (
+                        name,
+                        next(
+                            level for level in (*levels.get(name, []), *range(MAX_LEVEL + 1)) if (name, level) in stored
+                        ),
+                    ),
+                    Stored(path),
+                )
                 continue
             if len(levels.get(name, [])) > 1:
-                notes.add("ambiguous", f"{path.relative_to(self.folder.path)} for {key_of((name, free[0]))}, of levels {', '.join(map(str, levels[name]))}")
+                notes.add(
+                    "ambiguous",
+                    f"{path.relative_to(self.folder.path)} for {key_of((name, free[0]))}, of levels"
+                    f" {', '.join(map(str, levels[name]))}",
+                )
             put((name, free[0] if free else 0), Stored(path))
             taken.add(name)
         if not stored:
-            raise ImportRefused(f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or activation_lenses/ in it")
+            raise ImportRefused(
+                f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or"
+                " activation_lenses/ in it"
+            )
         return stored
 
 

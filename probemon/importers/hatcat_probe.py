@@ -4,8 +4,9 @@
     tensors = embed(state, kind, architecture, dtype, inputs)
     score = evaluate(state, kind, hidden, inputs)      # the state dict as it was meant, for comparison
 
-Variants: a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe; three-way "tripole" heads are none, being no sigmoid of
-one logit. Embedding in a larger shape is exact (`probemon.packs.widen`). A LayerNorm's affine part goes into the first layer in fp32, before rounding.
+Variants: a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe; three-way
+"tripole" heads are none, being no sigmoid of one logit. Embedding in a larger shape is exact (`probemon.packs.widen`).
+A LayerNorm's affine part goes into the first layer in fp32, before rounding.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from probemon.packs.widen import embed as widened
 
 NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LAYERS = {(0, 3, 6): False, (0, 1, 4, 7): True}  # places in the Sequential, ReLU and dropout between: whether the first is a LayerNorm
+_LAYERS = {
+    (0, 3, 6): False,
+    (0, 1, 4, 7): True,
+}  # places in the Sequential, ReLU and dropout between: whether the first is a LayerNorm
 
 
 class Unusable(Exception):
-    """A state dict that is no probe of this format: `reason` is one of the report's kinds of refusal, the text says more."""
+    """A state dict that is no probe of this format: `reason` is one of the report's kinds of refusal, the text says
+    more.
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -37,7 +43,9 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a state dict is: the widths of its hidden layers, whether it begins with a LayerNorm, what it reads, and its dtype."""
+    """What a state dict is: the widths of its hidden layers, whether it begins with a LayerNorm, what it reads, and its
+    dtype.
+    """
 
     hidden_size: int
     hidden: tuple[int, ...]
@@ -53,7 +61,9 @@ class Kind:
     def of(cls, state: Mapping[str, Tensor]) -> Kind:
         """Raises `Unusable`."""
         names = {name.removeprefix("net.") for name in state}
-        if "log_margins" in names or ("linear.weight" in state and state["linear.weight"].dim() == 2 and len(state["linear.weight"]) == 3):
+        if "log_margins" in names or (
+            "linear.weight" in state and state["linear.weight"].dim() == 2 and len(state["linear.weight"]) == 3
+        ):
             raise Unusable("tripole", "a three-way head")
         normed, weights, biases = _parts(state)
         for tensor in state.values():
@@ -62,7 +72,12 @@ class Kind:
         layers = list(zip(weights[normed:], biases[normed:], strict=True))
         width: int | None = None
         for weight, bias in layers:
-            if weight.dim() != 2 or not weight.numel() or tuple(bias.shape) != (len(weight),) or width not in (None, weight.shape[1]):
+            if (
+                weight.dim() != 2
+                or not weight.numel()
+                or tuple(bias.shape) != (len(weight),)
+                or width not in (None, weight.shape[1])
+            ):
                 raise Unusable("unknown", f"shapes {_shapes(state)}")
             width = len(weight)
         d = int(layers[0][0].shape[1])
@@ -83,7 +98,9 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
 
 
 def _parts(state: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable` for names that the format does not have."""
+    """Whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable` for names that the format
+    does not have.
+    """
     bare = {name.removeprefix("net."): tensor for name, tensor in state.items()}
     if len(bare) < len(state):
         raise Unusable("unknown", "tensors with and without 'net.'")
@@ -101,7 +118,9 @@ def _shapes(state: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What probes read at a site: a state as it is, or standardised by a LayerNorm without affine part (`normalize`, with `eps`) before anything else."""
+    """What probes read at a site: a state as it is, or standardised by a LayerNorm without affine part (`normalize`,
+    with `eps`) before anything else.
+    """
 
     site: str
     normalize: str
@@ -110,8 +129,9 @@ class Inputs:
     def spec(self, normed: bool) -> InputSpec:
         """The pack's input for a probe, `normed` where it begins with a LayerNorm.
 
-        The LayerNorm e1 of a LayerNorm e0 is one of eps e0 e1 / (1 + e1), times 1 / sqrt(1 + e1), exactly: with the variance v of the state, what comes out of
-        the first has v / (v + e0), and (v + e0) (v / (v + e0) + e1) = (1 + e1) (v + e0 e1 / (1 + e1)).
+        The LayerNorm e1 of a LayerNorm e0 is one of eps e0 e1 / (1 + e1), times 1 / sqrt(1 + e1), exactly: with the
+        variance v of the state, what comes out of the first has v / (v + e0), and (v + e0) (v / (v + e0) + e1) = (1 +
+        e1) (v + e0 e1 / (1 + e1)).
         """
         if self.normalize == "none":
             return InputSpec(self.site, "layernorm", NORM_EPS) if normed else InputSpec(self.site)
@@ -123,10 +143,13 @@ class Inputs:
         return 1.0 if self.normalize == "none" else 1 / math.sqrt(1 + NORM_EPS)
 
 
-def embed(state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: Inputs) -> dict[str, Tensor]:
+def embed(
+    state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: Inputs
+) -> dict[str, Tensor]:
     """The probe's tensors in a pack of this architecture and dtype: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
 
-    A probe whose dtype is the pack's keeps its weights bit for bit, but for a first layer that takes in a LayerNorm's affine part.
+    A probe whose dtype is the pack's keeps its weights bit for bit, but for a first layer that takes in a LayerNorm's
+    affine part.
     """
     _, weights, biases = _parts(state)
     biases = [bias.to(torch.float32) for bias in biases]
@@ -142,7 +165,9 @@ def embed(state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, d
 
 
 def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
-    """The smallest architecture and dtype that holds every one of the probes, which all read states of one size, exactly."""
+    """The smallest architecture and dtype that holds every one of the probes, which all read states of one size,
+    exactly.
+    """
     dtype = kinds[0].dtype
     for kind in kinds:
         dtype = torch.promote_types(dtype, kind.dtype)
@@ -150,7 +175,9 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
 
 
 def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:
-    """Scores `[G]` fp32 of states `[G, D]` by the state dict as it was saved: layer after layer in fp32, ReLU between, a sigmoid at the end."""
+    """Scores `[G]` fp32 of states `[G, D]` by the state dict as it was saved: layer after layer in fp32, ReLU between,
+    a sigmoid at the end.
+    """
     _, weights, biases = _parts(state)
     weights, biases = [weight.to(torch.float32) for weight in weights], [bias.to(torch.float32) for bias in biases]
     x = hidden.to(torch.float32)

@@ -3,8 +3,8 @@
     graph = read_graph(folder, notes)                          # hierarchy.json, or else layer0.json, layer1.json, ...
     concepts = graph.over(stored, notes, break_cycles=False)   # {node: Placed}, parents among the stored ones
 
-A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Its level is kept, whatever its parents' are. What is wrong with the files is counted in
-`notes`; a cycle is an error, unless it may be broken.
+A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Its level is kept, whatever its parents' are. What
+is wrong with the files is counted in `notes`; a cycle is an error, unless it may be broken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYER_FILE = re.compile(r"layer(\d{1,4})\.json")
 
 
 def key_of(node: Node) -> str:
-    """"Name:level"."""
+    """ "Name:level"."""
     return f"{node[0]}:{node[1]}"
 
 
@@ -39,7 +39,9 @@ def node_of(key: object) -> Node | None:
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A concept with a probe: the nearest concepts above it that have one, and whether a descent from the base levels can come to it."""
+    """A concept with a probe: the nearest concepts above it that have one, and whether a descent from the base levels
+    can come to it.
+    """
 
     parents: tuple[Node, ...]
     reachable: bool
@@ -47,7 +49,9 @@ class PlacedNode:
 
 @dataclass
 class Graph:
-    """Concepts and the edges between them, as the files state them. `about`: fields of a concept (definition, synsets)."""
+    """Concepts and the edges between them, as the files state them. `about`: fields of a concept (definition,
+    synsets).
+    """
 
     parents: dict[Node, dict[Node, None]] = field(default_factory=dict)
     about: dict[Node, dict[str, Any]] = field(default_factory=dict)
@@ -82,8 +86,12 @@ class Graph:
                 notes.add("flattened", f"{key_of(parent)} > {key_of(node)}")
             self.parents[node] = {}
 
-    def over(self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()) -> dict[Node, PlacedNode]:
-        """Every stored node with its place; `base`: the levels that a descent begins with (default: the lowest). Raises `HierarchyError` for a cycle, unless it may be broken."""
+    def over(
+        self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()
+    ) -> dict[Node, PlacedNode]:
+        """Every stored node with its place; `base`: the levels that a descent begins with (default: the lowest). Raises
+        `HierarchyError` for a cycle, unless it may be broken.
+        """
         known = set(self.parents)
         for node in sorted(set(stored) - known, key=_order):
             if known:
@@ -96,7 +104,10 @@ class Graph:
                 notes.add("repeated", f"{name} on levels {', '.join(map(str, levels))}")
         for node in sorted(self.parents, key=_order):
             if len(self.parents[node]) > 1:
-                notes.add("several_parents", f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}")
+                notes.add(
+                    "several_parents",
+                    f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}",
+                )
         self._break_cycles(notes, break_cycles)
         have = set(stored)
         above: dict[Node, dict[Node, None]] = {}
@@ -104,12 +115,16 @@ class Graph:
         placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
             # Of a concept without a probe, what is above it stands in for it.
-            nearest = dict.fromkeys(up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent]))
+            nearest = dict.fromkeys(
+                up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent])
+            )
             above[node] = nearest
             if node not in have:
                 continue
             if any(parent not in have for parent in self.parents[node]):
-                notes.add("bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}")
+                notes.add(
+                    "bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}"
+                )
             for up in nearest:
                 if up[1] >= node[1]:
                     notes.add("not_down", f"{key_of(up)} > {key_of(node)}")
@@ -120,7 +135,9 @@ class Graph:
         return placed
 
     def _break_cycles(self, notes: Notes, allowed: bool) -> None:
-        """Walk down from level 0 and take away every edge that leads back to a concept above it on the way. Method: depth-first search, its back edges."""
+        """Walk down from level 0 and take away every edge that leads back to a concept above it on the way. Method:
+        depth-first search, its back edges.
+        """
         down = self.children()
         done: set[Node] = set()
         for start in sorted(down, key=_order):
@@ -138,7 +155,10 @@ class Graph:
                         way = list(trail)
                         cycle = [key_of(node) for node in [*way[way.index(child) :], child]]
                         shown = " > ".join(cycle if len(cycle) <= 10 else [*cycle[:5], "...", *cycle[-4:]])
-                        raise HierarchyError(f"the hierarchy has a cycle: {shown}: mend the files, or pass break_cycles=True to leave its last edge out")
+                        raise HierarchyError(
+                            f"the hierarchy has a cycle: {shown}: mend the files, or pass break_cycles=True to leave"
+                            " its last edge out"
+                        )
                     notes.add("cycle", f"{key_of(here)} > {key_of(child)}", listed=True)
                     del self.parents[child][here]
                 elif child not in done:
@@ -164,14 +184,23 @@ def _order(node: Node) -> tuple[int, str]:
 
 
 def hierarchies(folder: Folder) -> list[str]:
-    """What in a folder states a hierarchy, the first to be tried first: hierarchy.json, and the first of the layer files."""
-    layers = sorted((path.name for path in folder.files(suffix=".json") if _LAYER_FILE.fullmatch(path.name)), key=lambda name: int(_LAYER_FILE.fullmatch(name)[1]))  # type: ignore[index]
-    return [name for name in ("hierarchy.json",) if any(path.name == name for path in folder.files(suffix=name))] + layers[:1]
+    """What in a folder states a hierarchy, the first to be tried first: hierarchy.json, and the first of the layer
+    files.
+    """
+    matches = [match for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))]
+    layers = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
+    return [
+        name for name in ("hierarchy.json",) if any(path.name == name for path in folder.files(suffix=name))
+    ] + layers[:1]
 
 
 def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Graph:
-    """From a file such as `hierarchy.json`, or from the layer files where there is none, or `file` is one of them. Raises `ImportRefused` for JSON of another kind."""
-    layers = {int(found[1]): path.name for path in folder.files(suffix=".json") if (found := _LAYER_FILE.fullmatch(path.name))}
+    """From a file such as `hierarchy.json`, or from the layer files where there is none, or `file` is one of them.
+    Raises `ImportRefused` for JSON of another kind.
+    """
+    layers = {
+        int(found[1]): path.name for path in folder.files(suffix=".json") if (found := _LAYER_FILE.fullmatch(path.name))
+    }
     stated = _layers(folder, layers)
     whole = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
     if whole is None:
@@ -192,10 +221,12 @@ def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Gr
 def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
     graph = Graph()
     if not isinstance(whole, dict):
-        raise ImportRefused(f"{path} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts")
+        raise ImportRefused(
+            f"{path} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts"
+        )
     downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
     if not isinstance(downward, dict) or not isinstance(upward, dict):
-        raise ImportRefused(f"{path}: parent_to_children and child_to_parent are objects of \"Name:level\"")
+        raise ImportRefused(f'{path}: parent_to_children and child_to_parent are objects of "Name:level"')
     # A key that lists nothing is a concept all the same: a root without children, say.
     without_edges = [key for edges in (downward, upward) for key, others in edges.items() if not _list(others)]
     for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts")), *without_edges]:
@@ -219,7 +250,9 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
 
 
 def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
-    """Tell the concepts that root_concepts and leaf_concepts, where the file has them, list otherwise than its edges."""
+    """Tell the concepts that root_concepts and leaf_concepts, where the file has them, list otherwise than its
+    edges.
+    """
     for key, linked, word in (("root_concepts", graph.parents, "under"), ("leaf_concepts", graph.children(), "above")):
         if whole.get(key) is None:
             continue
@@ -227,17 +260,25 @@ def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
         for node in sorted(graph.parents, key=_order):
             if (node in listed) == bool(linked[node]):
                 others = [key_of(other) for other in linked[node]]
-                notes.add("contradicted", f"{key_of(node)} is {'' if node in listed else 'not '}in {key}, and {word} {', '.join(others[:4]) or 'nothing'}")
+                notes.add(
+                    "contradicted",
+                    f"{key_of(node)} is {'' if node in listed else 'not '}in {key}, and {word}"
+                    f" {', '.join(others[:4]) or 'nothing'}",
+                )
 
 
 def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> None:
-    """Tell the edges that only hierarchy.json or only the layer files have. A layer file names the other end without its level; one that lists none says nothing."""
+    """Tell the edges that only hierarchy.json or only the layer files have. A layer file names the other end without
+    its level; one that lists none says nothing.
+    """
     below: dict[Node, set[str]] = {}
     above: dict[Node, set[str]] = {}
     for node, concept in stated:
         for names, key in ((below, "category_children"), (above, "parent_concepts")):
             if concept.get(key) is not None:
-                names.setdefault(node, set()).update(name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key]))
+                names.setdefault(node, set()).update(
+                    name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key])
+                )
     children = graph.children()
     told = set()
     for node, found in below.items():
@@ -250,7 +291,11 @@ def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], 
                 notes.add("stale_edges", f"{name} > {key_of(node)} is in the layer files alone")
     for child in sorted(graph.parents, key=_order):
         for parent in graph.parents[child]:
-            said = [name in names for names, name in ((below.get(parent), child[0]), (above.get(child), parent[0])) if names is not None]
+            said = [
+                name in names
+                for names, name in ((below.get(parent), child[0]), (above.get(child), parent[0]))
+                if names is not None
+            ]
             if said and not any(said):
                 notes.add("stale_edges", f"{key_of(parent)} > {key_of(child)} is in hierarchy.json alone")
 
@@ -265,11 +310,17 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
     for layer, file in sorted(files.items()):
         content = folder.json(file)
         concepts = content.get("concepts") if isinstance(content, dict) else None
-        if not isinstance(concepts, list) or not all(isinstance(c, dict) and isinstance(c.get("sumo_term"), str) and c["sumo_term"] for c in concepts):
+        if not isinstance(concepts, list) or not all(
+            isinstance(c, dict) and isinstance(c.get("sumo_term"), str) and c["sumo_term"] for c in concepts
+        ):
             raise ImportRefused(f"{folder.path / file}: expected an object with concepts, each with its sumo_term")
         for concept in concepts:
             stated = concept.get("layer")
-            level = stated if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= MAX_LEVEL else layer
+            level = (
+                stated
+                if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= MAX_LEVEL
+                else layer
+            )
             if level > MAX_LEVEL:
                 raise ImportRefused(f"{folder.path / file}: level {level}: at most {MAX_LEVEL} are read")
             found.append(((concept["sumo_term"], level), concept))
@@ -277,7 +328,9 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
 
 
 def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
-    """Edges by bare names: a child is the nearest level of its name below the concept, a parent the nearest above it."""
+    """Edges by bare names: a child is the nearest level of its name below the concept, a parent the nearest
+    above it.
+    """
     stated = list(stated)
     graph = Graph()
     for node, concept in stated:
@@ -306,4 +359,6 @@ def _about(concept: Mapping[str, Any]) -> dict[str, Any]:
     """What a layer file says of a concept beyond its place, where it is what it should be."""
     made: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
     synsets = concept.get("synsets")
-    return made | ({"synsets": synsets} if isinstance(synsets, list) and all(isinstance(one, str) for one in synsets) else {})
+    return made | (
+        {"synsets": synsets} if isinstance(synsets, list) and all(isinstance(one, str) for one in synsets) else {}
+    )

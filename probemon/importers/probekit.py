@@ -6,8 +6,9 @@
     pack = import_collection(collection, ["cat", "dog"], "my-pack", **read)     # probekit.ProbeCollection
     pack = import_file("probes.json", "my-pack", **read)                        # {"deception": probe.to_dict(), ...}
 
-Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its normalisation (a mean and a standard
-deviation, one of at most 1e-12 counting as 1) is folded into the weights. probekit writes no files; the JSON is what `json.dump` makes of `to_dict()`.
+Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its
+normalisation (a mean and a standard deviation, one of at most 1e-12 counting as 1) is folded into the weights. probekit
+writes no files; the JSON is what `json.dump` makes of `to_dict()`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ _KEYS = ("weights", "bias", "normalization", "metadata")
 _FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1
 
 
-def import_probes(probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
+def import_probes(
+    probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+) -> ProbePack:
     """Write probes as a pack; each a `LinearProbe`, or the dict of its `to_dict()`, by name.
 
-    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`), which no probe says
-    and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe,
-    `UnknownSetting`.
+    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`,
+    `layernorm`, `rmsnorm`), which no probe says and must be given. `about`: `OPTIONS` of `probemon.importers.flat`
+    (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
     """
     check_options(import_probes, about, normalize=normalize)
     if not isinstance(probes, Mapping):
@@ -43,22 +46,35 @@ def import_probes(probes: Mapping[str, Any], target: str | Path, *, site: str, n
     return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
 
 
-def import_collection(collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
+def import_collection(
+    collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+) -> ProbePack:
     """Write a `ProbeCollection` as a pack; `names` of its probes in order. Otherwise as `import_probes`."""
     check_options(import_collection, about, normalize=normalize)
     if not hasattr(collection, "to_tensor") or not hasattr(collection, "normalizations"):
-        raise ImportRefused(f"{type(collection).__name__} is not a probekit collection: give one, or a dict of probes to import_probes")
+        raise ImportRefused(
+            f"{type(collection).__name__} is not a probekit collection: give one, or a dict of probes to import_probes"
+        )
     weights, biases = (part.detach().cpu() for part in collection.to_tensor())
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ImportRefused(f"names is {names!r}: give a list of names, one for each of the {len(weights)} probes")
     if not len(names) == len(weights) == len(biases) == len(collection.normalizations):
-        raise ImportRefused(f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection")
-    made = [_normalised(linear(name, weights[i], biases[i]), norm) for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))]
+        raise ImportRefused(
+            f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection"
+        )
+    made = [
+        _normalised(linear(name, weights[i], biases[i]), norm)
+        for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))
+    ]
     return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
 
 
-def import_file(path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
-    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()` alone, which is named by the file. Otherwise as `import_probes`."""
+def import_file(
+    path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+) -> ProbePack:
+    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()` alone, which is named by the
+    file. Otherwise as `import_probes`.
+    """
     check_options(import_file, about, normalize=normalize)
     path = as_path(path, "the file of probes")
     said = read_json(path)
@@ -66,7 +82,9 @@ def import_file(path: str | Path, target: str | Path, *, site: str, normalize: s
         raise ImportRefused(f"{path}: expected an object, found {type(said).__name__}")
     listed = {path.stem: said} if isinstance(said.get("weights"), list) else said
     made = [_probe(name, entry) for name, entry in listed.items()]
-    return write_flat(target, made, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about)
+    return write_flat(
+        target, made, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about
+    )
 
 
 def _probe(name: str, probe: Any) -> Classifier:
@@ -74,18 +92,39 @@ def _probe(name: str, probe: Any) -> Classifier:
         where = f"probe {name!r}"
         strange = [key for key in probe if key not in _KEYS]
         if strange:  # a score may depend on it, as on a normalisation spelt otherwise
-            raise ImportRefused(f"{where} has {strange[0]!r:.80}, which probekit's to_dict() does not write (it writes {', '.join(_KEYS)}): take it out, or give the weights to probemon.importers.generic.import_weights")
+            raise ImportRefused(
+                f"{where} has {strange[0]!r:.80}, which probekit's to_dict() does not write (it writes"
+                f" {', '.join(_KEYS)}): take it out, or give the weights to probemon.importers.generic.import_weights"
+            )
         weights, norm = _vector(field(probe, "weights", list, where), where), probe.get("normalization")
         bias: Any = probe.get("bias", 0.0)
         metadata = field(probe, "metadata", dict, where, {})
     elif hasattr(probe, "weights") and hasattr(probe, "bias") and hasattr(probe, "normalization"):
-        weights, norm, bias, metadata = _vector(probe.weights, f"probe {name!r}"), probe.normalization, probe.bias, getattr(probe, "metadata", None) or {}
+        weights, norm, bias, metadata = (
+            _vector(probe.weights, f"probe {name!r}"),
+            probe.normalization,
+            probe.bias,
+            getattr(probe, "metadata", None) or {},
+        )
     else:
-        raise ImportRefused(f"probe {name!r} is a {type(probe).__name__}: give a probekit LinearProbe, or the dict of its to_dict()")
+        raise ImportRefused(
+            f"probe {name!r} is a {type(probe).__name__}: give a probekit LinearProbe, or the dict of its to_dict()"
+        )
     if weights.dim() == 2 and len(weights) > 1:
-        raise ImportRefused(f"probe {name!r} has {len(weights)} rows, of classes whose probabilities it does not define: give each row as a probe, with probemon.importers.generic.import_weights")
+        raise ImportRefused(
+            f"probe {name!r} has {len(weights)} rows, of classes whose probabilities it does not define: give each row"
+            " as a probe, with probemon.importers.generic.import_weights"
+        )
     solver = metadata.get("solver") if isinstance(metadata, Mapping) else None
-    return _normalised(linear(name, weights, _vector(bias, f"probe {name!r}: bias"), fields={"solver": solver} if isinstance(solver, str) else {}), norm)
+    return _normalised(
+        linear(
+            name,
+            weights,
+            _vector(bias, f"probe {name!r}: bias"),
+            fields={"solver": solver} if isinstance(solver, str) else {},
+        ),
+        norm,
+    )
 
 
 def _normalised(probe: Classifier, norm: Any) -> Classifier:
@@ -99,6 +138,8 @@ def _normalised(probe: Classifier, norm: Any) -> Classifier:
 
 def _vector(values: Any, where: str) -> Tensor:
     try:
-        return torch.from_numpy(np.array(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64))
+        return torch.from_numpy(
+            np.array(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise ImportRefused(f"{where}: expected numbers ({error})") from None

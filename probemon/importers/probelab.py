@@ -1,12 +1,14 @@
 """probelab's probes (what their `save` writes) as a pack.
 
     from probemon.importers.probelab import import_files
-    pack = import_files("probes/", "my-pack", site="resid_post.15", normalize="none")   # *.pt of a folder, by their names
+    # *.pt of a folder, by their names
+    pack = import_files("probes/", "my-pack", site="resid_post.15", normalize="none")
     pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15", normalize="none")
 
-Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last exit, which is what its `predict` gives).
-Standardisation by the file's own mean and deviation is folded in. Attention over tokens and other forms are refused by name. Scores are those of `predict` on
-one state, in fp32. The files are read as data: nothing in them is unpickled.
+Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last
+exit, which is what its `predict` gives). Standardisation by the file's own mean and deviation is folded in. Attention
+over tokens and other forms are refused by name. Scores are those of `predict` on one state, in fp32. The files are read
+as data: nothing in them is unpickled.
 """
 
 from __future__ import annotations
@@ -28,20 +30,35 @@ _SUPPORTED = ("Logistic", "MassMean", "MLP", "EEMLP")
 _SCALER = ("scaler_mean", "scaler_std")
 
 
-def import_files(source: str | Path | Mapping[str, str | Path], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
+def import_files(
+    source: str | Path | Mapping[str, str | Path],
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Any,
+) -> ProbePack:
     """Write probelab probes as a pack.
 
-    `source`: a file, a folder of `.pt`, or files by concept. `site`, `normalize`: where the states were read and what was done to each before it reached
-    probelab (`none`, `layernorm`, `rmsnorm`), which no file says and must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps,
-    overwrite, ...). Raises `ImportRefused` naming the file, `UnknownSetting`.
+    `source`: a file, a folder of `.pt`, or files by concept. `site`, `normalize`: where the states were read and what
+    was done to each before it reached probelab (`none`, `layernorm`, `rmsnorm`), which no file says and must be given.
+    `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused`
+    naming the file, `UnknownSetting`.
     """
     check_options(import_files, about, normalize=normalize)
     files = named_files(source, ".pt")
     read = {name: _read(name, path) for name, path in files.items()}
     stated = {"probes": {name: said for name, (_, said) in read.items()}}
     return write_flat(
-        target, [probe for probe, _ in read.values()], source="probelab", site=site, normalize=normalize, stated=stated, files={path.name: sha256(path) for path in files.values()}, **about
-    )  # fmt: skip
+        target,
+        [probe for probe, _ in read.values()],
+        source="probelab",
+        site=site,
+        normalize=normalize,
+        stated=stated,
+        files={path.name: sha256(path) for path in files.values()},
+        **about,
+    )
 
 
 def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
@@ -49,7 +66,10 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     saved = load_plain(path, MAX_BYTES)
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:
-        raise ImportRefused(f"{path} is a probelab {kind}, which is no linear map or ReLU network of one state: supported are {', '.join(_SUPPORTED)}")
+        raise ImportRefused(
+            f"{path} is a probelab {kind}, which is no linear map or ReLU network of one state: supported are"
+            f" {', '.join(_SUPPORTED)}"
+        )
     state, arguments = field(saved, "state_dict", dict, path), field(saved, "init_kwargs", dict, path)
     said = {"class": kind, "training_dtype": field(saved, "training_dtype", str, path, "")}
 
@@ -62,16 +82,25 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
         return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), said
     if kind == "Logistic":
         only_tensors(state, (*_of_linear("linear"), *_SCALER), path)
-        return linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")), said
+        return (
+            linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")),
+            said,
+        )
     if kind == "MLP":
         if arguments.get("activation") != "relu":
-            raise ImportRefused(f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU")
+            raise ImportRefused(
+                f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU"
+            )
         only_tensors(state, _of_linear("fc1", "fc2"), path)
         return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), said
     n = field(arguments, "n_layers", int, path)
     if n not in (1, 2):
         raise ImportRefused(f"{path} is an EEMLP of {n} layers; a pack's probes have none, one or two hidden layers")
-    only_tensors(state, (*_of_linear(*(f"layers.{i}.0" for i in range(n)), *(f"heads.{i}" for i in range(n + 1))), *_SCALER), path)
+    only_tensors(
+        state,
+        (*_of_linear(*(f"layers.{i}.0" for i in range(n)), *(f"heads.{i}" for i in range(n + 1))), *_SCALER),
+        path,
+    )
     layers = [(of(f"layers.{i}.0.weight"), of(f"layers.{i}.0.bias")) for i in range(n)]
     probe = Classifier(name, [*layers, (of(f"heads.{n}.weight"), of(f"heads.{n}.bias"))])
     return probe.standardised(of("scaler_mean"), of("scaler_std")), said

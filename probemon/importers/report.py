@@ -1,9 +1,10 @@
 """What an import met: counts, and examples of every kind of trouble, never silently left out.
 
-    notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
-    notes.add("tripole", "Deception:3", listed=True)
-    report = ImportReport("hatcat", "lens_packs/mine", stated={"site": "resid_post.15"}, counts={"probes": 7946}, notes=notes.all())
-    print(report), report.as_dict(), report.section()        # as text, for a manifest's provenance["import"], for a pack's card
+notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
+notes.add("tripole", "Deception:3", listed=True)
+report = ImportReport("hatcat", "lens_packs/mine", stated={"site": "resid_post.15"}, counts={"probes": 7946},
+notes=notes.all()) print(report), report.as_dict(), report.section()        # as text, for a manifest's
+provenance["import"], for a pack's card
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _LONG = 120  # characters of an example in a line; a manifest has all of it
 
 @dataclass(frozen=True)
 class Note:
-    """One kind of trouble: `what` it is in words, how many, and examples: `EXAMPLES` of them, or all where they are `listed` by name."""
+    """One kind of trouble: `what` it is in words, how many, and examples: `EXAMPLES` of them, or all where they are
+    `listed` by name.
+    """
 
     kind: str
     what: str
@@ -26,8 +29,12 @@ class Note:
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
-        shown = ", ".join(example if len(example) <= _LONG else f"{example[: _LONG - 3]}..." for example in self.examples[:EXAMPLES])
-        return f"{self.count:,} {self.what} ({shown}{', ...' if self.count > min(EXAMPLES, len(self.examples)) else ''})"
+        shown = ", ".join(
+            example if len(example) <= _LONG else f"{example[: _LONG - 3]}..." for example in self.examples[:EXAMPLES]
+        )
+        return (
+            f"{self.count:,} {self.what} ({shown}{', ...' if self.count > min(EXAMPLES, len(self.examples)) else ''})"
+        )
 
 
 class Notes:
@@ -39,7 +46,9 @@ class Notes:
         self._examples: dict[str, list[str]] = {kind: [] for kind in what}
 
     def add(self, kind: str, example: str, *, listed: bool = False) -> None:
-        """Count one more. The first `EXAMPLES` are kept, or every one that is `listed`. A `KeyError` for a kind that has no words."""
+        """Count one more. The first `EXAMPLES` are kept, or every one that is `listed`. A `KeyError` for a kind that
+        has no words.
+        """
         self._counts[kind] += 1
         if listed or len(self._examples[kind]) < EXAMPLES:
             self._examples[kind].append(example)
@@ -47,7 +56,10 @@ class Notes:
     def copy(self) -> Notes:
         """The same so far, to go on with by itself."""
         other = Notes(self._what)
-        other._counts, other._examples = dict(self._counts), {kind: list(examples) for kind, examples in self._examples.items()}
+        other._counts, other._examples = (
+            dict(self._counts),
+            {kind: list(examples) for kind, examples in self._examples.items()},
+        )
         return other
 
     def count(self, kind: str) -> int:
@@ -56,12 +68,17 @@ class Notes:
 
     def all(self) -> tuple[Note, ...]:
         """A note for each kind that occurred."""
-        return tuple(Note(kind, self._what[kind], count, tuple(self._examples[kind])) for kind, count in self._counts.items() if count)
+        return tuple(
+            Note(kind, self._what[kind], count, tuple(self._examples[kind]))
+            for kind, count in self._counts.items()
+            if count
+        )
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes` of trouble.
+    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes`
+    of trouble.
 
     `warning`: the one thing to be read, with its remedy, before all else; "" where there is none.
     """
@@ -79,26 +96,53 @@ class ImportReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON: kept in a pack's manifest as `provenance["import"]`."""
-        notes = {note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes}
+        notes = {
+            note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes
+        }
         warning = {"warning": self.warning} if self.warning else {}
-        return {**warning, "format": self.format, "source": self.source, "stated": dict(self.stated), "counts": dict(self.counts), "notes": notes}
+        return {
+            **warning,
+            "format": self.format,
+            "source": self.source,
+            "stated": dict(self.stated),
+            "counts": dict(self.counts),
+            "notes": notes,
+        }
 
     def __str__(self) -> str:
-        """The warning, if there is one; then a line for what was found, one for what was said, one for each kind of trouble."""
+        """The warning, if there is one; then a line for what was found, one for what was said, one for each kind of
+        trouble.
+        """
         return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
 
     def lines(self) -> list[str]:
         """All but the warning."""
-        found = ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items())
+        found = ", ".join(
+            f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items()
+        )
         said = ", ".join(f"{name} {value}" for name, value in self.stated.items())
-        lines = [f"{self.format} {self.source}: {found or 'nothing'}", *([f"not in its files, said at import: {said}"] if said else [])]
+        lines = [
+            f"{self.format} {self.source}: {found or 'nothing'}",
+            *([f"not in its files, said at import: {said}"] if said else []),
+        ]
         return [_printable(line) for line in [*lines, *(str(note) for note in self.notes)]]
 
     def section(self) -> str:
         """The same as a part of a pack's card, in Markdown."""
         first, *others = self.lines()
         warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
-        return "\n".join(["", "## Where it is from", "", *warning, f"Imported from {first}.", "", *(f"- {line}" for line in others), ""])
+        return "\n".join(
+            [
+                "",
+                "## Where it is from",
+                "",
+                *warning,
+                f"Imported from {first}.",
+                "",
+                *(f"- {line}" for line in others),
+                "",
+            ]
+        )
 
 
 def _printable(line: str) -> str:

@@ -1,15 +1,18 @@
-"""Features of a sparse autoencoder that SAELens saved, as probes of a pack: encoder rows, each firing where the feature is active.
+"""Features of a sparse autoencoder that SAELens saved, as probes of a pack: encoder rows, each firing where the feature
+is active.
 
     from probemon.importers.saelens import import_sae
     pack = import_sae("sae/", "my-pack", features=[17, 4021], names={17: "cats", 4021: "legal text"})
 
-`sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation - threshold), the threshold 0 for a ReLU and
-the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe fires where the encoder's activation is above 0. The activation itself is
-logit(score) + threshold (`sae_threshold` in concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much; strong ones all
+`sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation -
+threshold), the threshold 0 for a ReLU and the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe
+fires where the encoder's activation is above 0. The activation itself is logit(score) + threshold (`sae_threshold` in
+concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much; strong ones all
 score near 1, which `sharpness` below 1 keeps apart without moving where they fire.
 
-What the encoder does to the state first is folded into rows and biases: the subtraction of b_dec, a gate. `constant_norm_rescale` and `layer_norm` become the
-pack's normalisation. An encoder that keeps the best k of all features decides no feature by itself, and is refused.
+What the encoder does to the state first is folded into rows and biases: the subtraction of b_dec, a gate.
+`constant_norm_rescale` and `layer_norm` become the pack's normalisation. An encoder that keeps the best k of all
+features decides no feature by itself, and is refused.
 """
 
 from __future__ import annotations
@@ -34,36 +37,68 @@ from probemon.packs.pack import ProbePack
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _THRESHOLDED = ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder")
 _ARCHITECTURES = ("standard", "gated", "transcoder", "skip_transcoder", *_THRESHOLDED)
-_NORMS = {"none": "none", "expected_average_only_in": "none", "layer_norm": "layernorm", "constant_norm_rescale": "rmsnorm"}
+_NORMS = {
+    "none": "none",
+    "expected_average_only_in": "none",
+    "layer_norm": "layernorm",
+    "constant_norm_rescale": "rmsnorm",
+}
 _RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
 _PART = re.compile(r"blocks\.(\d{1,4})\.hook_(attn_out|mlp_out)")
-# Hosts, by how their names begin, that add to the stream what attention and feed-forward give, and hosts that normalise it first. TransformerLens's hook is what
-# is added, a site of probemon what the module gives (`probemon.host.model`): the same only for the first.
-_ADDED_AS_GIVEN = re.compile(r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE)
+# Hosts, by how their names begin, that add to the stream what attention and feed-forward give, and hosts that normalise
+# it first. TransformerLens's hook is what is added, a site of probemon what the module gives (`probemon.host.model`):
+# the same only for the first.
+_ADDED_AS_GIVEN = re.compile(
+    r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE
+)
 _NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
-_FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}  # beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1
+_FACTORS = {
+    "sharpness": (1e-3, 1e3),
+    "activation_scale": (1e-6, 1e6),
+}  # beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1
 _TINY = 1e-12  # an eps that only keeps a state of zeros from being divided by 0
 _SLICE = 4096  # features folded at a time, in fp64
 
 
 def import_sae(
-    folder: str | Path, target: str | Path, *, features: Iterable[int] | None = None, names: Mapping[int, str] | None = None, site: str | None = None, centered: bool | None = None,
-    activation_scale: float | None = None, sharpness: float = 1.0, **about: Any,
-) -> ProbePack:  # fmt: skip
+    folder: str | Path,
+    target: str | Path,
+    *,
+    features: Iterable[int] | None = None,
+    names: Mapping[int, str] | None = None,
+    site: str | None = None,
+    centered: bool | None = None,
+    activation_scale: float | None = None,
+    sharpness: float = 1.0,
+    **about: Any,
+) -> ProbePack:
     """Write features of an SAE as a pack; probe `f17` is feature 17.
 
-    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read; needed where the file's hook does not
-    say it. `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, whose states have each their mean
-    subtracted; needed where the file does not say. `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
-    `sharpness`: multiplies the logits, by 0.001 to 1,000. The normalisation is the file's. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model,
-    overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
+    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read;
+    needed where the file's hook does not say it. `centered`: whether the SAE was trained on a TransformerLens model
+    with centred writing weights, whose states have each their mean subtracted; needed where the file does not say.
+    `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
+    `sharpness`: multiplies the logits, by 0.001 to 1,000. The normalisation is the file's. `about`: `OPTIONS` of
+    `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_sae, about, without=("eps", "notes"))
     if not isinstance(names, Mapping | None) or not all(isinstance(name, str) for name in (names or {}).values()):
-        raise ImportRefused(f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}")
-    for name, value in (("sharpness", sharpness), ("activation_scale", 1.0 if activation_scale is None else activation_scale)):
+        raise ImportRefused(
+            f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}"
+        )
+    for name, value in (
+        ("sharpness", sharpness),
+        ("activation_scale", 1.0 if activation_scale is None else activation_scale),
+    ):
         least, most = _FACTORS[name]
-        check_number(name, value, low=least, high=most, remedy=f"give a number from {least:g} to {most:g}, so that scores can differ", error=ImportRefused)
+        check_number(
+            name,
+            value,
+            low=least,
+            high=most,
+            remedy=f"give a number from {least:g} to {most:g}, so that scores can differ",
+            error=ImportRefused,
+        )
     if not isinstance(centered, bool | None):
         raise ImportRefused(f"centered is {centered!r:.80}: give True or False")
     source = Folder(as_path(folder, "the folder of the SAE"))
@@ -75,80 +110,137 @@ def import_sae(
     place = site_of(_site(said, site, where), site, where)
     norm = _checked(said, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
-        raise ImportRefused(f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of 'expected_average_only_in', which no file holds, and only of that")
+        raise ImportRefused(
+            f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of"
+            " 'expected_average_only_in', which no file holds, and only of that"
+        )
     centered = norm != "layer_norm" and _centered(said, centered, where)
-    normalize = "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]  # the root mean square of a centred state is its deviation
+    normalize = (
+        "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]
+    )  # the root mean square of a centred state is its deviation
     path = source.inside(WEIGHTS)
     tensors, _ = read_safetensors(path, lambda name: name not in ("W_dec", "W_skip"))
     encoder, bias, threshold = _encoder(tensors, architecture, path)
-    offset = tensor_of(tensors, "b_dec", path) if field(said, "apply_b_dec_to_input", bool, where, True) and "transcoder" not in architecture else None
+    offset = (
+        tensor_of(tensors, "b_dec", path)
+        if field(said, "apply_b_dec_to_input", bool, where, True) and "transcoder" not in architecture
+        else None
+    )
     wanted = _wanted(features, names or {}, encoder.shape[1])
     factor = sharpness * (activation_scale or 1.0)
     if norm == "layer_norm":  # SAELens divides by the deviation with n - 1, a pack by that with n
         factor *= math.sqrt((len(encoder) - 1) / len(encoder))
     changed = factor != 1 or (centered and normalize == "none")
     dtype = torch.bfloat16 if encoder.dtype == torch.bfloat16 and not changed else torch.float32
-    w1, b1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu"), torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu")
+    w1, b1 = (
+        torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu"),
+        torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu"),
+    )
     for begin in range(0, len(wanted), _SLICE):
         at = torch.tensor(wanted[begin : begin + _SLICE], device="cpu")
         rows = encoder[:, at].T.double()
         shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
         if centered and normalize == "none":
             rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
-        w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (factor * rows).to(dtype), (sharpness * shift).float()
+        w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (
+            (factor * rows).to(dtype),
+            (sharpness * shift).float(),
+        )
     if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
-        raise ImportRefused(f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged")
+        raise ImportRefused(
+            f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged"
+        )
     concepts = [
-        {"id": f"f{i}", "name": (names or {}).get(i, f"feature {i}"), "parents": [], "sae_feature": i, "sae_threshold": float(threshold[i])} for i in wanted
+        {
+            "id": f"f{i}",
+            "name": (names or {}).get(i, f"feature {i}"),
+            "parents": [],
+            "sae_feature": i,
+            "sae_threshold": float(threshold[i]),
+        }
+        for i in wanted
     ]
     stated = {
-        "architecture": architecture, "normalize_activations": norm, "hook_name": said.get("hook_name", said.get("hook_point")), "n_features": encoder.shape[1], "centered": centered,
-        "activation_scale": activation_scale, "sharpness": sharpness,
-    }  # fmt: skip
+        "architecture": architecture,
+        "normalize_activations": norm,
+        "hook_name": said.get("hook_name", said.get("hook_point")),
+        "n_features": encoder.shape[1],
+        "centered": centered,
+        "activation_scale": activation_scale,
+        "sharpness": sharpness,
+    }
     notes = ["Every alert threshold is 0.5: a probe fires where its feature's activation is above 0."]
     if architecture == "gated":
         notes.append("The encoder is gated: logits say when a feature is active, not its activation.")
     if norm == "layer_norm":
-        notes.append("The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of 1e-5 / deviation.")
+        notes.append(
+            "The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of"
+            " 1e-5 / deviation."
+        )
     told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
     return write_stacked(
-        target, concepts, {"w1": w1, "b1": b1}, source="SAELens", sites=[place] * len(wanted), normalize=normalize, eps=_TINY, alert_threshold=torch.full((len(wanted),), 0.5, dtype=torch.float32, device="cpu"),
-        notes=notes, stated=stated, files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)}, **told,
-    )  # fmt: skip
+        target,
+        concepts,
+        {"w1": w1, "b1": b1},
+        source="SAELens",
+        sites=[place] * len(wanted),
+        normalize=normalize,
+        eps=_TINY,
+        alert_threshold=torch.full((len(wanted),), 0.5, dtype=torch.float32, device="cpu"),
+        notes=notes,
+        stated=stated,
+        files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)},
+        **told,
+    )
 
 
 def _checked(said: Mapping[str, Any], architecture: str, where: Path) -> str:
-    """How activations were normalised. Raises `ImportRefused` for an encoder whose features are no probes of one state."""
+    """How activations were normalised. Raises `ImportRefused` for an encoder whose features are no probes of
+    one state.
+    """
     activation = said.get("activation_fn", said.get("activation_fn_str", "relu"))
     if architecture not in _ARCHITECTURES or activation not in ("relu", None):
         what = architecture if architecture not in _ARCHITECTURES else f"{architecture} with {activation}"
-        raise ImportRefused(f"{where}: the encoder is {what}, in which a feature is not active by itself: supported are {', '.join(_ARCHITECTURES)} (SAELens saves batchtopk as jumprelu)")
+        raise ImportRefused(
+            f"{where}: the encoder is {what}, in which a feature is not active by itself: supported are"
+            f" {', '.join(_ARCHITECTURES)} (SAELens saves batchtopk as jumprelu)"
+        )
     if said.get("reshape_activations", "none") != "none" or said.get("hook_head_index") is not None:
         raise ImportRefused(f"{where}: the encoder reads heads of attention, which are no site of probemon")
     norm = said.get("normalize_activations")
     if norm is None or isinstance(norm, bool):  # as it was before version 3
         norm = "expected_average_only_in" if norm else "none"
     if not isinstance(norm, str) or norm not in _NORMS:
-        raise ImportRefused(f"{where}: activations were normalised by {norm!r}; supported are {', '.join(_NORMS)}: let SAELens fold others in, and save again")
+        raise ImportRefused(
+            f"{where}: activations were normalised by {norm!r}; supported are {', '.join(_NORMS)}: let SAELens fold"
+            " others in, and save again"
+        )
     return norm
 
 
 def _centered(said: Mapping[str, Any], given: bool | None, where: Path) -> bool:
     """Whether states had their mean subtracted: what the file says of how the host was loaded, else what was given."""
     loaded = said.get("model_from_pretrained_kwargs")
-    found = bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None  # SAELens loads without processing
+    found = (
+        bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
+    )  # SAELens loads without processing
     if found is None and given is None:
         raise ImportRefused(
-            f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens model with centred writing weights (its default for "
-            "hosts with a LayerNorm)"
+            f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens"
+            " model with centred writing weights (its default for hosts with a LayerNorm)"
         )
     if found is not None and given not in (None, found):
-        raise ImportRefused(f"{where} says that writing weights were {'' if found else 'not '}centred, and centered={given} was given: leave it out")
+        raise ImportRefused(
+            f"{where} says that writing weights were {'' if found else 'not '}centred, and centered={given} was given:"
+            " leave it out"
+        )
     return bool(given if found is None else found)
 
 
 def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None:
-    """The site that a hook of TransformerLens is, None where there is none of its hooks. Raises `ImportRefused` for a hook that is no site, or may be none."""
+    """The site that a hook of TransformerLens is, None where there is none of its hooks. Raises `ImportRefused` for a
+    hook that is no site, or may be none.
+    """
     hook = said.get("hook_name", said.get("hook_point"))
     if not isinstance(hook, str):
         return None
@@ -162,32 +254,54 @@ def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None
         place = f"{match[2]}.{int(match[1])}"
         host = str(said.get("model_name")).rpartition("/")[2]
         if _NORMALISED_FIRST.match(host):
-            raise ImportRefused(f"{where}: the encoder reads {hook} of {host}, which normalises what {place} gives before that hook: no site of probemon is what it reads")
+            raise ImportRefused(
+                f"{where}: the encoder reads {hook} of {host}, which normalises what {place} gives before that hook: no"
+                " site of probemon is what it reads"
+            )
         if _ADDED_AS_GIVEN.match(host) or given == place:
             return place
         raise ImportRefused(
-            f"{where}: the encoder reads {hook}, what is added to the residual stream. In a host with a norm or a factor before it is added that is not {place}, and of {host} it is "
-            f"not known here whether it has one: give site='{place}' where it has none"
+            f"{where}: the encoder reads {hook}, what is added to the residual stream. In a host with a norm or a"
+            f" factor before it is added that is not {place}, and of {host} it is not known here whether it has one:"
+            f" give site='{place}' where it has none"
         )
     if hook.startswith(("blocks.", "hook_", "ln_final")):
-        raise ImportRefused(f"{where}: the encoder reads {hook}, which is no site of probemon: those are the output of a block, of its attention and of its feed-forward part")
+        raise ImportRefused(
+            f"{where}: the encoder reads {hook}, which is no site of probemon: those are the output of a block, of its"
+            " attention and of its feed-forward part"
+        )
     return None
 
 
 def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Encoder `[D, F]`, bias `[F]` and threshold `[F]`: feature f is active where state @ encoder[:, f] + bias[f] > threshold[f]."""
+    """Encoder `[D, F]`, bias `[F]` and threshold `[F]`: feature f is active where state @ encoder[:, f] + bias[f] >
+    threshold[f].
+    """
     encoder = tensor_of(tensors, "W_enc", path)
     if encoder.dim() != 2 or not encoder.numel():
         raise ImportRefused(f"{path}: W_enc has shape {tuple(encoder.shape)}, expected [D, features]")
-    needed = ["b_gate", "b_mag", "r_mag"] if architecture == "gated" else ["b_enc", *(["threshold"] if architecture in _THRESHOLDED else [])]
-    for name, size in [*((name, encoder.shape[1]) for name in needed), *([] if "transcoder" in architecture else [("b_dec", len(encoder))])]:
+    needed = (
+        ["b_gate", "b_mag", "r_mag"]
+        if architecture == "gated"
+        else ["b_enc", *(["threshold"] if architecture in _THRESHOLDED else [])]
+    )
+    for name, size in [
+        *((name, encoder.shape[1]) for name in needed),
+        *([] if "transcoder" in architecture else [("b_dec", len(encoder))]),
+    ]:
         found = tensor_of(tensors, name, path)
         if tuple(found.shape) != (size,):
             raise ImportRefused(f"{path}: {name} has shape {tuple(found.shape)}, expected ({size},)")
     zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
         # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
-        return encoder, torch.minimum(tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())), zero
+        return (
+            encoder,
+            torch.minimum(
+                tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())
+            ),
+            zero,
+        )
     # An activation is also cut at 0, so that a threshold below is none.
     threshold = tensors["threshold"].double().clamp(min=0) if architecture in _THRESHOLDED else zero
     return encoder, tensors["b_enc"], threshold

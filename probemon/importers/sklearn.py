@@ -1,12 +1,14 @@
 """scikit-learn estimators, in memory, as a pack.
 
     from probemon.importers.sklearn import import_estimators
-    pack = import_estimators({"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}, "my-pack", site="resid_post.15", normalize="none")
+    estimators = {"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}
+    pack = import_estimators(estimators, "my-pack", site="resid_post.15", normalize="none")
 
-Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become several concepts, each the score of its
-own classifier: of one-vs-rest before it is divided by the sum of all, which no probe alone can know. A softmax over three classes or more is not a sigmoid of
-one logit and is refused, and so is whatever else is no probe; each refusal says what to fit instead. scikit-learn itself is never imported, and files that it
-was pickled to are never opened: loading those runs what is in them.
+Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become
+several concepts, each the score of its own classifier: of one-vs-rest before it is divided by the sum of all, which no
+probe alone can know. A softmax over three classes or more is not a sigmoid of one logit and is refused, and so is
+whatever else is no probe; each refusal says what to fit instead. scikit-learn itself is never imported, and files that
+it was pickled to are never opened: loading those runs what is in them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,18 @@ from probemon.importers.flat import Classifier, Layer, check_options, write_flat
 from probemon.packs.pack import ProbePack
 
 # Those whose decision function is linear, and of these the ones whose probability is its sigmoid.
-_LINEAR = ("LogisticRegression", "LogisticRegressionCV", "SGDClassifier", "LinearDiscriminantAnalysis", "LinearSVC", "RidgeClassifier", "RidgeClassifierCV", "Perceptron", "SVC", "NuSVC")
+_LINEAR = (
+    "LogisticRegression",
+    "LogisticRegressionCV",
+    "SGDClassifier",
+    "LinearDiscriminantAnalysis",
+    "LinearSVC",
+    "RidgeClassifier",
+    "RidgeClassifierCV",
+    "Perceptron",
+    "SVC",
+    "NuSVC",
+)
 _LOGISTIC = ("LogisticRegression", "LogisticRegressionCV", "SGDClassifier", "LinearDiscriminantAnalysis")
 _SCALERS = ("StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler")
 _SEARCHES = ("GridSearchCV", "RandomizedSearchCV", "HalvingGridSearchCV", "HalvingRandomSearchCV")
@@ -33,22 +46,37 @@ _PLATT = "CalibratedClassifierCV(..., method='sigmoid', ensemble=False)"
 _REST = "OneVsRestClassifier(...), which fits a probe for each class"
 
 
-def import_estimators(estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any) -> ProbePack:
-    """Write fitted estimators as a pack; the name of each is its concept, or begins those of its classes (`name/class`).
+def import_estimators(
+    estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+) -> ProbePack:
+    """Write fitted estimators as a pack; the name of each is its concept, or begins those of its classes
+    (`name/class`).
 
-    `site`: where the states in `X` were read. `normalize`: what was done to each state before it became a row of `X`, beside the estimator's own
-    pipeline: `none`, `layernorm` or `rmsnorm`; no estimator says it, so it must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model,
-    eps, overwrite, ...).
-    Supported: logistic regression, linear discriminant analysis and SGD with the log loss; linear support vector machines and others with Platt scaling
-    (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two hidden layers; one-vs-rest and several labels; all of these after scalers and PCA in a
-    Pipeline. Raises `ImportRefused` naming the estimator, `UnknownSetting`.
+    `site`: where the states in `X` were read. `normalize`: what was done to each state before it became a row of `X`,
+    beside the estimator's own pipeline: `none`, `layernorm` or `rmsnorm`; no estimator says it, so it must be given.
+    `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Supported: logistic
+    regression, linear discriminant analysis and SGD with the log loss; linear support vector machines and others with
+    Platt scaling (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two hidden layers; one-vs-rest
+    and several labels; all of these after scalers and PCA in a Pipeline. Raises `ImportRefused` naming the estimator,
+    `UnknownSetting`.
     """
     check_options(import_estimators, about, normalize=normalize)
     if not isinstance(estimators, Mapping):
-        raise ImportRefused(f"estimators is a {type(estimators).__name__}: give a dict of names and fitted estimators, as loading a pickle for you would run what is in it")
+        raise ImportRefused(
+            f"estimators is a {type(estimators).__name__}: give a dict of names and fitted estimators, as loading a"
+            " pickle for you would run what is in it"
+        )
     probes = [probe for name, estimator in estimators.items() for probe in _probes(name, estimator)]
     kinds = {name: _outline(estimator) for name, estimator in estimators.items()}
-    return write_flat(target, probes, source="scikit-learn estimators", site=site, normalize=normalize, stated={"estimators": kinds}, **about)
+    return write_flat(
+        target,
+        probes,
+        source="scikit-learn estimators",
+        site=site,
+        normalize=normalize,
+        stated={"estimators": kinds},
+        **about,
+    )
 
 
 def _probes(name: str, estimator: Any) -> list[Classifier]:
@@ -73,18 +101,27 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
         return _calibrated(name, estimator)
     if kind not in _LOGISTIC or (kind == "SGDClassifier" and estimator.loss != "log_loss"):
         what = f"{kind} with loss={estimator.loss!r}" if kind == "SGDClassifier" else kind
-        raise ImportRefused(f"{name}: the probability of {what} is not a sigmoid of one logit: fit {_PLATT if kind in _LINEAR else 'LogisticRegression'} instead")
+        raise ImportRefused(
+            f"{name}: the probability of {what} is not a sigmoid of one logit: fit"
+            f" {_PLATT if kind in _LINEAR else 'LogisticRegression'} instead"
+        )
     rows = _decision(name, estimator)
     twice = False
     if kind.startswith("LogisticRegression"):
-        # Before 1.8 there was a parameter. "multinomial" of two classes was a softmax of (-logit, logit); "ovr" a sigmoid for each class.
+        # Before 1.8 there was a parameter. "multinomial" of two classes was a softmax of (-logit, logit); "ovr" a
+        # sigmoid for each class.
         rule = getattr(estimator, "multi_class", "auto")
         twice = rule == "multinomial"
         separate = rule in ("ovr", "warn") or (rule in ("auto", "deprecated") and estimator.solver == "liblinear")
         if len(rows) > 1 and not separate:
-            raise ImportRefused(f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit {_REST}")
+            raise ImportRefused(
+                f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit"
+                f" {_REST}"
+            )
     if kind == "LinearDiscriminantAnalysis" and len(rows) > 1:
-        raise ImportRefused(f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit {_REST}")
+        raise ImportRefused(
+            f"{name}: {kind} over {len(rows)} classes is a softmax, not a sigmoid of one logit for each: fit {_REST}"
+        )
     return [_scaled(row, 2.0) for row in rows] if twice else rows
 
 
@@ -92,7 +129,9 @@ def _single(name: str, estimator: Any) -> Classifier:
     """The one probe of an estimator of two classes."""
     probes = _probes(name, estimator)
     if len(probes) != 1:
-        raise ImportRefused(f"{name}: {_kind(name, estimator)} has {len(probes)} outputs of its own: give it as an estimator of its own")
+        raise ImportRefused(
+            f"{name}: {_kind(name, estimator)} has {len(probes)} outputs of its own: give it as an estimator of its own"
+        )
     return probes[0]
 
 
@@ -107,20 +146,30 @@ def _decision(name: str, estimator: Any) -> list[Classifier]:
     if kind in _SEARCHES:
         return _decision(name, _fitted(name, estimator, "best_estimator_"))
     if kind not in _LINEAR:
-        raise ImportRefused(f"{name}: {kind} has no linear decision function that is known here: fit one of {', '.join(_LINEAR)}")
+        raise ImportRefused(
+            f"{name}: {kind} has no linear decision function that is known here: fit one of {', '.join(_LINEAR)}"
+        )
     classes = _fitted(name, estimator, "classes_")
     if kind in ("SVC", "NuSVC"):
         if estimator.kernel != "linear":
-            raise ImportRefused(f"{name}: {kind} with kernel={estimator.kernel!r} compares with its support vectors: fit LinearSVC, or kernel='linear'")
+            raise ImportRefused(
+                f"{name}: {kind} with kernel={estimator.kernel!r} compares with its support vectors: fit LinearSVC, or"
+                " kernel='linear'"
+            )
         if len(classes) > 2:
-            raise ImportRefused(f"{name}: {kind} over {len(classes)} classes compares them in pairs: fit LinearSVC, or {_REST}")
+            raise ImportRefused(
+                f"{name}: {kind} over {len(classes)} classes compares them in pairs: fit LinearSVC, or {_REST}"
+            )
     coefficients = _fitted(name, estimator, "coef_")
     weight = _tensor(coefficients.toarray() if hasattr(coefficients, "toarray") else coefficients)
     weight = weight.reshape(-1, weight.shape[-1])
     bias = _tensor(np.broadcast_to(np.reshape(estimator.intercept_, -1), len(weight)))
     labels = [name] if len(weight) == 1 else [f"{name}/{label}" for label in classes]
     if len(labels) != len(weight):
-        raise ImportRefused(f"{name}: {len(weight)} rows of coefficients for {len(classes)} classes: it is not {kind} as scikit-learn fits it")
+        raise ImportRefused(
+            f"{name}: {len(weight)} rows of coefficients for {len(classes)} classes: it is not {kind} as scikit-learn"
+            " fits it"
+        )
     return [Classifier(label, [(weight[i : i + 1], bias[i : i + 1])]) for i, label in enumerate(labels)]
 
 
@@ -128,13 +177,18 @@ def _calibrated(name: str, estimator: Any) -> list[Classifier]:
     """Platt scaling: probability = sigmoid(-(a f + b)) of the decision function f (Platt 1999)."""
     fitted = _fitted(name, estimator, "calibrated_classifiers_")
     if len(fitted) != 1:
-        raise ImportRefused(f"{name}: the mean of {len(fitted)} calibrated classifiers is not a sigmoid of one logit: fit {_PLATT}")
+        raise ImportRefused(
+            f"{name}: the mean of {len(fitted)} calibrated classifiers is not a sigmoid of one logit: fit {_PLATT}"
+        )
     inner = fitted[0]
     if estimator.method != "sigmoid":
         raise ImportRefused(f"{name}: calibration by {estimator.method!r} is not a sigmoid of one logit: fit {_PLATT}")
     rows = _decision(name, inner.estimator)
     if len(rows) != len(inner.calibrators):
-        raise ImportRefused(f"{name}: {len(inner.calibrators)} calibrators for {len(rows)} decision functions: a class was missing from the fit")
+        raise ImportRefused(
+            f"{name}: {len(inner.calibrators)} calibrators for {len(rows)} decision functions: a class was missing from"
+            " the fit"
+        )
     return [_scaled(row, -float(one.a_), -float(one.b_)) for row, one in zip(rows, inner.calibrators, strict=True)]
 
 
@@ -142,12 +196,20 @@ def _mlp(name: str, estimator: Any) -> list[Classifier]:
     weights, biases = _fitted(name, estimator, "coefs_"), estimator.intercepts_
     layers: list[Layer] = [(_tensor(weight).T, _tensor(bias)) for weight, bias in zip(weights, biases, strict=True)]
     if len(layers) > 1 and estimator.activation != "relu":
-        raise ImportRefused(f"{name}: MLPClassifier with activation={estimator.activation!r}; a pack's hidden layers are ReLU: fit activation='relu'")
+        raise ImportRefused(
+            f"{name}: MLPClassifier with activation={estimator.activation!r}; a pack's hidden layers are ReLU: fit"
+            " activation='relu'"
+        )
     if len(layers) > 3:
-        raise ImportRefused(f"{name}: MLPClassifier with {len(layers) - 1} hidden layers; a pack's probes have none, one or two")
+        raise ImportRefused(
+            f"{name}: MLPClassifier with {len(layers) - 1} hidden layers; a pack's probes have none, one or two"
+        )
     weight, bias = layers[-1]
     if estimator.out_activation_ != "logistic":
-        raise ImportRefused(f"{name}: MLPClassifier over {len(weight)} classes is a {estimator.out_activation_}, not a sigmoid of one logit for each: fit {_REST}")
+        raise ImportRefused(
+            f"{name}: MLPClassifier over {len(weight)} classes is a {estimator.out_activation_}, not a sigmoid of one"
+            f" logit for each: fit {_REST}"
+        )
     labels = [name] if len(weight) == 1 else [f"{name}/{label}" for label in estimator.classes_]
     return [Classifier(label, [*layers[:-1], (weight[i : i + 1], bias[i : i + 1])]) for i, label in enumerate(labels)]
 
@@ -165,13 +227,19 @@ def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Cl
         elif kind in _SCALERS:
             probes = [probe.standardised(*_mean_and_scale(name, kind, step, probe.hidden_size)) for probe in probes]
         else:
-            raise ImportRefused(f"{name}: the step {kind} of its pipeline is not affine, or not known here: use {', '.join(_SCALERS)} or PCA, or import with normalize= what it does")
+            raise ImportRefused(
+                f"{name}: the step {kind} of its pipeline is not affine, or not known here: use {', '.join(_SCALERS)}"
+                " or PCA, or import with normalize= what it does"
+            )
     return probes
 
 
 def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor, Tensor]:
     """What a scaler subtracts, then divides by; `[D]` fp64. A scaler without one of them has None."""
-    zero, one = torch.zeros(size, dtype=torch.float64, device="cpu"), torch.ones(size, dtype=torch.float64, device="cpu")
+    zero, one = (
+        torch.zeros(size, dtype=torch.float64, device="cpu"),
+        torch.ones(size, dtype=torch.float64, device="cpu"),
+    )
     if getattr(step, "clip", False):
         raise ImportRefused(f"{name}: {kind} with clip=True is not affine: fit it with clip=False")
     if kind == "MinMaxScaler":
@@ -186,7 +254,9 @@ def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor,
 
 
 def _rotated(probe: Classifier, pca: Any) -> Classifier:
-    """Before a PCA: components `[K, D]`, mean `[D]`, and the deviations that whitening divides by, clipped as scikit-learn does."""
+    """Before a PCA: components `[K, D]`, mean `[D]`, and the deviations that whitening divides by, clipped as
+    scikit-learn does.
+    """
     (weight, bias), *rest = probe.layers
     components, mean = _tensor(_fitted(probe.id, pca, "components_")), _tensor(pca.mean_)
     weight = weight.double()
@@ -207,7 +277,10 @@ def _kind(name: str, estimator: Any) -> str:
     """Class name of an estimator of scikit-learn's own: of another's, only its author knows what it computes."""
     kind = type(estimator)
     if kind.__module__.split(".")[0] != "sklearn":
-        raise ImportRefused(f"{name}: {kind.__module__}.{kind.__name__} is not an estimator of scikit-learn: give its weights with probemon.importers.generic.import_weights")
+        raise ImportRefused(
+            f"{name}: {kind.__module__}.{kind.__name__} is not an estimator of scikit-learn: give its weights with"
+            " probemon.importers.generic.import_weights"
+        )
     return kind.__name__
 
 

@@ -4,7 +4,8 @@
     config = read_json(path); layers = field(config, "n_layers", int, path)
     tensors, metadata = read_safetensors(path)
 
-As in `probemon.importers.weights`, nothing here runs what it reads, no file is read past a bound, and none outside of a folder that was given.
+As in `probemon.importers.weights`, nothing here runs what it reads, no file is read past a bound, and none outside of a
+folder that was given.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
 
 
 def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
-    """Files by concept: as a mapping gives them, one file by its stem, or all of a folder with the suffix. Raises `ImportRefused`."""
+    """Files by concept: as a mapping gives them, one file by its stem, or all of a folder with the suffix. Raises
+    `ImportRefused`.
+    """
     if isinstance(source, Mapping):
         found = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
         if not found:
@@ -39,7 +42,10 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
             there = sorted(path.name for path in Path(source).iterdir())
             for name in there:
                 _no_pickle(Path(name))
-            raise ImportRefused(f"{source} holds no {suffix} file{f' (it holds {there[0]})' if there else ''}: give the folder that the probes were saved to")
+            raise ImportRefused(
+                f"{source} holds no {suffix} file{f' (it holds {there[0]})' if there else ''}: give the folder that the"
+                " probes were saved to"
+            )
     else:
         found = {Path(source).stem: Path(source)}
     for path in found.values():
@@ -55,7 +61,10 @@ def check_file(path: Path, max_bytes: int) -> None:
 
 def _no_pickle(path: Path) -> None:
     if path.suffix.lower() in _PICKLES:
-        raise ImportRefused(f"{path} is a pickle, and loading one runs what is in it: load it yourself where you trust it, and hand over the objects (probemon.importers.sklearn, .generic)")
+        raise ImportRefused(
+            f"{path} is a pickle, and loading one runs what is in it: load it yourself where you trust it, and hand"
+            " over the objects (probemon.importers.sklearn, .generic)"
+        )
 
 
 def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
@@ -78,10 +87,13 @@ def parse_json(text: str, what: str) -> Any:
         raise ImportRefused(f"{what} is not valid JSON ({type(error).__name__}: {str(error)[:100]})") from None
 
 
-def read_safetensors(path: Path, wanted: Callable[[str], bool] = lambda name: True, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_safetensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True, max_bytes: int = MAX_BYTES
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors by name, of those that are wanted, and the file's own metadata.
 
-    safetensors checks the header: no tensor lies outside of the file, so that all together take at most its bytes. Raises `ImportRefused`.
+    safetensors checks the header: no tensor lies outside of the file, so that all together take at most its bytes.
+    Raises `ImportRefused`.
     """
     check_file(path, max_bytes)
     try:
@@ -103,8 +115,8 @@ def only_tensors(tensors: Collection[str], known: Collection[str], where: object
     others = [str(name) for name in tensors if name not in known]
     if others:
         raise ImportRefused(
-            f"{where} holds {', '.join(others[:8])} beside {', '.join(known)}: what that does to a score is not known here. Where it does nothing, give the weights to "
-            "probemon.importers.generic"
+            f"{where} holds {', '.join(others[:8])} beside {', '.join(known)}: what that does to a score is not known"
+            " here. Where it does nothing, give the weights to probemon.importers.generic"
         )
 
 
@@ -120,7 +132,9 @@ def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
 
 
 def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
-    """A field of a JSON object, of the right kind. Raises `ImportRefused` where it is not, or is missing without a default."""
+    """A field of a JSON object, of the right kind. Raises `ImportRefused` where it is not, or is missing without a
+    default.
+    """
     if not isinstance(mapping, dict):
         raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
     found: Any = mapping.get(name, default)
@@ -136,9 +150,17 @@ def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any 
 
 
 def site_of(found: str | None, given: str | None, where: object) -> str:
-    """The site: what the file says, where it says it, else what was given. Raises `ImportRefused` where they differ or both are missing."""
+    """The site: what the file says, where it says it, else what was given. Raises `ImportRefused` where they differ or
+    both are missing.
+    """
     if found is None and given is None:
-        raise ImportRefused(f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15' (the output of block 15, counted from 0)")
+        raise ImportRefused(
+            f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15'"
+            " (the output of block 15, counted from 0)"
+        )
     if found is not None and given not in (None, found):
-        raise ImportRefused(f"{where} says that the state is read at {found}, and site={given!r} was given: leave it out, or import the weights with probemon.importers.generic")
+        raise ImportRefused(
+            f"{where} says that the state is read at {found}, and site={given!r} was given: leave it out, or import the"
+            " weights with probemon.importers.generic"
+        )
     return found if found is not None else str(given)

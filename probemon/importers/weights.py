@@ -4,11 +4,13 @@
     bank = load_bank(path)                                 # {concept: {name: tensor}}
     folder = Folder("lens_packs/mine"); folder.file("layer0", "Entity.pt"); folder.json("hierarchy.json")
 
-A `.pt` is a zip of stored bytes and one pickle. The pickle is read here as data: a few instructions build dicts, tuples, texts, numbers and tensors, and any other
-instruction, or any global but those of a state dict, is refused by name. Nothing is unpickled, so nothing in a file can be called. Bounds: a file has at most `MAX_BYTES`
-(checked before it is opened), and its tensors state no more bytes than the file has: in memory are at most the file, the storages in it and the tensors, so three times its
-size, and some 150 MB for its pickle (2 MiB of instructions) and its table of members. JSON has at most `MAX_JSON_BYTES`, which may take thirty times that while it is
-read. Files from before torch 1.6, which are no zip, are refused.
+A `.pt` is a zip of stored bytes and one pickle. The pickle is read here as data: a few instructions build dicts,
+tuples, texts, numbers and tensors, and any other instruction, or any global but those of a state dict, is refused by
+name. Nothing is unpickled, so nothing in a file can be called. Bounds: a file has at most `MAX_BYTES` (checked before
+it is opened), and its tensors state no more bytes than the file has: in memory are at most the file, the storages in it
+and the tensors, so three times its size, and some 150 MB for its pickle (2 MiB of instructions) and its table of
+members. JSON has at most `MAX_JSON_BYTES`, which may take thirty times that while it is read. Files from before torch
+1.6, which are no zip, are refused.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ _MAX_MEMBERS = 1 << 16
 _MAX_DIMS = 8
 _MAX_VALUES, _MAX_DEPTH = 1 << 18, 64
 _STORAGES = {
-    "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
+    "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }  # fmt: skip
 _CALLS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter")
@@ -48,10 +52,15 @@ _AGAIN = "fetch it again"
 def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
     """Tensors by name of a file written by `torch.save(module.state_dict(), path)` or safetensors, on the CPU.
 
-    Raises `ImportRefused` where the file is larger than `max_bytes`, damaged, holds code (the global is named) or is no state dict.
+    Raises `ImportRefused` where the file is larger than `max_bytes`, damaged, holds code (the global is named) or is no
+    state dict.
     """
     found = load_plain(path, max_bytes)
-    if not isinstance(found, dict) or not found or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()):
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items())
+    ):
         raise ImportRefused(f"{path} holds {_describe(found)}, not tensors by name: save module.state_dict()")
     return found
 
@@ -60,19 +69,32 @@ def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[st
     """State dicts by name of one file. Raises `ImportRefused` as `load_state_dict` does."""
     found = load_plain(path, max_bytes)
     if not isinstance(found, dict) or not found:
-        raise ImportRefused(f"{path} holds {_describe(found)}, not state dicts by name: save {{concept: module.state_dict()}}")
+        raise ImportRefused(
+            f"{path} holds {_describe(found)}, not state dicts by name: save {{concept: module.state_dict()}}"
+        )
     n_bytes = 0
     for name, state in found.items():
-        if not isinstance(name, str) or not isinstance(state, dict) or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
-            raise ImportRefused(f"{path}: {name!r} holds {_describe(state)}, not tensors by name: save {{concept: module.state_dict()}}")
+        if (
+            not isinstance(name, str)
+            or not isinstance(state, dict)
+            or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items())
+        ):
+            raise ImportRefused(
+                f"{path}: {name!r} holds {_describe(state)}, not tensors by name: save {{concept: module.state_dict()}}"
+            )
         n_bytes += sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         if n_bytes > max_bytes:
-            raise ImportRefused(f"{path} states the same tensors for more and more concepts, over {max_bytes:,} bytes in all: that is no bank of probes")
+            raise ImportRefused(
+                f"{path} states the same tensors for more and more concepts, over {max_bytes:,} bytes in all: that is"
+                " no bank of probes"
+            )
     return found
 
 
 def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
-    """What is in a `.pt` or `.safetensors` file, of dicts, lists, tuples, texts, numbers and tensors. Raises `ImportRefused`."""
+    """What is in a `.pt` or `.safetensors` file, of dicts, lists, tuples, texts, numbers and tensors. Raises
+    `ImportRefused`.
+    """
     path = Path(path)
     size = check_file(path, max_bytes)
     try:
@@ -97,16 +119,24 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def check_file(path: Path, max_bytes: int) -> int:
-    """Size of a regular file. Raises `ImportRefused` where it is missing, something else, or larger than `max_bytes`."""
+    """Size of a regular file. Raises `ImportRefused` where it is missing, something else, or larger than
+    `max_bytes`.
+    """
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        raise ImportRefused(f"{path} {'is not there' if missing else f'cannot be read ({error})'}: check the path") from None
+        raise ImportRefused(
+            f"{path} {'is not there' if missing else f'cannot be read ({error})'}: check the path"
+        ) from None
     if not stat.S_ISREG(found.st_mode):
-        raise ImportRefused(f"{path} is no file{', but a folder' if stat.S_ISDIR(found.st_mode) else ''}: check the path")
+        raise ImportRefused(
+            f"{path} is no file{', but a folder' if stat.S_ISDIR(found.st_mode) else ''}: check the path"
+        )
     if found.st_size > max_bytes:
-        raise ImportRefused(f"{path} has {found.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it")
+        raise ImportRefused(
+            f"{path} has {found.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it"
+        )
     return found.st_size
 
 
@@ -120,11 +150,15 @@ class Folder:
         self._real = self.path.resolve()
 
     def inside(self, *parts: str) -> Path:
-        """The path of something in the folder. Raises `ImportRefused` for an absolute path, for `..`, and for a link that leads outside."""
+        """The path of something in the folder. Raises `ImportRefused` for an absolute path, for `..`, and for a link
+        that leads outside.
+        """
         relative = "/".join(parts).replace("\\", "/")
         steps = relative.split("/")
         if not relative or "\0" in relative or ".." in steps or steps[0] == "" or ":" in steps[0]:
-            raise ImportRefused(f"{self.path}: {relative!r} does not lie in this folder: a path is relative and has no '..'")
+            raise ImportRefused(
+                f"{self.path}: {relative!r} does not lie in this folder: a path is relative and has no '..'"
+            )
         return self._check(self.path.joinpath(*steps))
 
     def _check(self, path: Path) -> Path:
@@ -134,7 +168,10 @@ class Folder:
         except (OSError, RuntimeError, ValueError) as error:
             raise ImportRefused(f"{path} cannot be followed ({error})") from None
         if not real.is_relative_to(self._real):
-            raise ImportRefused(f"{path} is a link that leads outside of {self.path}: copy the folder with the files that it links to (cp -rL)")
+            raise ImportRefused(
+                f"{path} is a link that leads outside of {self.path}: copy the folder with the files that it links to"
+                " (cp -rL)"
+            )
         return path
 
     def files(self, *parts: str, suffix: str) -> list[Path]:
@@ -145,7 +182,9 @@ class Folder:
         return [self._check(entry) for entry in sorted(folder.iterdir()) if entry.name.endswith(suffix)]
 
     def json(self, *parts: str) -> Any:
-        """A JSON file inside, or None where there is none; NaN and infinities, which are no JSON, read as None. Raises `ImportRefused`."""
+        """A JSON file inside, or None where there is none; NaN and infinities, which are no JSON, read as None. Raises
+        `ImportRefused`.
+        """
         path = self.inside(*parts)
         if not path.exists() and not path.is_symlink():
             return None
@@ -160,20 +199,29 @@ class Folder:
 
 def _describe(found: object) -> str:
     if isinstance(found, Mapping):
-        return "an empty dict" if not found else f"a dict of {type(next(iter(found.values()))).__name__} by {type(next(iter(found))).__name__}"
+        return (
+            "an empty dict"
+            if not found
+            else f"a dict of {type(next(iter(found.values()))).__name__} by {type(next(iter(found))).__name__}"
+        )
     return f"a {type(found).__name__}"
 
 
 def _not_a_zip(path: Path, data: bytes) -> ImportRefused:
     if not data or data.startswith(b"PK\3\4"):
-        return ImportRefused(f"{path} is {'cut short or damaged: a zip without its end' if data else 'empty'}: {_AGAIN}")
+        return ImportRefused(
+            f"{path} is {'cut short or damaged: a zip without its end' if data else 'empty'}: {_AGAIN}"
+        )
     try:
         _Machine(path, lambda pid: None).run(data[:_MAX_PICKLE_BYTES])
     except ImportRefused as refused:
         return refused
     except Exception:  # no pickle either
         pass
-    return ImportRefused(f"{path} is no file of torch.save (a zip since torch 1.6): load it where you trust it, and save its state dict again")
+    return ImportRefused(
+        f"{path} is no file of torch.save (a zip since torch 1.6): load it where you trust it, and save its state dict"
+        " again"
+    )
 
 
 @dataclass(frozen=True)
@@ -200,7 +248,9 @@ class _Reader:
         names = [info.filename for info in file.infolist()]
         pickles = [name for name in names if name.endswith("/data.pkl")]
         if len(pickles) != 1 or len(set(names)) != len(names):
-            raise ImportRefused(f"{path} has {len(pickles)} data.pkl among {len(names)} members: it is no file of torch.save")
+            raise ImportRefused(
+                f"{path} has {len(pickles)} data.pkl among {len(names)} members: it is no file of torch.save"
+            )
         self.root = pickles[0].removesuffix("data.pkl")
         for info in file.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -211,7 +261,9 @@ class _Reader:
     def read(self) -> Any:
         info = self.file.getinfo(f"{self.root}data.pkl")
         if info.file_size > _MAX_PICKLE_BYTES:
-            raise ImportRefused(f"{self.path}: its data.pkl has {info.file_size:,} bytes, at most {_MAX_PICKLE_BYTES:,} are read")
+            raise ImportRefused(
+                f"{self.path}: its data.pkl has {info.file_size:,} bytes, at most {_MAX_PICKLE_BYTES:,} are read"
+            )
         order = f"{self.root}byteorder"
         if order in self.file.namelist() and self.file.read(order) != b"little":
             raise ImportRefused(f"{self.path} was written on a big-endian machine: save it on a little-endian one")
@@ -227,7 +279,10 @@ class _Reader:
             dtype = _STORAGES[name]
             info = self.file.getinfo(f"{self.root}data/{key}")
             if info.file_size != numel * dtype.itemsize:
-                raise ImportRefused(f"{self.path}: storage {key} has {info.file_size:,} bytes, {numel} values of {dtype} are stated: {_AGAIN}")
+                raise ImportRefused(
+                    f"{self.path}: storage {key} has {info.file_size:,} bytes, {numel} values of {dtype} are stated:"
+                    f" {_AGAIN}"
+                )
             self.storages[key] = _Storage(dtype, bytearray(self.file.read(info)), numel)
         found = self.storages[key]
         if (found.dtype, found.numel) != (_STORAGES[name], numel):
@@ -236,19 +291,32 @@ class _Reader:
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
         """A contiguous tensor of a storage; what is not the whole of it is copied."""
-        if not isinstance(storage, _Storage) or not _is_count(offset) or not isinstance(size, tuple) or not isinstance(stride, tuple):
+        if (
+            not isinstance(storage, _Storage)
+            or not _is_count(offset)
+            or not isinstance(size, tuple)
+            or not isinstance(stride, tuple)
+        ):
             raise ImportRefused(f"{self.path}: a tensor is not described as torch.save does it: {_AGAIN}")
         if len(size) != len(stride) or len(size) > _MAX_DIMS or not all(_is_count(value) for value in (*size, *stride)):
-            raise ImportRefused(f"{self.path}: a tensor has size {reprlib.repr(size)} and strides {reprlib.repr(stride)}: {_AGAIN}")
+            raise ImportRefused(
+                f"{self.path}: a tensor has size {reprlib.repr(size)} and strides {reprlib.repr(stride)}: {_AGAIN}"
+            )
         numel = math.prod(size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
         self.stated_bytes += numel * storage.dtype.itemsize
         if last >= max(storage.numel, 1) or self.stated_bytes > self.size:
-            raise ImportRefused(f"{self.path}: tensors of size {size} state more than the {self.size:,} bytes of the file: {_AGAIN}")
+            raise ImportRefused(
+                f"{self.path}: tensors of size {size} state more than the {self.size:,} bytes of the file: {_AGAIN}"
+            )
         if not numel:
             return torch.empty(size, dtype=storage.dtype, device="cpu")
         found = torch.frombuffer(storage.data, dtype=storage.dtype).as_strided(size, stride, offset)
-        return found if numel == storage.numel and found.is_contiguous() else found.clone(memory_format=torch.contiguous_format)
+        return (
+            found
+            if numel == storage.numel and found.is_contiguous()
+            else found.clone(memory_format=torch.contiguous_format)
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -262,7 +330,9 @@ def _known(name: str) -> bool:
 
 
 class _Machine:
-    """The instructions of a pickle that a state dict needs, over plain values. Method: the opcodes' documentation in Python's pickletools."""
+    """The instructions of a pickle that a state dict needs, over plain values. Method: the opcodes' documentation in
+    Python's pickletools.
+    """
 
     def __init__(self, path: Path, storage: Any, tensor: Any = None) -> None:
         self._path, self._storage, self._tensor = path, storage, tensor
@@ -314,7 +384,9 @@ class _Machine:
             case "GLOBAL":
                 stack.append(self._global(argument))
             case "STACK_GLOBAL":
-                if not all(isinstance(part, str) for part in stack[-2:]):  # to print what else stands there may never end
+                if not all(
+                    isinstance(part, str) for part in stack[-2:]
+                ):  # to print what else stands there may never end
                     raise ImportRefused(f"{self._path}: its pickle names a global by what is no text: {_AGAIN}")
                 stack[-2:] = [self._global(" ".join(stack[-2:]))]
             case "BINPERSID":
@@ -325,16 +397,24 @@ class _Machine:
             case "BUILD":  # attributes of an OrderedDict, such as the versions of modules
                 stack.pop()
             case _:
-                raise ImportRefused(f"{self._path} is a pickle with the instruction {name}{self._asking()}, which no state dict needs: it may run code and is not read")
+                raise ImportRefused(
+                    f"{self._path} is a pickle with the instruction {name}{self._asking()}, which no state dict needs:"
+                    " it may run code and is not read"
+                )
 
     def _check_plain(self, found: Any) -> None:
-        """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or prints such a thing never ends."""
+        """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or
+        prints such a thing never ends.
+        """
         n, waiting = 0, [(found, 0)]
         while waiting:
             value, depth = waiting.pop()
             n += 1
             if n > _MAX_VALUES or depth > _MAX_DEPTH:
-                raise ImportRefused(f"{self._path} holds values within values, over {_MAX_DEPTH} deep or {_MAX_VALUES:,} in all: that is no probe")
+                raise ImportRefused(
+                    f"{self._path} holds values within values, over {_MAX_DEPTH} deep or {_MAX_VALUES:,} in all: that"
+                    " is no probe"
+                )
             if isinstance(value, (_Global, _Storage)):
                 raise ImportRefused(f"{self._path} holds a part of a tensor by itself: {_AGAIN}")
             if isinstance(value, (dict, list, tuple)):
@@ -361,17 +441,28 @@ class _Machine:
     def _global(self, name: str) -> _Global:
         module, _, word = name.partition(" ")
         if not _known(name):
-            raise ImportRefused(f"{self._path} is a pickle that asks for {module}.{word}, which no state dict needs: it may run code and is not read")
+            raise ImportRefused(
+                f"{self._path} is a pickle that asks for {module}.{word}, which no state dict needs: it may run code"
+                " and is not read"
+            )
         return _Global(name)
 
     def _asking(self) -> str:
-        """The first global that the whole pickle asks for beyond those of a state dict, in words; "" where there is none."""
+        """The first global that the whole pickle asks for beyond those of a state dict, in words; "" where there is
+        none.
+        """
         words: list[str] = []
         try:
             for opcode, argument, _ in pickletools.genops(self._data):
                 if isinstance(argument, str) and opcode.name not in ("GLOBAL", "INST"):
                     words = [*words[-1:], argument]
-                found = argument if opcode.name in ("GLOBAL", "INST") else " ".join(words) if opcode.name == "STACK_GLOBAL" else ""
+                found = (
+                    argument
+                    if opcode.name in ("GLOBAL", "INST")
+                    else " ".join(words)
+                    if opcode.name == "STACK_GLOBAL"
+                    else ""
+                )
                 if found and not _known(found):
                     return f", that asks for {found.replace(' ', '.', 1)[:200]}"
         except Exception:  # it is broken further on

@@ -1,9 +1,9 @@
 """Delivery: batches to a sink from a thread of its own, so that a slow sink never slows the step.
 
-    delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
-    delivery.put(batch)                        # never waits, never raises for the sink's faults
-    delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
-    delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
+delivery = Delivery(JsonLinesSink("scores.jsonl"), concepts=[c["id"] for c in pack.concepts])
+delivery.put(batch)                        # never waits, never raises for the sink's faults
+delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
+delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from probemon.sinks import Sink
 
 @dataclass(frozen=True)
 class SinkStats:
-    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more), `n_queued`
-    still waiting or in the sink's hands. `error`: what ended the sink, or None."""
+    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more),
+    `n_queued` still waiting or in the sink's hands. `error`: what ended the sink, or None.
+    """
 
     n_written: int
     n_dropped: int
@@ -65,8 +66,9 @@ class Delivery:
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
 
-        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still be
-        taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this follows.
+        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still
+        be taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this
+        follows.
         """
         self._check_process()
         with self._changed:
@@ -74,16 +76,26 @@ class Delivery:
                 return
             self._closing = True
             self._changed.notify_all()
-            if threading.current_thread() is self._thread or self._changed.wait_for(lambda: self._over, timeout_seconds):
+            if threading.current_thread() is self._thread or self._changed.wait_for(
+                lambda: self._over, timeout_seconds
+            ):
                 return
             self._over = True
-            late = f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens given up"
+            late = (
+                f"{type(self._sink).__name__} did not finish within {timeout_seconds} seconds, {self._n_queued} tokens"
+                " given up"
+            )
             self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
 
     def _check_process(self) -> None:
         """A forked child has no thread of ours: say so at once, and leave the file to the parent."""
         if os.getpid() != self._process and self._error is None:
-            self._fail(SinkFailed(f"{type(self._sink).__name__} was begun in another process, which forked: attach it in the process that generates"))
+            self._fail(
+                SinkFailed(
+                    f"{type(self._sink).__name__} was begun in another process, which forked: attach it in the process"
+                    " that generates"
+                )
+            )
 
     def stats(self) -> SinkStats:
         """What became of the tokens: the three numbers always add up to what was put."""

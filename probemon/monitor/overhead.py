@@ -1,7 +1,7 @@
 """What watching costs: generation watched and bare, alternating in one process.
 
-    cost = overhead(manager, model, inputs, n_tokens=6, n_pairs=16)
-    cost.host_ms, cost.monitor_ms, cost.overhead_pct
+cost = overhead(manager, model, inputs, n_tokens=6, n_pairs=16)
+cost.host_ms, cost.monitor_ms, cost.overhead_pct
 """
 
 from __future__ import annotations
@@ -46,9 +46,14 @@ class _Clock(StoppingCriteria):
 
 
 def overhead(
-    manager: Scorer, model: Any, inputs: Mapping[str, Any], *, n_tokens: int = 6, n_pairs: int = 16,
+    manager: Scorer,
+    model: Any,
+    inputs: Mapping[str, Any],
+    *,
+    n_tokens: int = 6,
+    n_pairs: int = 16,
     progress: Callable[[str], None] = lambda line: None,
-) -> Overhead:  # fmt: skip
+) -> Overhead:
     """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and as often watched, the order turned each time.
 
     Turns are short, so that what else runs on the machine falls on both alike.
@@ -59,8 +64,11 @@ def overhead(
     def once(watched: bool, keep: bool = True) -> None:
         clock = _Clock()
         options = {
-            "max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False, "stopping_criteria": StoppingCriteriaList([clock])
-        }  # fmt: skip
+            "max_new_tokens": n_tokens,
+            "min_new_tokens": n_tokens,
+            "do_sample": False,
+            "stopping_criteria": StoppingCriteriaList([clock]),
+        }
         if watched:
             with MonitorRun(manager, model) as run:
                 model.generate(**inputs, **options)

@@ -1,10 +1,10 @@
 """Result: what was active at which token of `generate`'s output.
 
-    result = run.result(out)
-    for concept in result.top(10, row=0):
-        print(concept.score, " > ".join(concept.path), concept.token, concept.position)
-    result.coverage.totals()
-    table = result.to_arrow()                 # row, position, token_id, phase, concept, level, score
+result = run.result(out)
+for concept in result.top(10, row=0):
+    print(concept.score, " > ".join(concept.path), concept.token, concept.position)
+result.coverage.totals()
+table = result.to_arrow()                 # row, position, token_id, phase, concept, level, score
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from probemon.tracking.recording import FORGOTTEN, Tokens
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """A concept at a token. `strength`: logit of the score minus logit of its alert threshold (NaN where not calibrated)."""
+    """A concept at a token. `strength`: logit of the score minus logit of its alert threshold (NaN where not
+    calibrated).
+    """
 
     concept: str
     name: str
@@ -47,20 +49,31 @@ def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptSc
     """A probe and its score, in words."""
     concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
     return ConceptScore(
-        concept=concept["id"], name=concept["name"], path=tuple(pack.path(probe)), level=int(pack.tree.level[probe]),
-        score=score, threshold=threshold, strength=float(_strength(np.float32(score), np.float32(threshold))),
-        fired=score > threshold, probe=probe, **where,
-    )  # fmt: skip
+        concept=concept["id"],
+        name=concept["name"],
+        path=tuple(pack.path(probe)),
+        level=int(pack.tree.level[probe]),
+        score=score,
+        threshold=threshold,
+        strength=float(_strength(np.float32(score), np.float32(threshold))),
+        fired=score > threshold,
+        probe=probe,
+        **where,
+    )
 
 
 def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
     """The firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of the list."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
-    fired = sorted((describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe))
+    fired = sorted(
+        (describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe)
+    )
     chosen: list[ConceptScore] = []
     for concept in fired:
         above = pack.tree.ancestors(concept.probe)
-        if len(chosen) < k and not any(c.probe in above or concept.probe in pack.tree.ancestors(c.probe) for c in chosen):
+        if len(chosen) < k and not any(
+            c.probe in above or concept.probe in pack.tree.ancestors(c.probe) for c in chosen
+        ):
             chosen.append(concept)
     return chosen
 
@@ -76,11 +89,17 @@ def without_thresholds(pack: AnyPack) -> Mask:
 
 
 def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not firing. Equal scores by number."""
+    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not
+    firing. Equal scores by number.
+    """
     mine = without_thresholds(pack)
     if not mine.any():
         return []
-    active = sorted((-value, probe) for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True) if mine[probe])
+    active = sorted(
+        (-value, probe)
+        for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True)
+        if mine[probe]
+    )
     return [describe(pack, probe, -value) for value, probe in active[:k]]
 
 
@@ -99,14 +118,21 @@ class Result:
 
     `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated; `position` is a column of the
     output, so `out[row, position] == token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
-    `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others when it
-    ended, or in an earlier turn on the same cache, so that its tokens come from different weights; `requests`: of continuous batching, by row. Padding and what follows the end of a
-    row are not tokens.
+    `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others
+    when it ended, or in an earlier turn on the same cache, so that its tokens come from different weights; `requests`:
+    of continuous batching, by row. Padding and what follows the end of a row are not tokens.
     """
 
     def __init__(
-        self, pack: AnyPack, tokenizer: Any, tokens: Tokens, host: HostState | None = None, *, host_changed: bool = False, requests: tuple[str, ...] = ()
-    ) -> None:  # fmt: skip
+        self,
+        pack: AnyPack,
+        tokenizer: Any,
+        tokens: Tokens,
+        host: HostState | None = None,
+        *,
+        host_changed: bool = False,
+        requests: tuple[str, ...] = (),
+    ) -> None:
         self.pack, self.host, self.requests = pack, host, requests
         self.host_changed = host_changed
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
@@ -160,11 +186,14 @@ class Result:
         """The firing concepts of one token by strength, at most `k`, none above or below a stronger one of the list."""
         return leading(self.pack, self.scores, check_count("index", index, most=len(self.row) - 1), check_count("k", k))
 
-    def aggregate(self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated") -> Aggregate:
+    def aggregate(
+        self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated"
+    ) -> Aggregate:
         """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
 
-        A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`: "prompt",
-        "generated" (by this `generate()`, not by an earlier turn on its cache) or None for every token. Raises `UnknownConcept`, `ConfigError`.
+        A token at which the concept was not active counts as 0 (`.n_inactive`); an unseen one is left out. `phase`:
+        "prompt", "generated" (by this `generate()`, not by an earlier turn on its cache) or None for every token.
+        Raises `UnknownConcept`, `ConfigError`.
         """
         probe, aggregator = self.pack.find(concept), named(aggregate)
         of_row = self._of_row(row)
@@ -172,11 +201,16 @@ class Result:
         if phase == "generated":  # a rule begins anew with every generate()
             chosen[: np.flatnonzero(self._of_phase(of_row, "prompt")).max(initial=-1) + 1] = False
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
-            raise ConfigError(f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a rule, or keep more")
+            raise ConfigError(
+                f"scores of row {row} were forgotten (keep_tokens), so what came before the others is unknown: use a"
+                " rule, or keep more"
+            )
         chosen &= self.coverage.seen
         tokens, column = np.flatnonzero(chosen), self.scores.column(probe)
         n_inactive = len(tokens) - int(np.isin(tokens, self.scores.state_of[self.scores.probes == probe]).sum())
-        return Aggregate(str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive)
+        return Aggregate(
+            str(aggregator), self.position[tokens], over(aggregator, column[tokens][:, None])[:, 0], n_inactive
+        )
 
     def _of_row(self, row: int) -> np.ndarray:
         chosen = self.row == check_count("row", row)
@@ -198,8 +232,9 @@ class Result:
         ids = pa.array([concept["id"] for concept in self.pack.concepts])
         unseen = [
             {"row": int(self.row[i]), "position": int(self.position[i]), "reason": reason}
-            for i, reason in enumerate(self.coverage.unseen) if reason
-        ]  # fmt: skip
+            for i, reason in enumerate(self.coverage.unseen)
+            if reason
+        ]
         about = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
         columns = {
             "row": pa.array(self.row[token].astype(np.int32)),
@@ -237,4 +272,3 @@ def _strength(score: Any, threshold: Any) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
         s, t = np.asarray(score, dtype=np.float64), np.asarray(threshold, dtype=np.float64)
         return np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t)
-

@@ -1,7 +1,7 @@
 """Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event.
 
-    rule = Rule(probe=17, above=0.9, for_tokens=3, aggregator=Ema(0.3), action="stop")
-    for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
+rule = Rule(probe=17, above=0.9, for_tokens=3, aggregator=Ema(0.3), action="stop")
+for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ACTIONS = ("stop", "raise")
 
 @dataclass(frozen=True)
 class Event:
-    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at `column`.
+    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at
+    `column`.
 
     `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the

@@ -6,9 +6,9 @@
     async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
         ...
 
-`generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At most
-`max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the forward
-that reads it, one step after it was sampled; the last one is never read.
+`generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At
+most `max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the
+forward that reads it, one step after it was sampled; the last one is never read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenEvent:
 
     @property
     def unseen(self) -> str:
-        """"" or why this token has no scores."""
+        """ "" or why this token has no scores."""
         return self.scores.coverage.unseen[0]
 
     @property
@@ -64,7 +64,9 @@ class TokenEvent:
         return leading(self.pack, self.scores, 0, k)
 
     def ranked(self, k: int = 3) -> list[ConceptScore]:
-        """The best-scoring concepts, at most `k`, of packs that have no alert threshold at all: nothing of these fires, and this is only their order."""
+        """The best-scoring concepts, at most `k`, of packs that have no alert threshold at all: nothing of these fires,
+        and this is only their order.
+        """
         return ranked(self.pack, self.scores, 0, k)
 
 
@@ -72,23 +74,43 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[
     """A batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is."""
     if isinstance(messages, str):
         return dict(tokenizer(messages, return_tensors="pt"))
-    return dict(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True))
+    return dict(
+        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    )
 
 
 def stream(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
-    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
-) -> Iterator[TokenEvent]:  # fmt: skip
+    manager: Scorer,
+    model: Any,
+    tokenizer: Any,
+    messages: str | Sequence[Mapping[str, str]],
+    *,
+    include_prompt: bool = False,
+    strict: bool = False,
+    max_waiting: int = 64,
+    **generate: Any,
+) -> Iterator[TokenEvent]:
     """Events of one sequence; `generate`: arguments of `model.generate`. What it raises is raised here."""
     return _events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
 
 
 def stream_async(
-    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], *,
-    include_prompt: bool = False, strict: bool = False, max_waiting: int = 64, **generate: Any,
-) -> AsyncIterator[TokenEvent]:  # fmt: skip
-    """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is closed."""
-    return _async_events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
+    manager: Scorer,
+    model: Any,
+    tokenizer: Any,
+    messages: str | Sequence[Mapping[str, str]],
+    *,
+    include_prompt: bool = False,
+    strict: bool = False,
+    max_waiting: int = 64,
+    **generate: Any,
+) -> AsyncIterator[TokenEvent]:
+    """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is
+    closed.
+    """
+    return _async_events(
+        _Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate)
+    )
 
 
 def _events(generating: _Generating) -> Iterator[TokenEvent]:
@@ -107,7 +129,8 @@ async def _async_events(generating: _Generating) -> AsyncIterator[TokenEvent]:
             for event in events:
                 yield event
     finally:
-        # Cancelled while another thread waits in take(): closing wakes it. The thread that generates ends at its next token.
+        # Cancelled while another thread waits in take(): closing wakes it. The thread that generates ends at its next
+        # token.
         generating.stop()
         await asyncio.shield(asyncio.to_thread(generating.close))
 
@@ -116,22 +139,39 @@ class _Generating:
     """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
 
     def __init__(
-        self, manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]],
-        include_prompt: bool, strict: bool, max_waiting: int, generate: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        manager: Scorer,
+        model: Any,
+        tokenizer: Any,
+        messages: str | Sequence[Mapping[str, str]],
+        include_prompt: bool,
+        strict: bool,
+        max_waiting: int,
+        generate: dict[str, Any],
+    ) -> None:
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        max_waiting = check_count("max_waiting", max_waiting, least=1, remedy="it counts batches of tokens that wait for the reader, so give 1 or more")
+        max_waiting = check_count(
+            "max_waiting",
+            max_waiting,
+            least=1,
+            remedy="it counts batches of tokens that wait for the reader, so give 1 or more",
+        )
         self._run = MonitorRun(manager, model, tokenizer, strict=strict)
         self._run.listen(self._put)
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
-        self._arguments = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()} | generate
+        self._arguments = {
+            name: value.to(model.device) for name, value in encode(tokenizer, messages).items()
+        } | generate
         if generate.get("num_return_sequences") not in (None, 1):
             raise ConfigError("stream follows one sequence: attach and use run.result for several")
         # A configuration may ask for several sequences, too: rows could not be told apart.
         prompt = read_call(self._run.model, (), self._arguments)
         if prompt.n_beams > 1 or prompt.n_sequences > 1:
-            raise ConfigError(f"stream follows one sequence, {prompt.n_beams} beams and {prompt.n_sequences} sequences are asked for: attach and use run.result")
+            raise ConfigError(
+                f"stream follows one sequence, {prompt.n_beams} beams and {prompt.n_sequences} sequences are asked for:"
+                " attach and use run.result"
+            )
         self._changed = threading.Condition()
         self._waiting: deque[tuple[PlacedTokens, Scores]] = deque()
         self._out: Any = None
@@ -193,9 +233,13 @@ class _Generating:
     def _event(self, placed: PlacedTokens, scores: Scores, i: int) -> TokenEvent:
         token_id = int(placed.ids[i])
         return TokenEvent(
-            int(placed.columns[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[placed.phase],
-            scores.take(np.array([i])), self._run.manager.pack,
-        )  # fmt: skip
+            int(placed.columns[i]),
+            token_id,
+            self._run.tokenizer.decode([token_id]),
+            PHASES[placed.phase],
+            scores.take(np.array([i])),
+            self._run.manager.pack,
+        )
 
     def _last(self) -> TokenEvent:
         result = self._run.result(self._out)
@@ -203,6 +247,11 @@ class _Generating:
         assert result.coverage.unseen[i] == LAST
         token_id = int(result.token_id[i])
         return TokenEvent(
-            int(result.position[i]), token_id, self._run.tokenizer.decode([token_id]), PHASES[result.phase[i]],
-            result.scores.take(np.array([i])), self._run.manager.pack, result,
-        )  # fmt: skip
+            int(result.position[i]),
+            token_id,
+            self._run.tokenizer.decode([token_id]),
+            PHASES[result.phase[i]],
+            result.scores.take(np.array([i])),
+            self._run.manager.pack,
+            result,
+        )

@@ -5,8 +5,8 @@
     analysis.documents(), analysis.summary(), analysis.concepts()       # pyarrow tables
     analysis.scores(document=17)                                        # rows of one document; without it, of all
 
-Format: docs/analysis_format.md. A shard is there when its `.json` is, which is renamed into its place last, after the tables it lists;
-so a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
+Format: docs/analysis_format.md. A shard is there when its `.json` is, which is renamed into its place last, after the
+tables it lists; so a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def arrow() -> Any:
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingExtra("an analysis is kept in parquet, which needs pyarrow: pip install 'probemon[corpus]'") from error
+        raise MissingExtra(
+            "an analysis is kept in parquet, which needs pyarrow: pip install 'probemon[corpus]'"
+        ) from error
     return pa
 
 
@@ -52,20 +54,66 @@ def schemas() -> dict[str, pa.Schema]:
     i64, i32, i16, f32, f64, text = pa.int64(), pa.int32(), pa.int16(), pa.float32(), pa.float64(), pa.string()
     name = pa.dictionary(i32, text)
     per_document = {"document": i64, "doc_id": name}
-    return {table: pa.schema(columns) for table, columns in {
-        "scores": per_document | {"position": i32, "start": i32, "end": i32, "token_id": i32, "token": name, "concept": name, "level": i16, "score": f32},
-        "documents": {"document": i64, "doc_id": text, "reason": text, "n_chars": i64, "n_tokens": i64, "n_unseen": i64, "n_rows": i64}
-        | dict.fromkeys(COUNTED, i64) | {"text": text},
-        "summary": per_document | {"concept": name, "level": i16, "n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
-        "concepts": {
-            "concept": text, "name": text, "level": i16, "parents": pa.list_(text), "path": pa.list_(text), "alert_threshold": f32,
-            "n_documents": i64, "n_tokens": i64, "max_score": f32, "score_sum": f64,
-        },
-    }.items()}  # fmt: skip
+    return {
+        table: pa.schema(columns)
+        for table, columns in {
+            "scores": (
+                per_document
+                | {
+                    "position": i32,
+                    "start": i32,
+                    "end": i32,
+                    "token_id": i32,
+                    "token": name,
+                    "concept": name,
+                    "level": i16,
+                    "score": f32,
+                }
+            ),
+            "documents": (
+                {
+                    "document": i64,
+                    "doc_id": text,
+                    "reason": text,
+                    "n_chars": i64,
+                    "n_tokens": i64,
+                    "n_unseen": i64,
+                    "n_rows": i64,
+                }
+                | dict.fromkeys(COUNTED, i64)
+                | {"text": text}
+            ),
+            "summary": (
+                per_document
+                | {
+                    "concept": name,
+                    "level": i16,
+                    "n_tokens": i32,
+                    "max_score": f32,
+                    "max_position": i32,
+                    "mean_score": f64,
+                }
+            ),
+            "concepts": {
+                "concept": text,
+                "name": text,
+                "level": i16,
+                "parents": pa.list_(text),
+                "path": pa.list_(text),
+                "alert_threshold": f32,
+                "n_documents": i64,
+                "n_tokens": i64,
+                "max_score": f32,
+                "score_sum": f64,
+            },
+        }.items()
+    }
 
 
 class Analysis:
-    """An analysis of a corpus in a folder. Read with `open`; `begin`, `write_shard` and `finish` are for what makes one."""
+    """An analysis of a corpus in a folder. Read with `open`; `begin`, `write_shard` and `finish` are for what makes
+    one.
+    """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], elsewhere: Sequence[str] = ()) -> None:
         self.directory, self.manifest = directory, manifest
@@ -75,16 +123,23 @@ class Analysis:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, unfinished: bool = False) -> Analysis:
-        """Open the analysis in a folder. Raises `ConfigError` where there is none, or it is not finished (unless `unfinished`)."""
+        """Open the analysis in a folder. Raises `ConfigError` where there is none, or it is not finished (unless
+        `unfinished`).
+        """
         path = Path(directory)
         manifest = _read_json(path / MANIFEST)
         if manifest is None or manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} holds no analysis: give the folder that `probemon analyze` wrote")
         if manifest.get("format_version") != FORMAT_VERSION:
-            raise ConfigError(f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: make it again")
+            raise ConfigError(
+                f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}:"
+                " make it again"
+            )
         found = cls(path, manifest)
         if not (found.complete or unfinished):
-            raise ConfigError(f"the analysis in {path} is not finished: run the same command again, it goes on where it ended")
+            raise ConfigError(
+                f"the analysis in {path} is not finished: run the same command again, it goes on where it ended"
+            )
         return found
 
     @property
@@ -105,18 +160,26 @@ class Analysis:
         return _read(self.directory / "concepts.parquet", None)
 
     def scores(self, document: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no such document."""
+        """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no
+        such document.
+        """
         pa = arrow()
         shards = self.manifest["shards"]
         if document is not None:
-            document = check_count("document", document, remedy="give its number, the column `document` of documents(), since ids may repeat")
+            document = check_count(
+                "document",
+                document,
+                remedy="give its number, the column `document` of documents(), since ids may repeat",
+            )
         unknown = [name for name in columns or () if name not in schemas()["scores"].names]
         if unknown:
             raise ConfigError(f"scores have no column {unknown[0]!r}, they have {', '.join(schemas()['scores'].names)}")
         if document is not None:
             shards = [shard for shard in shards if shard["first"] <= document < shard["first"] + shard["n_documents"]]
             if not shards:
-                raise ConfigError(f"document {document}: the analysis has documents 0..{self.manifest['totals']['documents'] - 1}")
+                raise ConfigError(
+                    f"document {document}: the analysis has documents 0..{self.manifest['totals']['documents'] - 1}"
+                )
         wanted = None if document is None else [("document", "=", document)]
         tables = [_read(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
         return pa.concat_tables(tables).unify_dictionaries() if tables else schemas()["scores"].empty_table()
@@ -124,16 +187,35 @@ class Analysis:
     # -- writing ---------------------------------------------------------------------------------
 
     @classmethod
-    def begin(cls, directory: str | os.PathLike[str], identity: Mapping[str, Any], environment: Mapping[str, Any], *, resume: bool) -> Analysis:
-        """Make a folder for an analysis, or go on in one whose `identity` is the same. Raises `ConfigError` saying what differs."""
+    def begin(
+        cls,
+        directory: str | os.PathLike[str],
+        identity: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        *,
+        resume: bool,
+    ) -> Analysis:
+        """Make a folder for an analysis, or go on in one whose `identity` is the same. Raises `ConfigError` saying what
+        differs.
+        """
         path, stated = Path(directory), json.loads(json.dumps(identity))
-        # What a run that was killed at its very start leaves is nobody's. Looked at first, since another process may begin it at the same time.
-        others = path.exists() and (not path.is_dir() or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir()))
+        # What a run that was killed at its very start leaves is nobody's. Looked at first, since another process may
+        # begin it at the same time.
+        others = path.exists() and (
+            not path.is_dir()
+            or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
+        )
         known = _read_json(path / MANIFEST)
         if known is None:
             if others:
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
-            manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": stated, "environment": dict(environment), "complete": False}
+            manifest = {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "identity": stated,
+                "environment": dict(environment),
+                "complete": False,
+            }
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 with cls(path, manifest)._lock("begin", fcntl.LOCK_EX):
@@ -149,13 +231,21 @@ class Analysis:
             raise ConfigError(f"{path / MANIFEST} is not of an analysis of this format: give another folder")
         if known["identity"] != stated:
             differs = "; ".join(_differences(known["identity"], stated))
-            raise ConfigError(f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give another folder")
+            raise ConfigError(
+                f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give"
+                " another folder"
+            )
         return cls(path, known, _differences(known.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-        """Hold the folder, or one rank's part of it, against other processes. Raises `ConfigError` where another holds it."""
-        with self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB), self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        """Hold the folder, or one rank's part of it, against other processes. Raises `ConfigError` where another holds
+        it.
+        """
+        with (
+            self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB),
+            self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB),
+        ):
             yield
 
     @contextmanager
@@ -164,30 +254,46 @@ class Analysis:
         try:
             stream = (self.directory / f".lock-{name}").open("w")
         except OSError as error:
-            raise ConfigError(f"{self.directory} cannot be written ({error.strerror}): check its permissions, or give another folder") from error
+            raise ConfigError(
+                f"{self.directory} cannot be written ({error.strerror}): check its permissions, or give another folder"
+            ) from error
         with stream:
             try:
                 fcntl.flock(stream, how)
             except BlockingIOError as error:
-                raise ConfigError(f"{self.directory} is being written by another process: wait for it, or give another folder") from error
+                raise ConfigError(
+                    f"{self.directory} is being written by another process: wait for it, or give another folder"
+                ) from error
             except OSError as error:
-                raise ConfigError(f"{self.directory} cannot be locked ({error.strerror}): give a folder on a file system with locks") from error
+                raise ConfigError(
+                    f"{self.directory} cannot be locked ({error.strerror}): give a folder on a file system with locks"
+                ) from error
             yield
 
     def shard(self, index: int) -> dict[str, Any] | None:
         """What is known of a shard that is whole; None where it is still to be made."""
         about = _read_json(self._path(index, "json"))
-        whole = about is not None and all((file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name] for name in TABLES)
+        whole = about is not None and all(
+            (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name]
+            for name in TABLES
+        )
         return about if whole else None
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
         """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
         if self._elsewhere:
-            warnings.warn(f"{self.directory} was begun elsewhere ({'; '.join(self._elsewhere)}): the last bits of the rows still to come may be others", UserWarning, stacklevel=3)
+            warnings.warn(
+                f"{self.directory} was begun elsewhere ({'; '.join(self._elsewhere)}): the last bits of the rows still"
+                " to come may be others",
+                UserWarning,
+                stacklevel=3,
+            )
             self._elsewhere = ()
         with self._writing():
             if self.complete:  # its input has grown: until that is in it, it is not
-                self.manifest = {name: value for name, value in self.manifest.items() if name not in ("totals", "shards")} | {"complete": False}
+                self.manifest = {
+                    name: value for name, value in self.manifest.items() if name not in ("totals", "shards")
+                } | {"complete": False}
                 _write_json(self.directory / MANIFEST, self.manifest)
             (self.directory / SHARDS).mkdir(exist_ok=True)
             sizes = {name: _write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
@@ -198,13 +304,17 @@ class Analysis:
         try:
             yield
         except OSError as error:  # pyarrow's are such, too
-            raise SinkFailed(f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same again when there is room") from error
+            raise SinkFailed(
+                f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same"
+                " again when there is room"
+            ) from error
 
     def finish(self, digests: Sequence[str]) -> bool:
-        """Merge the tables of all shards, whose documents have these digests, and mark the analysis as complete; False where other processes have shards to write still.
+        """Merge the tables of all shards, whose documents have these digests, and mark the analysis as complete; False
+        where other processes have shards to write still.
 
-        Where several end at once each does it, one after another, with the same result. Raises `ConfigError` where a shard is of other documents than this process
-        was given: each has to be given all of them, in one order.
+        Where several end at once each does it, one after another, with the same result. Raises `ConfigError` where a
+        shard is of other documents than this process was given: each has to be given all of them, in one order.
         """
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
             return self._finish(digests)
@@ -216,19 +326,26 @@ class Analysis:
             if shard is not None and shard["digest"] != digest:
                 last = shard["first"] + shard["n_documents"] - 1
                 raise ConfigError(
-                    f"documents {shard['first']} to {last} of {self.directory} are not those that this process was given: give every process the same documents, in the "
-                    "same order (sets and listings of folders have none), and another folder"
+                    f"documents {shard['first']} to {last} of {self.directory} are not those that this process was"
+                    " given: give every process the same documents, in the same order (sets and listings of folders"
+                    " have none), and another folder"
                 )
         if any(shard is None for shard in shards):
             return False
         if self.shard(n_shards) is not None:
-            raise ConfigError(f"{self.directory} has more shards than this input ({n_shards}): documents were taken away since. Give another folder")
+            raise ConfigError(
+                f"{self.directory} has more shards than this input ({n_shards}): documents were taken away since. Give"
+                " another folder"
+            )
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
         _write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
         totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
-        for left in (*self.directory.glob(".*.partial-*"), *self.directory.glob(f"{SHARDS}/.*.partial-*")):  # of processes that were killed
+        for left in (
+            *self.directory.glob(".*.partial-*"),
+            *self.directory.glob(f"{SHARDS}/.*.partial-*"),
+        ):  # of processes that were killed
             left.unlink(missing_ok=True)
         _write_json(self.directory / MANIFEST, self.manifest)
         return True
@@ -239,12 +356,17 @@ class Analysis:
     def _merge(self, name: str, n_shards: int) -> None:
         import pyarrow.parquet as pq
 
-        with _replacing(self.directory / f"{name}.parquet") as stream, pq.ParquetWriter(stream, schemas()[name], compression="zstd") as writer:
+        with (
+            _replacing(self.directory / f"{name}.parquet") as stream,
+            pq.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
+        ):
             for index in range(n_shards):
                 writer.write_table(_read(self._path(index, f"{name}.parquet"), None), row_group_size=_ROWS_PER_GROUP)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
-        """Counts of the shards added in their order, so that sums are the same however often the run was interrupted."""
+        """Counts of the shards added in their order, so that sums are the same however often the run was
+        interrupted.
+        """
         pa = arrow()
         whole, sums = None, dict[str, Any]()
         for index in range(n_shards):
@@ -275,7 +397,11 @@ def _added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _differences(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
-        return [text for key in {**one, **other} for text in _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))]
+        return [
+            text
+            for key in {**one, **other}
+            for text in _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))
+        ]
     return [] if one == other else [f"{where} was {one!r}, now {other!r}"]
 
 
@@ -286,12 +412,16 @@ def _read(path: Path, columns: Sequence[str] | None, filters: Any = None) -> pa.
     try:
         return pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again") from error
+        raise ConfigError(
+            f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again"
+        ) from error
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may write the same."""
+    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may
+    write the same.
+    """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as stream:

@@ -3,8 +3,9 @@
     analysis = analyze(manager, model, tokenizer, "mails.jsonl", out="scores/", resume=True)
     analysis.concepts().to_pandas()
 
-A row is a document, a token and a concept above the floor. What a shard holds is fixed by the documents and the settings alone, so
-a run that was interrupted ends with the same rows as one that was not; so do several that share the work (`rank`, `world_size`).
+A row is a document, a token and a concept above the floor. What a shard holds is fixed by the documents and the
+settings alone, so a run that was interrupted ends with the same rows as one that was not; so do several that share the
+work (`rank`, `world_size`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,38 @@ Progress = Callable[[float, int], object]
 
 
 def analyze(
-    manager: Scorer, model: Any, tokenizer: Any, documents: Source, out: str | os.PathLike[str], *, resume: bool = False,
-    floor: float | str = "fired", reading: Reading | None = None, keep_text: bool = True, text_field: str = "text", id_field: str = "id",
-    max_chars: int = MAX_CHARS, strict: bool = False, rank: int = 0, world_size: int = 1, progress: Progress | None = None,
-) -> Analysis:  # fmt: skip
-    """Score every token of `documents` (see `probemon.offline.documents`) and write what is above the floor to the folder `out`.
+    manager: Scorer,
+    model: Any,
+    tokenizer: Any,
+    documents: Source,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    floor: float | str = "fired",
+    reading: Reading | None = None,
+    keep_text: bool = True,
+    text_field: str = "text",
+    id_field: str = "id",
+    max_chars: int = MAX_CHARS,
+    strict: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Score every token of `documents` (see `probemon.offline.documents`) and write what is above the floor to the
+    folder `out`.
 
-    `floor`: a score, or "fired" for each concept's alert threshold. `resume=True` goes on with what is there; it has to be of the same
-    documents and settings. With `world_size` processes on one file system each takes every so-manieth shard from `rank` on, and the one that
-    ends last completes the analysis. `progress(n_documents, n_tokens)` is told of more of both. Raises `ConfigError`; a bad document does not raise.
+    `floor`: a score, or "fired" for each concept's alert threshold. `resume=True` goes on with what is there; it has to
+    be of the same documents and settings. With `world_size` processes on one file system each takes every so-manieth
+    shard from `rank` on, and the one that ends last completes the analysis. `progress(n_documents, n_tokens)` is told
+    of more of both. Raises `ConfigError`; a bad document does not raise.
     """
     arrow()
     if not is_int(rank) or not is_int(world_size) or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {shown(rank)} of world_size {shown(world_size)} processes: give 1 or more processes, and a rank from 0 to one less")
+        raise ConfigError(
+            f"rank {shown(rank)} of world_size {shown(world_size)} processes: give 1 or more processes, and a rank from"
+            " 0 to one less"
+        )
     check_apart(documents, out)
     read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     check_bool("resume", resume)
@@ -77,7 +97,9 @@ def analyze(
 
 
 def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """The kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same; nothing where there is none."""
+    """The kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same; nothing
+    where there is none.
+    """
     begun = (Path(out) / MANIFEST).is_file()
     kernel = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if begun else {}
     return {name: kernel[name] for name in ("impl", "strategy") if name in kernel}
@@ -85,16 +107,25 @@ def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
     """Raise `ConfigError` where an analysis would be written into the folder that it reads."""
-    if isinstance(documents, (str, os.PathLike)) and Path(documents).is_dir() and Path(out).resolve().is_relative_to(Path(documents).resolve()):
+    if (
+        isinstance(documents, (str, os.PathLike))
+        and Path(documents).is_dir()
+        and Path(out).resolve().is_relative_to(Path(documents).resolve())
+    ):
         raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
 
 
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
-    """What is known of a shard that is there already; None where it is still to be made. Raises `ConfigError` where it is of other documents."""
+    """What is known of a shard that is there already; None where it is still to be made. Raises `ConfigError` where it
+    is of other documents.
+    """
     known = analysis.shard(shard.index)
     if known is not None and known["digest"] != shard.digest:
         last = known["first"] + max(known["n_documents"], len(shard.documents)) - 1
-        raise ConfigError(f"documents {known['first']} to {last} have changed since {analysis.directory} was begun: give another folder")
+        raise ConfigError(
+            f"documents {known['first']} to {last} have changed since {analysis.directory} was begun: give another"
+            " folder"
+        )
     return known
 
 
@@ -102,12 +133,18 @@ def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
     """Put a shard into the folder."""
     first = scored.shard.documents[0].index if scored.documents else 0
     made, totals = table.of(scored)
-    analysis.write_shard(scored.shard.index, made, {"digest": scored.shard.digest, "first": first, "n_documents": len(scored.documents), "totals": totals})
+    analysis.write_shard(
+        scored.shard.index,
+        made,
+        {"digest": scored.shard.digest, "first": first, "n_documents": len(scored.documents), "totals": totals},
+    )
     give_back()
 
 
 def give_back() -> None:
-    """Free memory to the system. The C library keeps pieces of what each shard took, and over hours their gaps add up to gigabytes."""
+    """Free memory to the system. The C library keeps pieces of what each shard took, and over hours their gaps add up
+    to gigabytes.
+    """
     arrow().default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
@@ -122,20 +159,42 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     text = backend.to_str() if backend is not None else repr(sorted(scorer.tokenizer.get_vocab().items()))
     return {
         "pack": _identified(manager.pack),
-        "host": {"model": state.model, "dtype": state.dtype, "fingerprint": fingerprint(host), "config": config_fingerprint(host), "adapters": state.adapters, "adapter_weights": adapters_fingerprint(scorer.model, host), "quantisation": state.quantisation, "device": host.device.type},
-        "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32], "around": scorer.around(),
-        "cascade": dataclasses.asdict(config) if isinstance(config, CascadeConfig) else {name: dataclasses.asdict(one) for name, one in config.items()},
+        "host": {
+            "model": state.model,
+            "dtype": state.dtype,
+            "fingerprint": fingerprint(host),
+            "config": config_fingerprint(host),
+            "adapters": state.adapters,
+            "adapter_weights": adapters_fingerprint(scorer.model, host),
+            "quantisation": state.quantisation,
+            "device": host.device.type,
+        },
+        "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32],
+        "around": scorer.around(),
+        "cascade": (
+            dataclasses.asdict(config)
+            if isinstance(config, CascadeConfig)
+            else {name: dataclasses.asdict(one) for name, one in config.items()}
+        ),
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
-        "audit_rate": manager.audit_rate, "floor": table.floor, "keep_text": table.keep_text,
-    }  # fmt: skip
+        "audit_rate": manager.audit_rate,
+        "floor": table.floor,
+        "keep_text": table.keep_text,
+    }
 
 
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
         return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
     files, read = pack.manifest["files"], [dataclasses.asdict(spec) for spec in pack.inputs]
-    return {"name": pack.name, "concepts": files[CONCEPTS]["sha256"], "probes": files[PROBES]["sha256"], "inputs": read, "score_rule": pack.score_rule}
+    return {
+        "name": pack.name,
+        "concepts": files[CONCEPTS]["sha256"],
+        "probes": files[PROBES]["sha256"],
+        "inputs": read,
+        "score_rule": pack.score_rule,
+    }
 
 
 def environment() -> dict[str, Any]:
@@ -145,9 +204,15 @@ def environment() -> dict[str, Any]:
     import transformers
 
     return {
-        "probemon": version("probemon"), "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__, "numpy": np.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
-    }  # fmt: skip
+        "probemon": version("probemon"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "numpy": np.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
 
 
 class Tables:
@@ -155,11 +220,17 @@ class Tables:
 
     def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
         if not isinstance(floor, str) or floor != "fired":
-            remedy = "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the alert thresholds of the pack"
+            remedy = (
+                "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the"
+                " alert thresholds of the pack"
+            )
             floor = check_number("floor", floor, low=0, high=1, open_high=True, remedy=remedy)
         for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
             if np.isnan(one.alert_threshold.numpy()).all():
-                raise ConfigError(f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or calibrate it")
+                raise ConfigError(
+                    f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or"
+                    " calibrate it"
+                )
         self.pack, self.floor, self.keep_text = pack, floor, check_bool("keep_text", keep_text)
         self.lowest = None if isinstance(floor, str) else float(floor)
         self._concepts = [concept["id"] for concept in pack.concepts]
@@ -174,10 +245,15 @@ class Tables:
         above = scores.fired_mask if self.floor == "fired" else scores.values > np.float32(self.floor)
         token, probe, value = pair_of[above], scores.probes[above].astype(np.int64), scores.values[above]
         seen = np.bincount(place, weights=scores.coverage.seen, minlength=n_documents)
-        counts = {name: np.bincount(place, weights=getattr(scores.coverage, name), minlength=n_documents).astype(np.int64) for name in COUNTED}
+        counts = {
+            name: np.bincount(place, weights=getattr(scores.coverage, name), minlength=n_documents).astype(np.int64)
+            for name in COUNTED
+        }
 
         # Sums over every active pair, also below the floor; inactive ones count as 0.
-        total = np.bincount(place[pair_of] * p + scores.probes, weights=scores.values.astype(np.float64), minlength=n_documents * p).reshape(n_documents, p)
+        total = np.bincount(
+            place[pair_of] * p + scores.probes, weights=scores.values.astype(np.float64), minlength=n_documents * p
+        ).reshape(n_documents, p)
         # By document and concept, the best first, then the earliest: its first row is the maximum.
         order = np.lexsort((position[token], -value, probe, place[token]))
         key = (place[token] * p + probe)[order]
@@ -186,59 +262,109 @@ class Tables:
         of_document, of_concept = key[begin] // p, key[begin] % p
 
         summary = {
-            "document": self._index(scored)[of_document], "doc_id": self._ids(scored, of_document), "concept": self._named(of_concept), "level": self._level(of_concept),
-            "n_tokens": n_above, "max_score": value[best], "max_position": position[token[best]],
+            "document": self._index(scored)[of_document],
+            "doc_id": self._ids(scored, of_document),
+            "concept": self._named(of_concept),
+            "level": self._level(of_concept),
+            "n_tokens": n_above,
+            "max_score": value[best],
+            "max_position": position[token[best]],
             "mean_score": total[of_document, of_concept] / seen[of_document],
-        }  # fmt: skip
+        }
         tables = {
             "scores": self._scores(scored, place, position, token, probe, value),
-            "documents": self._documents(scored, lengths, lengths - seen, np.bincount(place[token], minlength=n_documents), counts),
+            "documents": self._documents(
+                scored, lengths, lengths - seen, np.bincount(place[token], minlength=n_documents), counts
+            ),
             "summary": summary,
             "concepts": self._whole(of_concept, n_above, value[best], total.sum(axis=0)),
         }
         pa = arrow()
-        made = {name: pa.Table.from_arrays([column if isinstance(column, pa.Array) else pa.array(column, field.type) for column, field in zip(columns.values(), schema, strict=True)], schema=schema)
-                for (name, columns), schema in zip(tables.items(), schemas().values(), strict=True)}  # fmt: skip
+        made = {
+            name: pa.Table.from_arrays(
+                [
+                    column if isinstance(column, pa.Array) else pa.array(column, field.type)
+                    for column, field in zip(columns.values(), schema, strict=True)
+                ],
+                schema=schema,
+            )
+            for (name, columns), schema in zip(tables.items(), schemas().values(), strict=True)
+        }
         totals = {
-            "documents": n_documents, "bad_documents": sum(bool(document.reason) for document in scored.documents), "tokens": len(place),
-            "unseen": int(len(place) - seen.sum()), "rows": len(token), **{name: int(values.sum()) for name, values in counts.items()},
-        }  # fmt: skip
+            "documents": n_documents,
+            "bad_documents": sum(bool(document.reason) for document in scored.documents),
+            "tokens": len(place),
+            "unseen": int(len(place) - seen.sum()),
+            "rows": len(token),
+            **{name: int(values.sum()) for name, values in counts.items()},
+        }
         return made, totals | {"audit": Audit.of(scores.coverage).as_dict()}
 
-    def _scores(self, scored: ScoredShard, place: Any, position: Any, token: Any, probe: Any, value: Any) -> dict[str, Any]:
+    def _scores(
+        self, scored: ScoredShard, place: Any, position: Any, token: Any, probe: Any, value: Any
+    ) -> dict[str, Any]:
         found = [tokens for tokens in scored.tokens if tokens is not None]
-        ids, start, end = (np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in found)])[token] for name in ("ids", "start", "end"))
+        ids, start, end = (
+            np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in found)])[token]
+            for name in ("ids", "start", "end")
+        )
         distinct, at = np.unique(token, return_inverse=True)
         texts = [self._text(scored, int(place[t]), int(position[t])) if self.keep_text else "" for t in distinct]
         ids = ids if self.keep_text else np.full_like(ids, -1)  # tokens are the text
         return {
-            "document": self._index(scored)[place[token]], "doc_id": self._ids(scored, place[token]), "position": position[token], "start": start, "end": end,
-            "token_id": ids, "token": _dictionary(at, texts), "concept": self._named(probe), "level": self._level(probe), "score": value,
-        }  # fmt: skip
+            "document": self._index(scored)[place[token]],
+            "doc_id": self._ids(scored, place[token]),
+            "position": position[token],
+            "start": start,
+            "end": end,
+            "token_id": ids,
+            "token": _dictionary(at, texts),
+            "concept": self._named(probe),
+            "level": self._level(probe),
+            "score": value,
+        }
 
     def _text(self, scored: ScoredShard, place: int, position: int) -> str:
         tokens = scored.tokens[place]
         assert tokens is not None
-        return scored.documents[place].text[tokens.start[position] : tokens.end[position]] if tokens.start[position] >= 0 else ""
+        return (
+            scored.documents[place].text[tokens.start[position] : tokens.end[position]]
+            if tokens.start[position] >= 0
+            else ""
+        )
 
-    def _documents(self, scored: ScoredShard, n_tokens: Any, n_unseen: Any, n_rows: Any, counts: dict[str, Any]) -> dict[str, Any]:
+    def _documents(
+        self, scored: ScoredShard, n_tokens: Any, n_unseen: Any, n_rows: Any, counts: dict[str, Any]
+    ) -> dict[str, Any]:
         documents = scored.documents
         return {
-            "document": self._index(scored), "doc_id": [d.id for d in documents], "reason": [d.reason for d in documents],
-            "n_chars": [len(d.text) for d in scored.shard.documents], "n_tokens": n_tokens, "n_unseen": n_unseen.astype(np.int64), "n_rows": n_rows,
-            **counts, "text": [d.text if self.keep_text and not d.reason else None for d in documents],
-        }  # fmt: skip
+            "document": self._index(scored),
+            "doc_id": [d.id for d in documents],
+            "reason": [d.reason for d in documents],
+            "n_chars": [len(d.text) for d in scored.shard.documents],
+            "n_tokens": n_tokens,
+            "n_unseen": n_unseen.astype(np.int64),
+            "n_rows": n_rows,
+            **counts,
+            "text": [d.text if self.keep_text and not d.reason else None for d in documents],
+        }
 
     def _whole(self, concept: Any, n_tokens: Any, best: Any, total: Any) -> dict[str, Any]:
         p, concepts = self.pack.n_probes, self.pack.concepts
         highest = np.zeros(p, dtype=np.float32)
         np.maximum.at(highest, concept, best)
         return {
-            "concept": self._concepts, "name": [c["name"] for c in concepts], "level": self.pack.tree.level, "parents": [c["parents"] for c in concepts],
-            "path": [self.pack.path(i) for i in range(p)], "alert_threshold": self.pack.alert_threshold.numpy(),
-            "n_documents": np.bincount(concept, minlength=p), "n_tokens": np.bincount(concept, weights=n_tokens, minlength=p).astype(np.int64),
-            "max_score": highest, "score_sum": total,
-        }  # fmt: skip
+            "concept": self._concepts,
+            "name": [c["name"] for c in concepts],
+            "level": self.pack.tree.level,
+            "parents": [c["parents"] for c in concepts],
+            "path": [self.pack.path(i) for i in range(p)],
+            "alert_threshold": self.pack.alert_threshold.numpy(),
+            "n_documents": np.bincount(concept, minlength=p),
+            "n_tokens": np.bincount(concept, weights=n_tokens, minlength=p).astype(np.int64),
+            "max_score": highest,
+            "score_sum": total,
+        }
 
     def _index(self, scored: ScoredShard) -> Any:
         return np.asarray([document.index for document in scored.documents], dtype=np.int64)
@@ -254,8 +380,14 @@ class Tables:
 
 
 def _dictionary(at: Any, texts: Sequence[str]) -> Any:
-    """Texts by number, each kept once. Only those in use, in the order of their texts, so that a file does not depend on what else there was."""
+    """Texts by number, each kept once. Only those in use, in the order of their texts, so that a file does not depend
+    on what else there was.
+    """
     pa = arrow()
-    names, to = np.unique(np.asarray(texts, dtype=object), return_inverse=True) if texts else (np.zeros(0, object), np.zeros(0, np.int64))
+    names, to = (
+        np.unique(np.asarray(texts, dtype=object), return_inverse=True)
+        if texts
+        else (np.zeros(0, object), np.zeros(0, np.int64))
+    )
     used, at = np.unique(to[at], return_inverse=True)
     return pa.DictionaryArray.from_arrays(pa.array(at, pa.int32()), pa.array(names[used], pa.string()))

@@ -1,17 +1,20 @@
 """Alert thresholds to a false-positive rate, after aggregation, and the pack that holds them.
 
-    alerts = calibrate_alerts(benign, fpr=0.01, aggregate=Ema(0.3), positives=[(scores, None), ...])     # scores [T, K] of K watched concepts
+    # scores [T, K] of K watched concepts
+    alerts = calibrate_alerts(benign, fpr=0.01, aggregate=Ema(0.3), positives=[(scores, None), ...])
     alerts.threshold, alerts.documents.high, alerts.positive_documents.rate
     calibrated = write_calibrated(pack, "my-pack-calibrated", watched=[17, 20], alerts=alerts)
 
-Of n benign units at most k may exceed a threshold: k is the largest number whose upper bound (Clopper-Pearson) is within the rate asked
-for, and the threshold is the (k + 1)-th largest value. For independent units the rate is then within what was asked, whatever the
-distribution of the scores, but for a chance of 1 - confidence (a tolerance limit: Wilks 1941, "Determination of sample sizes for setting tolerance
-limits", Ann. Math. Statist. 12). That chance is shared among the K concepts, so that all thresholds hold together (Bonferroni).
+Of n benign units at most k may exceed a threshold: k is the largest number whose upper bound (Clopper-Pearson) is
+within the rate asked for, and the threshold is the (k + 1)-th largest value. For independent units the rate is then
+within what was asked, whatever the distribution of the scores, but for a chance of 1 - confidence (a tolerance limit:
+Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). That chance is shared
+among the K concepts, so that all thresholds hold together (Bonferroni).
 
-A unit is a token or a document. Documents drawn alike are independent. Tokens of one document are not, so with `unit="token"` the bound is
-that of as many independent tokens, and is too narrow where few documents make many tokens: both rates are counted, so that this can be seen.
-A running score begins at a document's first token, that of a rule at the first token generated: calibrate on texts such as the model will generate.
+A unit is a token or a document. Documents drawn alike are independent. Tokens of one document are not, so with
+`unit="token"` the bound is that of as many independent tokens, and is too narrow where few documents make many tokens:
+both rates are counted, so that this can be seen. A running score begins at a document's first token, that of a rule at
+the first token generated: calibrate on texts such as the model will generate.
 """
 
 from __future__ import annotations
@@ -44,13 +47,15 @@ if TYPE_CHECKING:
 UNITS = ("token", "document")
 _COLUMNS = 16  # concepts sorted at once: bounds the second copy of their values
 # What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
-_AT_THRESHOLD = ("false_positive_rate", "false_positive_rate_all_tokens", "recall_at_threshold", "precision_at_threshold", "fired_per_token", "firing_recall_exact",
+_AT_THRESHOLD = ("false_positive_rate", "false_positive_rate_all_tokens", "recall_at_threshold",
+"precision_at_threshold", "fired_per_token", "firing_recall_exact",
                  "share_evaluated_exact", "n_fired", "n_fired_changed")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`, with bounds `low` and `high`, each passed with probability `risk` at most.
+    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`, with bounds `low` and `high`, each passed
+    with probability `risk` at most.
 
     `least`: so many units the threshold was chosen to allow, where ties or rounding left fewer.
     """
@@ -84,16 +89,24 @@ class Rates:
     def entry(self, i: int) -> dict[str, Any]:
         """Of concept i, as JSON."""
         rate = float(self.rate[i])
-        return {"count": int(self.count[i]), "n": int(self.n[i]), "rate": None if math.isnan(rate) else rate, "low": float(self.low[i]), "high": float(self.high[i])}
+        return {
+            "count": int(self.count[i]),
+            "n": int(self.n[i]),
+            "rate": None if math.isnan(rate) else rate,
+            "low": float(self.low[i]),
+            "high": float(self.high[i]),
+        }
 
 
 @dataclass(frozen=True)
 class Alerts:
     """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; 1 is exceeded by none.
 
-    `tokens`, `documents`: benign units over the threshold at a token (in a document: at any token); `any_token`, `any_document`: over that of any of
-    the K (one entry); `positive_tokens`, `positive_documents`: of the positive ones, by concept, None without positives. Each bound holds with
-    probability 1 - (1 - confidence) / K, those of `any_*` with `confidence`. Bounds of the unit that was not calibrated are of thresholds chosen on the same documents.
+    `tokens`, `documents`: benign units over the threshold at a token (in a document: at any token); `any_token`,
+    `any_document`: over that of any of the K (one entry); `positive_tokens`, `positive_documents`: of the positive
+    ones, by concept, None without positives. Each bound holds with probability 1 - (1 - confidence) / K, those of
+    `any_*` with `confidence`. Bounds of the unit that was not calibrated are of thresholds chosen on the same
+    documents.
     """
 
     aggregator: Aggregator
@@ -115,36 +128,63 @@ class Alerts:
     def stated(self) -> dict[str, Any]:
         """What was asked for and from how much, as JSON."""
         return {
-            "aggregator": str(self.aggregator), "unit": self.unit, "fpr": self.fpr, "confidence": self.confidence, "n_watched": len(self.threshold),
-            "correction": f"Bonferroni over {len(self.threshold)} concepts" + (", of the rate too (family)" if self.family else ""), "family": self.family,
-            "allowed": self.allowed, "n_tokens": self.n_tokens, "n_documents": self.n_documents,
-        }  # fmt: skip
+            "aggregator": str(self.aggregator),
+            "unit": self.unit,
+            "fpr": self.fpr,
+            "confidence": self.confidence,
+            "n_watched": len(self.threshold),
+            "correction": (
+                f"Bonferroni over {len(self.threshold)} concepts"
+                + (", of the rate too (family)" if self.family else "")
+            ),
+            "family": self.family,
+            "allowed": self.allowed,
+            "n_tokens": self.n_tokens,
+            "n_documents": self.n_documents,
+        }
 
     def entry(self, i: int) -> dict[str, Any]:
         """Threshold and rates of concept i, as JSON."""
         rates = {name: getattr(self, name) for name in ("tokens", "documents", "positive_tokens", "positive_documents")}
-        return {"threshold": float(self.threshold[i]), **{name: found.entry(i) for name, found in rates.items() if found is not None}}
+        return {
+            "threshold": float(self.threshold[i]),
+            **{name: found.entry(i) for name, found in rates.items() if found is not None},
+        }
 
 
 def calibrate_alerts(
-    benign: Iterable[Floats], *, fpr: float, aggregate: Aggregator | str | None = None, unit: str = "token", confidence: float = 0.95, family: bool = False,
+    benign: Iterable[Floats],
+    *,
+    fpr: float,
+    aggregate: Aggregator | str | None = None,
+    unit: str = "token",
+    confidence: float = 0.95,
+    family: bool = False,
     positives: Iterable[tuple[Floats, Mask | None]] = (),
-) -> Alerts:  # fmt: skip
-    """Thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K concepts together.
+) -> Alerts:
+    """Thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K concepts
+    together.
 
-    `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are tokens that were not seen and are left out.
-    `unit`: "token", the running score at every token, or "document", its maximum over the document. `family`: the rate is that of any of the K
-    concepts, shared evenly among them. `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in the
-    rate by tokens. Keeps 4 bytes a token and concept. Raises `CalibrationError` where the benign units are too few, saying how many are needed.
+    `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
+    tokens that were not seen and are left out. `unit`: "token", the running score at every token, or "document", its
+    maximum over the document. `family`: the rate is that of any of the K concepts, shared evenly among them.
+    `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
+    the rate by tokens. Keeps 4 bytes a token and concept. Raises `CalibrationError` where the benign units are too few,
+    saying how many are needed.
     """
     check_targets(fpr, confidence, unit)
     aggregator = named(aggregate)
     running = [values for scores in benign if len(values := _running(aggregator, scores))]
     if not running:
-        raise CalibrationError("there are no benign tokens: thresholds are set from documents in which the concepts are absent")
+        raise CalibrationError(
+            "there are no benign tokens: thresholds are set from documents in which the concepts are absent"
+        )
     k = running[0].shape[1]
     if not k or any(values.shape[1] != k for values in running):
-        raise ConfigError(f"scores are of {sorted({values.shape[1] for values in running})} concepts: give the same one or more for every document")
+        raise ConfigError(
+            f"scores are of {sorted({values.shape[1] for values in running})} concepts: give the same one or more for"
+            " every document"
+        )
     risk, rate = (1 - confidence) / k, fpr / k if family else fpr
     highest = np.stack([values.max(axis=0) for values in running])
     n_tokens, n_documents = sum(map(len, running)), len(running)
@@ -154,21 +194,30 @@ def calibrate_alerts(
         needed = units_needed(rate, risk)
         share = f" ({rate:.2g} for each, since family shares it)" if family and k > 1 else ""
         raise CalibrationError(
-            f"{n} benign {unit}s are too few for a false-positive rate of {fpr:g}{share} at confidence {confidence:g} over {k} concepts: "
-            f"{needed} {unit}s are needed. Give more, watch fewer concepts, or allow a higher rate"
+            f"{n} benign {unit}s are too few for a false-positive rate of {fpr:g}{share} at confidence {confidence:g}"
+            f" over {k} concepts: {needed} {unit}s are needed. Give more, watch fewer concepts, or allow a higher rate"
         )
     threshold = _kth_largest(running if unit == "token" else [highest], n, allowed)
     over_it = [values > threshold for values in running]
     least = {name: allowed if name == unit else 0 for name in UNITS}
     found = _positive(aggregator, positives, threshold, risk)
     return Alerts(
-        aggregator, unit, fpr, confidence, family, allowed, n_tokens, n_documents, threshold,
+        aggregator,
+        unit,
+        fpr,
+        confidence,
+        family,
+        allowed,
+        n_tokens,
+        n_documents,
+        threshold,
         tokens=Rates.of(sum(part.sum(axis=0) for part in over_it), n_tokens, risk, least["token"]),
         documents=Rates.of((highest > threshold).sum(axis=0), n_documents, risk, least["document"]),
         any_token=Rates.of([sum(int(part.any(axis=1).sum()) for part in over_it)], n_tokens, 1 - confidence),
         any_document=Rates.of([(highest > threshold).any(axis=1).sum()], n_documents, 1 - confidence),
-        positive_tokens=found and found[0], positive_documents=found and found[1],
-    )  # fmt: skip
+        positive_tokens=found and found[0],
+        positive_documents=found and found[1],
+    )
 
 
 def check_targets(fpr: float, confidence: float, unit: str) -> None:
@@ -181,7 +230,9 @@ def check_targets(fpr: float, confidence: float, unit: str) -> None:
 
 @lru_cache(maxsize=64)
 def most_allowed(n: int, rate: float, risk: float) -> int:
-    """The most of n units that may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is within `rate`; -1 if not even 0."""
+    """The most of n units that may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is within
+    `rate`; -1 if not even 0.
+    """
     # That bound is within the rate exactly where a rate of `rate` gives k or fewer with probability `risk` at most.
     low, high = -1, n
     while high - low > 1:
@@ -199,7 +250,9 @@ def units_needed(rate: float, risk: float) -> int:
 
 
 def _running(aggregator: Aggregator, scores: Floats) -> Floats:
-    """Running scores `[T, K]` of the tokens that were seen, rounded up to fp32: one exceeds an fp32 threshold exactly where it did before."""
+    """Running scores `[T, K]` of the tokens that were seen, rounded up to fp32: one exceeds an fp32 threshold exactly
+    where it did before.
+    """
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
     unseen = np.isnan(scores).all(axis=1)
@@ -220,14 +273,21 @@ def _kth_largest(parts: Sequence[Floats], n: int, k: int) -> Floats:
     return np.concatenate(found)
 
 
-def _positive(aggregator: Aggregator, positives: Iterable[tuple[Floats, Mask | None]], threshold: Floats, risk: float) -> tuple[Rates, Rates] | None:
+def _positive(
+    aggregator: Aggregator, positives: Iterable[tuple[Floats, Mask | None]], threshold: Floats, risk: float
+) -> tuple[Rates, Rates] | None:
     tokens_over, tokens, documents_over, documents = np.zeros((4, len(threshold)), dtype=np.int64)
     given = False
     for scores, of in positives:
         given = True
         values = _running(aggregator, scores)
-        if values.shape[1] != len(threshold) or (of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)):
-            raise ConfigError(f"positive scores {values.shape}, of {of!r}: give scores [T, {len(threshold)}] and which of the {len(threshold)} concepts, as booleans, or None")
+        if values.shape[1] != len(threshold) or (
+            of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)
+        ):
+            raise ConfigError(
+                f"positive scores {values.shape}, of {of!r}: give scores [T, {len(threshold)}] and which of the"
+                f" {len(threshold)} concepts, as booleans, or None"
+            )
         exceeding = (values > threshold).sum(axis=0)
         here = slice(None) if of is None else np.flatnonzero(of)
         tokens_over[here] += exceeding[here]
@@ -241,22 +301,33 @@ def _positive(aggregator: Aggregator, positives: Iterable[tuple[Floats, Mask | N
 
 
 def write_calibrated(
-    pack: ProbePack, path: str | Path, *, watched: Sequence[int] = (), alerts: Alerts | None = None, expansion: Expansion | None = None,
+    pack: ProbePack,
+    path: str | Path,
+    *,
+    watched: Sequence[int] = (),
+    alerts: Alerts | None = None,
+    expansion: Expansion | None = None,
     inputs: Mapping[str, Any] | None = None,
-) -> ProbePack:  # fmt: skip
+) -> ProbePack:
     """Write a new version of a pack with calibrated thresholds and open it; the pack itself is left as it is.
 
-    `alerts`: of the probes `watched`, in this order; other probes keep their thresholds. `expansion`: see `probemon.offline.expansion`. `inputs`: what
-    the documents were, for the record. Expand thresholds that were calibrated for other alert thresholds are cleared. `path` must not be there yet.
-    Raises `PackError`, `ConfigError`.
+    `alerts`: of the probes `watched`, in this order; other probes keep their thresholds. `expansion`: see
+    `probemon.offline.expansion`. `inputs`: what the documents were, for the record. Expand thresholds that were
+    calibrated for other alert thresholds are cleared. `path` must not be there yet. Raises `PackError`, `ConfigError`.
     """
     if alerts is None and expansion is None:
         raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
     if alerts is not None and len(watched) != len(alerts.threshold):
-        raise ConfigError(f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the same order")
+        raise ConfigError(
+            f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
+            " same order"
+        )
     bounding = [probe for probe in watched if pack.concepts[probe].get("bounding")]
     if bounding:
-        raise ConfigError(f"{pack.concepts[bounding[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave those out of watched")
+        raise ConfigError(
+            f"{pack.concepts[bounding[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
+            " those out of watched"
+        )
     source, recommended = pack.manifest, dict(pack.recommended)
     alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
     expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
@@ -274,7 +345,9 @@ def write_calibrated(
     above = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
     if changes and above:
         expand = expand.clone()
-        for probe in above:  # a bound of the scores below stays one: it is to be compared with the smallest of the new thresholds
+        for probe in (
+            above
+        ):  # a bound of the scores below stays one: it is to be compared with the smallest of the new thresholds
             below = alert[torch.from_numpy(pack.tree.children(probe))]
             known = below[~below.isnan()]
             if len(known):
@@ -291,36 +364,65 @@ def write_calibrated(
         if not _is_exact(pack, alert, recommended):
             recommended["load_threshold"] = "calibrated"
     entry = {
-        **({} if alerts is None else alerts.stated()), "watched": [pack.concepts[probe]["id"] for probe in watched] if alerts is not None else [],
-        "expansion": None if expansion is None else expansion.stated(), "expand_thresholds_cleared": cleared, "inputs": dict(inputs or {}),
+        **({} if alerts is None else alerts.stated()),
+        "watched": [pack.concepts[probe]["id"] for probe in watched] if alerts is not None else [],
+        "expansion": None if expansion is None else expansion.stated(),
+        "expand_thresholds_cleared": cleared,
+        "inputs": dict(inputs or {}),
         "source": {"name": pack.name, "sha256": source["files"][PROBES]["sha256"]},
         "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
-    }  # fmt: skip
+    }
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
     card = pack.card_text()
     with PackWriter(
-        path, name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated", concepts=pack.concepts, architecture=pack.architecture, dtype=pack.dtype,
-        score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"],
-        card=card + _note(alerts, expansion, changes, cleared), input_index=pack.input_index, alert_threshold=alert, expand_threshold=expand,
-        aggregated=aggregated, golden_hidden=pack.golden_hidden, recommended=recommended, provenance=provenance, quality=quality,
-    ) as writer:  # fmt: skip
+        path,
+        name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
+        concepts=pack.concepts,
+        architecture=pack.architecture,
+        dtype=pack.dtype,
+        score_rule=pack.score_rule,
+        inputs=[spec.as_dict() for spec in pack.inputs],
+        host=source["host"],
+        licence=source["licence"],
+        card=card + _note(alerts, expansion, changes, cleared),
+        input_index=pack.input_index,
+        alert_threshold=alert,
+        expand_threshold=expand,
+        aggregated=aggregated,
+        golden_hidden=pack.golden_hidden,
+        recommended=recommended,
+        provenance=provenance,
+        quality=quality,
+    ) as writer:
         for start, block in pack.blocks():
             writer.put_slice(start, block)
     return writer.pack
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
-    """Whether the pack's own descent finds every firing probe already, so that a calibrated one would only lose some."""
-    return pack.score_rule == "path" and not bool(alert.isnan().any()) and recommended.get("load_threshold", "exact") == "exact"
+    """Whether the pack's own descent finds every firing probe already, so that a calibrated one would only lose
+    some.
+    """
+    return (
+        pack.score_rule == "path"
+        and not bool(alert.isnan().any())
+        and recommended.get("load_threshold", "exact") == "exact"
+    )
 
 
 def _without(quality: Any) -> Any:
     """Without what was measured at the thresholds before, at any depth."""
-    return {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD} if isinstance(quality, Mapping) else quality
+    return (
+        {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD}
+        if isinstance(quality, Mapping)
+        else quality
+    )
 
 
-def _alert_quality(pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts) -> dict[str, Any]:
+def _alert_quality(
+    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
+) -> dict[str, Any]:
     """Rates by aggregator and concept; those of concepts calibrated earlier stay beside the new ones."""
     name = str(alerts.aggregator)
     concepts = dict((before.get(name) or {}).get("concepts") or {})
@@ -336,11 +438,14 @@ def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cle
         as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
         what = "single tokens" if changes else f"`{alerts.aggregator}`"
         lines.append(
-            f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most {alerts.fpr:g} by {alerts.unit}, with probability "
-            f"{alerts.confidence:g} for all of them together{as_if}, from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
+            f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most"
+            f" {alerts.fpr:g} by {alerts.unit}, with probability {alerts.confidence:g} for all of them together{as_if},"
+            f" from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
         )
     if changes:
-        lines.append("All other figures of this card that depend on alert thresholds are those of the thresholds before.")
+        lines.append(
+            "All other figures of this card that depend on alert thresholds are those of the thresholds before."
+        )
     if cleared:
         lines.append("Expand thresholds were calibrated for the thresholds before and are cleared.")
     if expansion is not None:

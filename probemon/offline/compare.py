@@ -1,12 +1,16 @@
-"""Which concepts differ between two corpora: effect sizes, bootstrap intervals over documents, and a false-discovery rate.
+"""Which concepts differ between two corpora: effect sizes, bootstrap intervals over documents, and a false-discovery
+rate.
 
     found = compare(Analysis.open("before/"), Analysis.open("after/"))
-    for row in found.differing: row.path, row.difference, row.cliffs_delta, row.q        # B minus A: positive where B has more
+    # B minus A: positive where B has more
+    for row in found.differing: row.path, row.difference, row.cliffs_delta, row.q
     found.to_arrow(), found.write("diff.parquet"), found.stated()
 
-The unit is the document, since the tokens of one depend on each other. Of a document and a concept one number is compared: `by="share"`, the share of
-its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or 0), which also depends on how long documents are. Both are known
-exactly for every document as far as the descent reached what is over the floor: under the path rule all of it, but for what was dropped. Needs the extra `corpus`.
+The unit is the document, since the tokens of one depend on each other. Of a document and a concept one number is
+compared: `by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the
+floor (1 or 0), which also depends on how long documents are. Both are known exactly for every document as far as the
+descent reached what is over the floor: under the path rule all of it, but for what was dropped. Needs the extra
+`corpus`.
 """
 
 from __future__ import annotations
@@ -40,9 +44,11 @@ _CHUNK = 1 << 17  # resampled weights that are in hand at once: they should stay
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was compared of an analysis: documents with seen tokens; `n_bad` and `n_unseen` documents are left out (not scored; no token seen).
+    """What was compared of an analysis: documents with seen tokens; `n_bad` and `n_unseen` documents are left out (not
+    scored; no token seen).
 
-    `n_tokens` seen in those compared, `median_tokens` of one, and how often a probe was dropped by a limit (`n_dropped`), whose score is then unknown.
+    `n_tokens` seen in those compared, `median_tokens` of one, and how often a probe was dropped by a limit
+    (`n_dropped`), whose score is then unknown.
     """
 
     directory: str
@@ -56,11 +62,13 @@ class Corpus:
 
 @dataclass(frozen=True)
 class ConceptDifference:
-    """One concept in two corpora, B compared with A. `n_a`, `n_b`: documents with it; `mean_a`, `mean_b`: of the statistic over all documents.
+    """One concept in two corpora, B compared with A. `n_a`, `n_b`: documents with it; `mean_a`, `mean_b`: of the
+    statistic over all documents.
 
-    `difference` is mean_b - mean_a, `ratio` mean_b / mean_a (None where A has none). `cliffs_delta` is P(b > a) - P(b < a) for a document of
-    each, from -1 to 1; the probability of superiority is (delta + 1) / 2. `p`: `mann_whitney`, `q`: `benjamini_hochberg` over all concepts tested. `explained_by`: the
-    id of the narrower concept whose difference this one's may be (see `compare`), or "".
+    `difference` is mean_b - mean_a, `ratio` mean_b / mean_a (None where A has none). `cliffs_delta` is P(b > a) - P(b <
+    a) for a document of each, from -1 to 1; the probability of superiority is (delta + 1) / 2. `p`: `mann_whitney`,
+    `q`: `benjamini_hochberg` over all concepts tested. `explained_by`: the id of the narrower concept whose difference
+    this one's may be (see `compare`), or "".
     """
 
     concept: str
@@ -85,7 +93,9 @@ class ConceptDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All concepts that were over the floor in either corpus, by q, then the largest effect; `n_never_over` were in neither and are not tested."""
+    """All concepts that were over the floor in either corpus, by q, then the largest effect; `n_never_over` were in
+    neither and are not tested.
+    """
 
     a: Corpus
     b: Corpus
@@ -110,12 +120,23 @@ class Comparison:
     def to_arrow(self) -> pa.Table:
         """A row a concept, in order; how it was compared is in the metadata `probemon`, as JSON."""
         pa = arrow()
-        kinds = {"str": pa.string(), "tuple[str, ...]": pa.list_(pa.string()), "int": pa.int64(), "float": pa.float64(), "float | None": pa.float64()}
-        schema = pa.schema([(field.name, kinds[str(field.type)]) for field in dataclasses.fields(ConceptDifference)], {"probemon": json.dumps(self._head())})
+        kinds = {
+            "str": pa.string(),
+            "tuple[str, ...]": pa.list_(pa.string()),
+            "int": pa.int64(),
+            "float": pa.float64(),
+            "float | None": pa.float64(),
+        }
+        schema = pa.schema(
+            [(field.name, kinds[str(field.type)]) for field in dataclasses.fields(ConceptDifference)],
+            {"probemon": json.dumps(self._head())},
+        )
         return pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists or cannot be made."""
+        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists or cannot be
+        made.
+        """
         table, target = self.to_arrow(), check_new(path)
         import pyarrow.parquet as pq
 
@@ -130,8 +151,18 @@ class Comparison:
         return target
 
     def _head(self) -> dict[str, Any]:
-        told = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("a", "b", "rows")}
-        return {"a": dataclasses.asdict(self.a), "b": dataclasses.asdict(self.b), **told, "n_tested": len(self.rows), "n_differing": len(self.differing)}
+        told = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("a", "b", "rows")
+        }
+        return {
+            "a": dataclasses.asdict(self.a),
+            "b": dataclasses.asdict(self.b),
+            **told,
+            "n_tested": len(self.rows),
+            "n_differing": len(self.differing),
+        }
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
@@ -145,22 +176,34 @@ def check_new(path: str | os.PathLike[str]) -> Path:
 
 
 def compare(
-    a: Analysis, b: Analysis, *, by: str = "share", fdr: float = 0.05, resamples: int = 1000, confidence: float = 0.95, seed: int = 0,
+    a: Analysis,
+    b: Analysis,
+    *,
+    by: str = "share",
+    fdr: float = 0.05,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
     progress: Callable[[int], object] | None = None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Compare the corpora of two analyses, concept by concept.
 
-    Intervals are the percentile bootstrap's (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13): each corpus is drawn `resamples` times from its own documents
-    with replacement. They know nothing of what no document shows: where a corpus has a concept in a few documents, they are too narrow. The p-values are of
-    ranks, so that an interval of the means may hold 0 where q is small. Neither the order of the documents nor which corpus is called A changes anything but the sign, bit for bit.
+    Intervals are the percentile bootstrap's (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13):
+    each corpus is drawn `resamples` times from its own documents with replacement. They know nothing of what no
+    document shows: where a corpus has a concept in a few documents, they are too narrow. The p-values are of ranks, so
+    that an interval of the means may hold 0 where q is small. Neither the order of the documents nor which corpus is
+    called A changes anything but the sign, bit for bit.
 
-    What is tested is that documents of both corpora are of one distribution. Short documents have other shares than long ones (more often 0, and more often large), so
-    corpora of other lengths may differ by that alone: see `median_tokens`.
+    What is tested is that documents of both corpora are of one distribution. Short documents have other shares than
+    long ones (more often 0, and more often large), so corpora of other lengths may differ by that alone: see
+    `median_tokens`.
 
-    A difference in a concept shows in its ancestors too. A concept that differs is `explained_by` a descendant that differs in the same direction with a Cliff's delta at
-    least as far from 0: the farthest such, of equals the deepest. What it cannot say is that the ancestor would not differ without it.
+    A difference in a concept shows in its ancestors too. A concept that differs is `explained_by` a descendant that
+    differs in the same direction with a Cliff's delta at least as far from 0: the farthest such, of equals the deepest.
+    What it cannot say is that the ancestor would not differ without it.
 
-    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made otherwise, or one has nothing to compare.
+    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made otherwise, or one has
+    nothing to compare.
     """
     least = math.ceil(2 / (1 - _share("confidence", confidence)) - 1e-9) - 1
     if by not in BY:
@@ -192,34 +235,68 @@ def compare(
 
     (low, high), (delta_low, delta_high) = interval(differences), interval(deltas)
     numbers = {
-        "mean_a": means[0], "mean_b": means[1], "difference": means[1] - means[0], "difference_low": low, "difference_high": high,
-        "cliffs_delta": (0 - dominance if swapped else dominance) / (n * m), "delta_low": delta_low, "delta_high": delta_high, "p": p, "q": benjamini_hochberg(p),
-    }  # fmt: skip
+        "mean_a": means[0],
+        "mean_b": means[1],
+        "difference": means[1] - means[0],
+        "difference_low": low,
+        "difference_high": high,
+        "cliffs_delta": (0 - dominance if swapped else dominance) / (n * m),
+        "delta_low": delta_low,
+        "delta_high": delta_high,
+        "p": p,
+        "q": benjamini_hochberg(p),
+    }
     about = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
     n_a, n_b = (np.diff(sample.ptr) for sample in samples)
     rows = []
     for i, c in enumerate(tested):
         stated, of = about[c], {name: float(values[i]) for name, values in numbers.items()}
-        rows.append(ConceptDifference(
-            concept=stated["concept"], name=stated["name"], path=tuple(stated["path"]), level=stated["level"], n_a=int(n_a[c]), n_b=int(n_b[c]),
-            ratio=of["mean_b"] / of["mean_a"] if of["mean_a"] else None, explained_by="", **of,
-        ))  # fmt: skip
-    explained = _explained([row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in about})
+        rows.append(
+            ConceptDifference(
+                concept=stated["concept"],
+                name=stated["name"],
+                path=tuple(stated["path"]),
+                level=stated["level"],
+                n_a=int(n_a[c]),
+                n_b=int(n_b[c]),
+                ratio=of["mean_b"] / of["mean_a"] if of["mean_a"] else None,
+                explained_by="",
+                **of,
+            )
+        )
+    explained = _explained(
+        [row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in about}
+    )
     rows = [dataclasses.replace(row, explained_by=explained.get(row.concept, "")) for row in rows]
     rows.sort(key=lambda row: (row.q, -abs(row.cliffs_delta), row.concept))
     floor = a.manifest["identity"]["floor"]
-    return Comparison(samples[0].corpus, samples[1].corpus, by, floor, fdr, resamples, confidence, seed, len(about) - len(tested), tuple(rows))
+    return Comparison(
+        samples[0].corpus,
+        samples[1].corpus,
+        by,
+        floor,
+        fdr,
+        resamples,
+        confidence,
+        seed,
+        len(about) - len(tested),
+        tuple(rows),
+    )
 
 
 def _dominance(x: Doubles, y: Doubles, n_x: int, n_y: int) -> int:
-    """Pairs in which a document of y is larger, less those in which one of x is; x and y ascending, without the documents that have 0."""
+    """Pairs in which a document of y is larger, less those in which one of x is; x and y ascending, without the
+    documents that have 0.
+    """
     larger = np.searchsorted(x, y, "left").sum() + np.searchsorted(x, y, "right").sum()
     return int(larger + len(y) * n_x - len(x) * n_y - len(x) * len(y))
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """The n documents of a corpus in an order of their own: of concept c, values `value[ptr[c]:ptr[c + 1]]` over 0, ascending, of documents `document[...]`."""
+    """The n documents of a corpus in an order of their own: of concept c, values `value[ptr[c]:ptr[c + 1]]` over 0,
+    ascending, of documents `document[...]`.
+    """
 
     corpus: Corpus
     documents: tuple[bytes, ...]  # what each shows: its tokens, and over the floor of which concepts
@@ -247,7 +324,10 @@ class _Sample:
         scored = pc.equal(told["reason"], "").to_numpy()
         kept = np.flatnonzero(scored & (n_seen > 0))
         if not len(kept):
-            raise ConfigError(f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing to compare")
+            raise ConfigError(
+                f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing"
+                " to compare"
+            )
         seen = n_seen[kept]
         names = analysis.concepts()["concept"]
         rows = analysis.summary(["document", "concept", "n_tokens"])
@@ -267,22 +347,43 @@ class _Sample:
         order = np.lexsort((document, value, concept))
         ptr = np.searchsorted(concept[order], np.arange(len(names) + 1))
         corpus = Corpus(
-            str(analysis.directory), len(kept), int((~scored).sum()), int((scored & (n_seen == 0)).sum()),
-            int(seen.sum()), float(np.median(seen)), int(told["dropped"].to_numpy()[kept].sum()),
-        )  # fmt: skip
+            str(analysis.directory),
+            len(kept),
+            int((~scored).sum()),
+            int((scored & (n_seen == 0)).sum()),
+            int(seen.sum()),
+            float(np.median(seen)),
+            int(told["dropped"].to_numpy()[kept].sum()),
+        )
         return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
 
 
 def _resampled(
-    first: _Sample, second: _Sample, tested: Sequence[int], resamples: int, seed: int, progress: Callable[[int], object] | None
-) -> tuple[Doubles, Doubles]:  # fmt: skip
-    """Differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with replacement: how often, is a weight."""
+    first: _Sample,
+    second: _Sample,
+    tested: Sequence[int],
+    resamples: int,
+    seed: int,
+    progress: Callable[[int], object] | None,
+) -> tuple[Doubles, Doubles]:
+    """Differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
+    replacement: how often, is a weight.
+    """
     sources = [(sample, np.random.default_rng([seed, side])) for side, sample in enumerate((first, second))]
     columns = []
     for c in tested:
         x, y = first.values(c), second.values(c)
         # Where each value of the second would stand among those of the first, before and after its equals.
-        columns.append((first.documents_of(c), x, second.documents_of(c), y, np.searchsorted(x, y, "left"), np.searchsorted(x, y, "right")))
+        columns.append(
+            (
+                first.documents_of(c),
+                x,
+                second.documents_of(c),
+                y,
+                np.searchsorted(x, y, "left"),
+                np.searchsorted(x, y, "right"),
+            )
+        )
     n, m = first.n, second.n
     differences, deltas = np.empty((resamples, len(tested))), np.empty((resamples, len(tested)))
     size = max(1, _CHUNK // max(n, m))
@@ -303,7 +404,9 @@ def _resampled(
 
 
 def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.int32]:
-    """How often each of n documents is drawn, `[rows, n]`. int32: whole numbers, so that sums are exact, and half the memory to go through."""
+    """How often each of n documents is drawn, `[rows, n]`. int32: whole numbers, so that sums are exact, and half the
+    memory to go through.
+    """
     drawn = random.integers(0, n, size=(rows, n)) + np.arange(rows)[:, None] * n
     return np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.int32)
 
@@ -324,10 +427,15 @@ def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Seq
 
 
 def _check_same(a: Analysis, b: Analysis) -> None:
-    differs = [text for name in _SAME for text in _differences(_at(a.manifest["identity"], name), _at(b.manifest["identity"], name), name)]
+    differs = [
+        text
+        for name in _SAME
+        for text in _differences(_at(a.manifest["identity"], name), _at(b.manifest["identity"], name), name)
+    ]
     if differs:
         raise ConfigError(
-            f"{a.directory} and {b.directory} were made otherwise, so what differs may be the way of looking ({'; '.join(differs)}): analyze both corpora alike"
+            f"{a.directory} and {b.directory} were made otherwise, so what differs may be the way of looking"
+            f" ({'; '.join(differs)}): analyze both corpora alike"
         )
 
 

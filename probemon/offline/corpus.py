@@ -1,11 +1,12 @@
-"""A host reads documents and a manager scores their tokens: shard by shard, several batches under way, in the order of the input.
+"""A host reads documents and a manager scores their tokens: shard by shard, several batches under way, in the order of
+the input.
 
     for scored in score_documents(manager, model, tokenizer, read_documents("mails.jsonl")):
         scored.document.id, scored.tokens.ids, scored.scores.fired(3)
 
-Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling thread,
-tokenising and scoring in one thread each, all in an order that the documents fix; the next batch is run while one is scored.
-The host is stopped after the last layer that the pack reads: what comes after cannot change a score.
+Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling
+thread, tokenising and scoring in one thread each, all in an order that the documents fix; the next batch is run while
+one is scored. The host is stopped after the last layer that the pack reads: what comes after cannot change a score.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is hel
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A document with the scores of its T tokens (`tokens`, `scores` None where it has a `document.reason`); `everything` fp32 [T, P] if asked for."""
+    """A document with the scores of its T tokens (`tokens`, `scores` None where it has a `document.reason`);
+    `everything` fp32 [T, P] if asked for.
+    """
 
     document: Document
     tokens: Tokens | None
@@ -58,7 +61,9 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """A shard's tokens, document by document: document i has the scores `ptr[i]` to `ptr[i + 1]`, and no tokens if it has a reason."""
+    """A shard's tokens, document by document: document i has the scores `ptr[i]` to `ptr[i + 1]`, and no tokens if it
+    has a reason.
+    """
 
     shard: Shard
     documents: tuple[Document, ...]
@@ -73,12 +78,16 @@ class ScoredShard:
             if tokens is None:
                 yield ScoredDocument(document, None, None)
             else:
-                yield ScoredDocument(document, tokens, self.scores.take(at), None if self.everything is None else self.everything[at])
+                yield ScoredDocument(
+                    document, tokens, self.scores.take(at), None if self.everything is None else self.everything[at]
+                )
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A shard ready for the host: its documents (with the reasons that only the tokenizer could tell), their tokens, its batches."""
+    """A shard ready for the host: its documents (with the reasons that only the tokenizer could tell), their tokens,
+    its batches.
+    """
 
     shard: Shard
     documents: tuple[Document, ...]
@@ -88,7 +97,9 @@ class _Planned:
 
 
 class _Read(BaseException):
-    """Raised by a tap to end a forward that has shown all it has to; not an `Exception`, so that nothing on its way out catches it."""
+    """Raised by a tap to end a forward that has shown all it has to; not an `Exception`, so that nothing on its way out
+    catches it.
+    """
 
 
 class _Open(threading.local):
@@ -98,10 +109,19 @@ class _Open(threading.local):
 
 
 def score_documents(
-    manager: Scorer, model: Any, tokenizer: Any, documents: Iterable[Document], *, reading: Reading | None = None,
-    exhaustive: bool = False, strict: bool = False, progress: Callable[[float, int], object] | None = None,
-) -> Iterator[ScoredDocument]:  # fmt: skip
-    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what `CorpusScorer` does."""
+    manager: Scorer,
+    model: Any,
+    tokenizer: Any,
+    documents: Iterable[Document],
+    *,
+    reading: Reading | None = None,
+    exhaustive: bool = False,
+    strict: bool = False,
+    progress: Callable[[float, int], object] | None = None,
+) -> Iterator[ScoredDocument]:
+    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what
+    `CorpusScorer` does.
+    """
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
     for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
         yield from scored
@@ -113,18 +133,31 @@ class CorpusScorer:
         scorer = CorpusScorer(manager, model, tokenizer, Reading())
         for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
 
-    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
+    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is
+    for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
     """
 
     def __init__(
-        self, manager: Scorer, model: Any, tokenizer: Any, reading: Reading, *, strict: bool = False, floor: float | None = None
+        self,
+        manager: Scorer,
+        model: Any,
+        tokenizer: Any,
+        reading: Reading,
+        *,
+        strict: bool = False,
+        floor: float | None = None,
     ) -> None:
         host = unwrap(model)
         if is_encoder_decoder(host):
-            raise NotSupportedHost(f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a decoder alone")
+            raise NotSupportedHost(
+                f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a"
+                " decoder alone"
+            )
         dropping = "the whole" if host.training else drops_at_random(model)
         if dropping is not None:
-            raise ConfigError(f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()")
+            raise ConfigError(
+                f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()"
+            )
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
         self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
@@ -132,7 +165,10 @@ class CorpusScorer:
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.
         abilities = Abilities(host)
-        self._padded, self._looks_ahead = abilities.takes_padding(self.window.n_tokens), abilities.looks_ahead(self.window.n_tokens)
+        self._padded, self._looks_ahead = (
+            abilities.takes_padding(self.window.n_tokens),
+            abilities.looks_ahead(self.window.n_tokens),
+        )
         wrapped = needs_its_wrapper(model, host)
         self._runs = model if wrapped else find_layers(host)[0]
         self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
@@ -148,7 +184,11 @@ class CorpusScorer:
         return {"before": list(tokens.prefix), "after": list(tokens.suffix)}
 
     def score(
-        self, shards: Iterable[Shard], *, exhaustive: bool = False, progress: Callable[[float, int], object] | None = None
+        self,
+        shards: Iterable[Shard],
+        *,
+        exhaustive: bool = False,
+        progress: Callable[[float, int], object] | None = None,
     ) -> Iterator[ScoredShard]:
         """Score shards, in their order. `progress` is told of more documents (in parts) and tokens run."""
         source = iter(shards)
@@ -164,7 +204,14 @@ class CorpusScorer:
                     parts: list[tuple[list[Piece], Scores, Tensor | None]] = []
                     for rows in planned.batches:
                         states = self._run(rows, planned.tokens)
-                        under_way.append((False, scoring.submit(self._score, parts, rows, states, self._sampled(planned, rows), exhaustive)))
+                        under_way.append(
+                            (
+                                False,
+                                scoring.submit(
+                                    self._score, parts, rows, states, self._sampled(planned, rows), exhaustive
+                                ),
+                            )
+                        )
                         if progress is not None:
                             n_tokens = sum(piece.stop - piece.scored for piece in rows)
                             progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
@@ -178,7 +225,9 @@ class CorpusScorer:
                 executor.shutdown(wait=True, cancel_futures=True)
 
     def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
-        """Documents that can be read, in order, with their tokens and hidden states `[T, D]` at the sites of the pack: to train probes on."""
+        """Documents that can be read, in order, with their tokens and hidden states `[T, D]` at the sites of the pack:
+        to train probes on.
+        """
         for shard in shards:
             planned = self.plan(shard)
             lengths = [0 if found is None else len(found) for found in planned.tokens]
@@ -188,7 +237,9 @@ class CorpusScorer:
                     sizes = [piece.stop - piece.scored for piece in rows]
                     for site, hidden in self._run(rows, planned.tokens).items():
                         for piece, part in zip(rows, hidden.split(sizes), strict=True):
-                            whole = room[piece.place].setdefault(site, hidden.new_empty(lengths[piece.place], hidden.shape[1]))
+                            whole = room[piece.place].setdefault(
+                                site, hidden.new_empty(lengths[piece.place], hidden.shape[1])
+                            )
                             whole[piece.scored : piece.stop] = part
             for document, tokens, found in zip(planned.documents, planned.tokens, room, strict=True):
                 if tokens is not None:
@@ -207,12 +258,22 @@ class CorpusScorer:
                 documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
             tokens.append(found)
             pieces += [] if found is None else cut(found, place, self.window)
-        grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded)
-        return _Planned(shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None))
+        grouped = batches(
+            pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
+        )
+        return _Planned(
+            shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None)
+        )
 
     def _encoded(self, text: str) -> Tokens:
         reading = self.reading
-        return encode(self.tokenizer, text, special_tokens=reading.special_tokens, parse_special=reading.parse_special, after=self._looks_ahead)
+        return encode(
+            self.tokenizer,
+            text,
+            special_tokens=reading.special_tokens,
+            parse_special=reading.parse_special,
+            after=self._looks_ahead,
+        )
 
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
         try:
@@ -222,7 +283,9 @@ class CorpusScorer:
         return (found, "") if len(found) else (None, "no tokens")
 
     def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand that are scored in it."""
+        """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand
+        that are scored in it.
+        """
         longest = max(map(len, rows))
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
         at: list[Ints] = []
@@ -230,7 +293,9 @@ class CorpusScorer:
             found = tokens[piece.place]
             assert found is not None
             ids[row, : len(piece)] = [*found.prefix, *found.ids[piece.begin : piece.stop], *found.suffix]
-            mask[row, : len(piece)] = 1  # padding stands after the text, where no state of the text can see it: see _padded
+            mask[row, : len(piece)] = (
+                1  # padding stands after the text, where no state of the text can see it: see _padded
+            )
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
         ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
@@ -250,10 +315,15 @@ class CorpusScorer:
                 self._open.seen = None
             for site, hidden in seen.items():
                 if len(hidden) != 1:
-                    raise AlignmentError(ran_again(site) if hidden else f"a forward of the host ended without reaching {site}")
+                    raise AlignmentError(
+                        ran_again(site) if hidden else f"a forward of the host ended without reaching {site}"
+                    )
                 check_states(site, hidden[0], ids.shape, self._width)
             self._known = True
-            return {site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device)) for site, hidden in seen.items()}
+            return {
+                site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device))
+                for site, hidden in seen.items()
+            }
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
         seen = self._open.seen
@@ -266,20 +336,33 @@ class CorpusScorer:
         """Which tokens of a batch are audited: by document and position, so that a run that goes on draws the same."""
         if not self.manager.audit_rate:
             return None
-        document = np.repeat([planned.documents[piece.place].index for piece in rows], [piece.stop - piece.scored for piece in rows])
-        return sample(self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows]))
+        document = np.repeat(
+            [planned.documents[piece.place].index for piece in rows], [piece.stop - piece.scored for piece in rows]
+        )
+        return sample(
+            self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows])
+        )
 
     def _score(
-        self, parts: list[tuple[list[Piece], Scores, Tensor | None]], rows: list[Piece], states: Mapping[str, Tensor], audit: Mask | None, exhaustive: bool
+        self,
+        parts: list[tuple[list[Piece], Scores, Tensor | None]],
+        rows: list[Piece],
+        states: Mapping[str, Tensor],
+        audit: Mask | None,
+        exhaustive: bool,
     ) -> None:
         with torch.inference_mode():
-            _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch)
+            _, scored = self.manager.score_prompt(
+                self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch
+            )
             everything = self.manager.score_all(states) if exhaustive else None
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), everything))
 
 
 def may_be_left(host: Any) -> bool:
-    """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a compiled layer is one piece."""
+    """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a
+    compiled layer is one piece.
+    """
     moved = any(hasattr(module, "_hf_hook") for module in host.modules())
     return not moved and not compiled_parts(host)
 
@@ -297,10 +380,16 @@ def _assembled(planned: _Planned, parts: list[tuple[list[Piece], Scores, Tensor 
     """The scores of a shard's batches, put into the order of its documents and their tokens."""
     lengths = [0 if found is None else len(found) for found in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    ranges = [np.arange(ptr[piece.place] + piece.scored, ptr[piece.place] + piece.stop) for rows, *_ in parts for piece in rows]
+    ranges = [
+        np.arange(ptr[piece.place] + piece.scored, ptr[piece.place] + piece.stop)
+        for rows, *_ in parts
+        for piece in rows
+    ]
     order = np.argsort(np.concatenate([np.zeros(0, dtype=np.int64), *ranges]), kind="stable")
     assert len(order) == ptr[-1]
     top_k = parts[0][1].report_top_k if parts else 10
     scores = Scores.join([scored for _, scored, _ in parts], n_probes, top_k).take(order)
     full = [everything for *_, everything in parts if everything is not None]
-    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, torch.cat(full)[order] if full else None)
+    return ScoredShard(
+        planned.shard, planned.documents, planned.tokens, ptr, scores, torch.cat(full)[order] if full else None
+    )

@@ -1,11 +1,13 @@
 """A corpus over many machines: Ray Data hands out the shards, each worker holds model and pack. Needs the extra `ray`.
 
     ds = ray.data.read_parquet("s3://mails/")
-    analysis = analyze_dataset(ds, Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores"), concurrency=2)
+    job = Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores")
+    analysis = analyze_dataset(ds, job, concurrency=2)
 
-The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file system that all workers see; a worker reads a shard, scores it
-and writes it. So the rows are those of a local analysis, and what was interrupted is gone on with by the same call. Workers use as many threads as the driver, since the
-last bits of a host's states vary with them.
+The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file
+system that all workers see; a worker reads a shard, scores it and writes it. So the rows are those of a local analysis,
+and what was interrupted is gone on with by the same call. Workers use as many threads as the driver, since the last
+bits of a host's states vary with them.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ _SPOOL = ".spool"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs: names and paths that mean the same on every machine, and the settings of `DynamicProbeManager` and `analyze`.
+    """What a worker needs: names and paths that mean the same on every machine, and the settings of
+    `DynamicProbeManager` and `analyze`.
 
     `pack`: one, or several ("NAME=pack" gives one a name of your own).
-    `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that `probemon analyze` takes.
+    `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that
+    `probemon analyze` takes.
     """
 
     model: str
@@ -59,10 +63,18 @@ class Job:
 
 
 def analyze_dataset(
-    documents: Any, job: Job, *, concurrency: int = 2, resume: bool = False, text_field: str = "text", id_field: str = "id",
-    max_chars: int = MAX_CHARS, progress: Progress | None = None,
-) -> Analysis:  # fmt: skip
-    """Analyse a Ray dataset, in the order of its rows, or any other source of documents (`probemon.offline.documents`), with `concurrency` workers.
+    documents: Any,
+    job: Job,
+    *,
+    concurrency: int = 2,
+    resume: bool = False,
+    text_field: str = "text",
+    id_field: str = "id",
+    max_chars: int = MAX_CHARS,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Analyse a Ray dataset, in the order of its rows, or any other source of documents (`probemon.offline.documents`),
+    with `concurrency` workers.
 
     Raises `MissingExtra`, `ConfigError`; what a worker raises is raised here.
     """
@@ -76,7 +88,11 @@ def analyze_dataset(
         source = documents.iter_rows()
     out = Path(job.out).absolute()
     check_apart(source, out)
-    if out.exists() and not (out / MANIFEST).is_file() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+    if (
+        out.exists()
+        and not (out / MANIFEST).is_file()
+        and any(not entry.name.startswith(".") for entry in out.iterdir())
+    ):
         raise ConfigError(f"{out} exists and holds no analysis: give a folder that is empty or not there yet")
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
@@ -94,7 +110,15 @@ def analyze_dataset(
         return _spread(ray, job, out, settings, read, concurrency, progress)
 
 
-def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], documents: Iterator[Document], concurrency: int, progress: Progress | None) -> Analysis:
+def _spread(
+    ray: Any,
+    job: Job,
+    out: Path,
+    settings: Mapping[str, Any],
+    documents: Iterator[Document],
+    concurrency: int,
+    progress: Progress | None,
+) -> Analysis:
     """The shards that are missing, to workers; then what `analyze` does in the end."""
     analysis, todo, digests = Analysis(out, {}), list[int](), list[str]()
     for shard in shards(documents):
@@ -106,9 +130,13 @@ def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], document
             progress(len(shard.documents), 0)
     if todo:
         made = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
-            _Worker, fn_constructor_args=(job, str(out), settings, environment()["threads"]), batch_size=1, concurrency=concurrency,
-            num_cpus=1 if job.device == "cpu" else 0, num_gpus=0 if job.device == "cpu" else 1,
-        )  # fmt: skip
+            _Worker,
+            fn_constructor_args=(job, str(out), settings, environment()["threads"]),
+            batch_size=1,
+            concurrency=concurrency,
+            num_cpus=1 if job.device == "cpu" else 0,
+            num_gpus=0 if job.device == "cpu" else 1,
+        )
         for row in made.iter_rows():
             if row["error"]:
                 raise getattr(errors, row["error"])(row["message"])
@@ -120,7 +148,9 @@ def _spread(ray: Any, job: Job, out: Path, settings: Mapping[str, Any], document
 
 
 class _Worker:
-    """An actor of Ray Data. It is made ready at the first call: what an actor's constructor raises only says that the actor died."""
+    """An actor of Ray Data. It is made ready at the first call: what an actor's constructor raises only says that the
+    actor died.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments, self._ready = arguments, False
@@ -131,7 +161,11 @@ class _Worker:
         from probemon.engine.scorer import Scorer
 
         torch.set_num_threads(threads)  # Ray sets 1
-        model, tokenizer = job.load() if job.load is not None else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
+        model, tokenizer = (
+            job.load()
+            if job.load is not None
+            else load_model(job.model, job.device, lambda line: None, dtype=job.dtype)
+        )
         manager = Scorer(job.opened(), device=job.device, **settings)
         tables = Tables(manager.pack, job.floor, job.keep_text)
         self._scorer = CorpusScorer(manager, model, tokenizer, job.reading, strict=job.strict, floor=tables.lowest)

@@ -1,14 +1,16 @@
-"""Documents of a corpus, from files, folders, standard input or any iterable; a bad one is told with its reason, never raised.
+"""Documents of a corpus, from files, folders, standard input or any iterable; a bad one is told with its reason, never
+raised.
 
-    for document in read_documents("mails.jsonl"):          # also .txt, .parquet, a folder, "-", or an iterable of str or dict
+    for document in read_documents("mails.jsonl"):  # also .txt, .parquet, a folder, "-", or an iterable of str or dict
         if not document.reason: ...document.id, document.text
 
 - a text file: one document a line, blank lines left out; `id` is `name:line`
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
-- a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one document each, `id` is the path.
-  What cannot be read, and links to folders, which are not followed, are bad documents
+- a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one
+  document each, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
-- names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of parquet files
+- names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of
+  parquet files
 Rows of an iterable that are dicts (a Hugging Face dataset gives such) have their fields by name; strings are texts.
 """
 
@@ -28,9 +30,11 @@ from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, MissingExtra
 
 MAX_CHARS = 2_000_000
-# What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a thousand times.
+# What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a
+# thousand times.
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
-# Of a parquet file's dictionary, compressed: it is read whole for a row group, and writers end it at a million bytes. Of one over the smaller bound rows are read one by one.
+# Of a parquet file's dictionary, compressed: it is read whole for a row group, and writers end it at a million bytes.
+# Of one over the smaller bound rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 _JSON = (".jsonl", ".ndjson", ".json")
 Source = str | os.PathLike[str] | Iterable[Any]
@@ -38,7 +42,9 @@ Source = str | os.PathLike[str] | Iterable[Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A document: `index` is its place in the input, from 0; `reason` is "" or why it cannot be scored; `fields`, what else its row had."""
+    """A document: `index` is its place in the input, from 0; `reason` is "" or why it cannot be scored; `fields`, what
+    else its row had.
+    """
 
     index: int
     id: str
@@ -58,23 +64,37 @@ class _Row:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_documents(source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS) -> Iterator[Document]:
-    """Documents of a source, in order. Raises `ConfigError` where there is no such file, or no such column; a bad row has a reason instead."""
+def read_documents(
+    source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS
+) -> Iterator[Document]:
+    """Documents of a source, in order. Raises `ConfigError` where there is no such file, or no such column; a bad row
+    has a reason instead.
+    """
     max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
     fields = (text_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
-    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame gives the names of its columns when it is gone through
-        raise ConfigError(f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas: df.to_dict('records'), polars: df.to_dicts())")
+    elif hasattr(source, "columns") and hasattr(
+        source, "shape"
+    ):  # a data frame gives the names of its columns when it is gone through
+        raise ConfigError(
+            f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas:"
+            " df.to_dict('records'), polars: df.to_dicts())"
+        )
     elif isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
-        raise ConfigError(f"documents are {type(source).__name__}: give a path, '-', or an iterable of texts or of dicts with {text_field!r}")
+        raise ConfigError(
+            f"documents are {type(source).__name__}: give a path, '-', or an iterable of texts or of dicts with"
+            f" {text_field!r}"
+        )
     else:
         rows = (_of_item(item, str(i), fields) for i, item in enumerate(source))
     return (_document(i, row, text_field, max_chars) for i, row in enumerate(rows))
 
 
 def count_documents(source: Source) -> int | None:
-    """About how many documents a source has, for a progress bar, without reading them; None where that is not known before the end."""
+    """About how many documents a source has, for a progress bar, without reading them; None where that is not known
+    before the end.
+    """
     if not isinstance(source, (str, os.PathLike)):
         return len(source) if isinstance(source, Sized) else None
     path = Path(source)
@@ -153,7 +173,11 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        left_out |= {Path(root, name): "a link to a folder, which is not followed: give that folder too" for name in folders if Path(root, name).is_symlink()}
+        left_out |= {
+            Path(root, name): "a link to a folder, which is not followed: give that folder too"
+            for name in folders
+            if Path(root, name).is_symlink()
+        }
         for path in (Path(root, name) for name in names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
@@ -162,7 +186,9 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     return found, left_out
 
 
-def _folder(folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+def _folder(
+    folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int
+) -> Iterator[_Row]:
     for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
         where = path.relative_to(folder).as_posix()
         if path in left_out:
@@ -222,7 +248,9 @@ class _Unzipped(io.RawIOBase):
         buffer[: len(data)] = data
         self._left -= len(data)
         if self._left < 0:
-            raise ConfigError(f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right")
+            raise ConfigError(
+                f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right"
+            )
         return len(data)
 
     def close(self) -> None:
@@ -236,7 +264,9 @@ def _most_bytes(compressed: int) -> int:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # of an interactive terminal, too, this waits for the first line
+    begin = (
+        stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    )  # of an interactive terminal, too, this waits for the first line
     yield from _lines(stream, "stdin", begin == b"{", fields, max_chars)
 
 
@@ -266,7 +296,11 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
         except (ValueError, RecursionError) as error:
             yield _Row(at, reason=f"not valid JSON ({error})")
         else:
-            yield _of_item(item, at, fields) if isinstance(item, dict) else _Row(at, reason=f"not a JSON object: {type(item).__name__}")
+            yield (
+                _of_item(item, at, fields)
+                if isinstance(item, dict)
+                else _Row(at, reason=f"not a JSON object: {type(item).__name__}")
+            )
 
 
 def _decoded(data: bytes, where: str) -> _Row:
@@ -298,7 +332,9 @@ def _parquet_file(path: Path) -> Any:
 def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
     names = _parquet_file(path).schema_arrow.names
     if fields[0] not in names:
-        raise ConfigError(f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts")
+        raise ConfigError(
+            f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts"
+        )
     if fields[1] != "id" and fields[1] not in names:
         raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
     return [name for name in names if name in (*fields, "concepts")]
@@ -308,7 +344,11 @@ def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
     columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group)
-        chunks = [chunk for chunk in map(rows.column, range(rows.num_columns)) if chunk.path_in_schema.split(".")[0] in columns]
+        chunks = [
+            chunk
+            for chunk in map(rows.column, range(rows.num_columns))
+            if chunk.path_in_schema.split(".")[0] in columns
+        ]
         reason = next(filter(None, map(_too_large, chunks)), "")
         if reason:
             yield _Row(f"{where}:{number + 1}", reason=f"{rows.num_rows} rows cannot be read: {reason}")
@@ -324,14 +364,24 @@ def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
 def _too_large(chunk: Any) -> str:
     """Why a column of a row group is not read, by what the file says of it; "" where it is."""
     if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
-        return f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES} times its size"
+        return (
+            f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES}"
+            " times its size"
+        )
     if _dictionary_bytes(chunk) > MAX_DICTIONARY_BYTES:
-        return f"the dictionary of {chunk.path_in_schema} has {_dictionary_bytes(chunk):,} bytes, at most {MAX_DICTIONARY_BYTES:,} are read. Write the file without dictionaries"
+        return (
+            f"the dictionary of {chunk.path_in_schema} has {_dictionary_bytes(chunk):,} bytes, at most"
+            f" {MAX_DICTIONARY_BYTES:,} are read. Write the file without dictionaries"
+        )
     return ""
 
 
 def _dictionary_bytes(chunk: Any) -> int:
-    return chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None else 0
+    return (
+        chunk.data_page_offset - chunk.dictionary_page_offset
+        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None
+        else 0
+    )
 
 
 def _count_file(path: Path, alone: bool) -> int:

@@ -1,18 +1,21 @@
-"""Expand thresholds to a stated recall: which probes the descent opens, so that at least such a share of the firing ones is reached.
+"""Expand thresholds to a stated recall: which probes the descent opens, so that at least such a share of the firing
+ones is reached.
 
-    reach = Reach(pack.tree, pack.score_rule, pack.alert_threshold.numpy())           # scores of every probe [T, P], a document each
+    # scores of every probe [T, P], a document each
+    reach = Reach(pack.tree, pack.score_rule, pack.alert_threshold.numpy())
     expansion = calibrate_expansion(reach, documents, recall=0.99)
     expansion.expand_threshold, expansion.slack, expansion.share_evaluated
     measured = measure_expansion(reach, expansion.expand_threshold, held_out)
     measured.recall, measured.low, measured.high
 
-Documents are split in two. The first part shapes: it orders the thresholds in a family with one parameter, the slack, which raises them all
-along every path together: at slack s each probe may close over a share s of the tokens at which something below it fires. Below 0 it
-lowers them further than anything that was seen.
-The second part calibrates: the largest slack is taken at which the mean share of firing probes missed in a document, with one more
-document that misses all, is within 1 - recall (conformal risk control: Angelopoulos, Bates, Fisch, Lei & Schuster 2022, arXiv:2208.02814).
-The mean recall of a new document is then at least `recall`, if it is exchangeable with those that calibrate: drawn as they were.
-That is a mean over documents and over calibrations; a document with few firing probes counts as much as one with many.
+Documents are split in two. The first part shapes: it orders the thresholds in a family with one parameter, the slack,
+which raises them all along every path together: at slack s each probe may close over a share s of the tokens at which
+something below it fires. Below 0 it lowers them further than anything that was seen. The second part calibrates: the
+largest slack is taken at which the mean share of firing probes missed in a document, with one more document that misses
+all, is within 1 - recall (conformal risk control: Angelopoulos, Bates, Fisch, Lei & Schuster 2022, arXiv:2208.02814).
+The mean recall of a new document is then at least `recall`, if it is exchangeable with those that calibrate: drawn as
+they were. That is a mean over documents and over calibrations; a document with few firing probes counts as much as one
+with many.
 """
 
 from __future__ import annotations
@@ -35,15 +38,22 @@ from probemon.engine.cascade import apply_rule
 from probemon.errors import CalibrationError
 
 _FEW = 5  # fewer scores than this say nothing of how low a probe's may be
-# Tried from the last resort up, a grid fixed beforehand: closer together towards 0, where the losses of a long path add up.
-SLACKS: tuple[float | None, ...] = (None, *(-i / 128 for i in range(128, 0, -1)), *((i / 1024) ** 2 for i in range(1025)))
+# Tried from the last resort up, a grid fixed beforehand: closer together towards 0, where the losses of a long path add
+# up.
+SLACKS: tuple[float | None, ...] = (
+    None,
+    *(-i / 128 for i in range(128, 0, -1)),
+    *((i / 1024) ** 2 for i in range(1025)),
+)
 _CELLS = 1 << 22  # (token, probe) cells descended at once: bounds the memory beside the documents
 _NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Missed:
-    """Of D documents, `[D]` each: firing (token, probe) pairs, those of them not reached, tokens, and probes active at them."""
+    """Of D documents, `[D]` each: firing (token, probe) pairs, those of them not reached, tokens, and probes active at
+    them.
+    """
 
     fired: Ints
     missed: Ints
@@ -65,7 +75,9 @@ class Missed:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a descent without retained sets, round limit or cap reaches: the hierarchy, the score rule, alert thresholds `[P]`, and where it begins."""
+    """What a descent without retained sets, round limit or cap reaches: the hierarchy, the score rule, alert thresholds
+    `[P]`, and where it begins.
+    """
 
     tree: ConceptTree
     score_rule: str
@@ -74,7 +86,9 @@ class Reach:
     always_on: tuple[int, ...] = ()
 
     def missed(self, expand_threshold: Floats, documents: Sequence[Floats]) -> Missed:
-        """What the rule does not reach with these thresholds `[P]`, given the scores of every probe `[T, P]` of each document."""
+        """What the rule does not reach with these thresholds `[P]`, given the scores of every probe `[T, P]` of each
+        document.
+        """
         config = CascadeConfig(base_layers=self.base_layers, max_loaded_probes=max(1, self.tree.n))
         plan = CascadePlan.of(self.tree, self.score_rule, config, expand_threshold, self.always_on)
         counts = np.zeros((4, len(documents)), dtype=np.int64)
@@ -96,7 +110,9 @@ class Reach:
         inner = self.tree.has_children
         if inner.any():
             closed = self.tree.close(scores > self.alert)
-            found[:, inner] = np.logical_or.reduceat(closed[:, self.tree.child_idx], self.tree.child_ptr[:-1][inner], axis=1)
+            found[:, inner] = np.logical_or.reduceat(
+                closed[:, self.tree.child_idx], self.tree.child_ptr[:-1][inner], axis=1
+            )
         return found
 
 
@@ -106,9 +122,11 @@ class Family:
         family = Family(reach, documents)
         family.at(0.01), family.at(0.0), family.at(-0.1), family.at(None)            # fp32 [P], NaN for leaves
 
-    At slack s a probe's threshold lies just under the score that a share s, at most, of its scores at tokens with something firing below it are under. At
-    0 all of these pass, and below 0 so does what is lower by a factor: (1 + s)^8 of that threshold. At None, the last resort, and where there are fewer than
-    5 of them, everything passes: -1, or under the path rule the smallest alert threshold below, under which nothing can fire. No threshold is lower than that.
+    At slack s a probe's threshold lies just under the score that a share s, at most, of its scores at tokens with
+    something firing below it are under. At 0 all of these pass, and below 0 so does what is lower by a factor: (1 +
+    s)^8 of that threshold. At None, the last resort, and where there are fewer than 5 of them, everything passes: -1,
+    or under the path rule the smallest alert threshold below, under which nothing can fire. No threshold is lower than
+    that.
     """
 
     def __init__(self, reach: Reach, documents: Sequence[Floats]) -> None:
@@ -135,7 +153,9 @@ class Family:
         if slack is not None:
             # So many may fail; the threshold is just under the next one, so that equal scores pass together.
             failing = np.clip(np.floor(slack * self._counts).astype(np.int64), 0, self._counts - 1)
-            under = np.nextafter(self._sorted[self._first + failing], np.float32(-np.inf)) * np.float32((1 + min(slack, 0)) ** 8)
+            under = np.nextafter(self._sorted[self._first + failing], np.float32(-np.inf)) * np.float32(
+                (1 + min(slack, 0)) ** 8
+            )
             under = np.where(under < _NORMAL, np.float32(-1), under)  # some devices take the smallest numbers for 0
             thresholds[self._known] = np.maximum(under, self._lowest[self._known])
         return thresholds
@@ -145,8 +165,9 @@ class Family:
 class Expansion:
     """Expand thresholds `[P]` fp32 (NaN for leaves) and how they were found.
 
-    `slack`: -1 to 1, None for the last resort. `loss`: mean share missed over the `n_units` of the `n_calibration` documents in which something fires;
-    `share_evaluated`: active probes there, of all. `n_unknown`: probes with children that are always expanded (path rule: exactly), for want of scores.
+    `slack`: -1 to 1, None for the last resort. `loss`: mean share missed over the `n_units` of the `n_calibration`
+    documents in which something fires; `share_evaluated`: active probes there, of all. `n_unknown`: probes with
+    children that are always expanded (path rule: exactly), for want of scores.
     """
 
     expand_threshold: Floats
@@ -163,18 +184,25 @@ class Expansion:
     def stated(self) -> dict[str, Any]:
         """As JSON, without the thresholds."""
         names = ("recall", "slack", "n_shaping", "n_calibration", "n_units", "loss", "share_evaluated", "n_unknown")
-        return {"method": "conformal risk control", **{name: getattr(self, name) for name in names}, "base_layers": list(self.base_layers)}
+        return {
+            "method": "conformal risk control",
+            **{name: getattr(self, name) for name in names},
+            "base_layers": list(self.base_layers),
+        }
 
     def sentence(self) -> str:
         """In words, for a card."""
         return (
-            f"Expand thresholds (`load_threshold=\"calibrated\"`): a document's firing probes are reached to {self.recall:g} on average at least, by conformal risk control on "
-            f"{self.n_units} documents; there {1 - self.loss:.4f} were, with {self.share_evaluated:.3f} of the probes active."
+            'Expand thresholds (`load_threshold="calibrated"`): a document\'s firing probes are reached to'
+            f" {self.recall:g} on average at least, by conformal risk control on {self.n_units} documents; there"
+            f" {1 - self.loss:.4f} were, with {self.share_evaluated:.3f} of the probes active."
         )
 
 
 def split(n: int, *, share: float = 0.5, seed: int = 0) -> tuple[Ints, Ints]:
-    """Numbers of the n documents that shape and of those that calibrate, at random: files are often in an order of their own."""
+    """Numbers of the n documents that shape and of those that calibrate, at random: files are often in an order of
+    their own.
+    """
     share = check_share("share", share, "the part of the documents that shapes, more than 0 and less than 1")
     seed = check_count("seed", seed)
     order = np.random.default_rng(seed).permutation(n)
@@ -196,12 +224,16 @@ def check_recall(recall: float) -> None:
     check_share("recall", recall, "give more than 0 and less than 1, such as 0.99 (1 cannot be shown from examples)")
 
 
-def calibrate_expansion(reach: Reach, documents: Sequence[Floats], *, recall: float, share: float = 0.5, seed: int = 0) -> Expansion:
-    """Expand thresholds that reach `recall` of a new document's firing probes on average. `documents`: scores of every probe `[T, P]` of each.
+def calibrate_expansion(
+    reach: Reach, documents: Sequence[Floats], *, recall: float, share: float = 0.5, seed: int = 0
+) -> Expansion:
+    """Expand thresholds that reach `recall` of a new document's firing probes on average. `documents`: scores of every
+    probe `[T, P]` of each.
 
-    `share` of the documents, chosen by `seed`, shape the family; the others calibrate. The alert thresholds must not come from the latter. Holds 4 bytes a
-    token and probe (the documents given) and half as much again. Raises `CalibrationError` where too few documents have something firing, saying how many are
-    needed, or where even opening every probe does not reach the recall.
+    `share` of the documents, chosen by `seed`, shape the family; the others calibrate. The alert thresholds must not
+    come from the latter. Holds 4 bytes a token and probe (the documents given) and half as much again. Raises
+    `CalibrationError` where too few documents have something firing, saying how many are needed, or where even opening
+    every probe does not reach the recall.
     """
     check_recall(recall)
     shaping, calibrating = split(len(documents), share=share, seed=seed)
@@ -225,25 +257,37 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
     n_units = len(found[0].losses)
     if not _within(0.0, n_units, recall):
         raise CalibrationError(
-            f"{n_units} documents with something firing are too few for a recall of {recall:g}: {documents_needed(recall)} are needed to calibrate on, and as "
-            "many again to shape the thresholds. Give more documents, or ask for less"
+            f"{n_units} documents with something firing are too few for a recall of {recall:g}:"
+            f" {documents_needed(recall)} are needed to calibrate on, and as many again to shape the thresholds. Give"
+            " more documents, or ask for less"
         )
     if not lowest_holds:
         raise CalibrationError(
-            f"with every probe expanded {found[0].losses.mean():.3g} of a document's firing probes are missed, more than a recall of {recall:g} allows: some have no parents "
-            "and are not at a base level. Add their level to base_layers"
+            f"with every probe expanded {found[0].losses.mean():.3g} of a document's firing probes are missed, more"
+            f" than a recall of {recall:g} allows: some have no parents and are not at a base level. Add their level to"
+            " base_layers"
         )
     step = _last(holds, 0, len(SLACKS))
     slack, result = SLACKS[step], found[step]
     return Expansion(
-        family.at(slack), recall, slack, len(shaping), len(calibrating), n_units, float(result.losses.mean()), result.share_evaluated, family.n_unknown,
+        family.at(slack),
+        recall,
+        slack,
+        len(shaping),
+        len(calibrating),
+        n_units,
+        float(result.losses.mean()),
+        result.share_evaluated,
+        family.n_unknown,
         reach.base_layers,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Recall of firing probes on documents: the mean over the `n_documents` in which something fires, with its interval, and over all `n_fired` pairs."""
+    """Recall of firing probes on documents: the mean over the `n_documents` in which something fires, with its
+    interval, and over all `n_fired` pairs.
+    """
 
     recall: float
     low: float
@@ -254,21 +298,36 @@ class Measured:
     share_evaluated: float
 
 
-def measure_expansion(reach: Reach, expand_threshold: Floats, documents: Sequence[Floats], *, confidence: float = 0.95) -> Measured:
-    """What thresholds reach on documents that they were not made from. The interval is Hoeffding's for means of numbers between 0 and 1
-    (`probemon.core.intervals.mean_interval`): it holds for independent documents, however few. Raises `CalibrationError` where nothing fires.
+def measure_expansion(
+    reach: Reach, expand_threshold: Floats, documents: Sequence[Floats], *, confidence: float = 0.95
+) -> Measured:
+    """What thresholds reach on documents that they were not made from. The interval is Hoeffding's for means of numbers
+    between 0 and 1 (`probemon.core.intervals.mean_interval`): it holds for independent documents, however few. Raises
+    `CalibrationError` where nothing fires.
     """
     found = reach.missed(expand_threshold, documents)
     losses, n_fired = found.losses, int(found.fired.sum())
     if not len(losses):
-        raise CalibrationError("nothing fires in these documents, so what is reached of it cannot be measured: give others, or more")
+        raise CalibrationError(
+            "nothing fires in these documents, so what is reached of it cannot be measured: give others, or more"
+        )
     recall = 1 - float(losses.mean())
     low, high = mean_interval(recall, len(losses), confidence)
-    return Measured(recall, float(low), float(high), 1 - int(found.missed.sum()) / n_fired, len(losses), n_fired, found.share_evaluated)
+    return Measured(
+        recall,
+        float(low),
+        float(high),
+        1 - int(found.missed.sum()) / n_fired,
+        len(losses),
+        n_fired,
+        found.share_evaluated,
+    )
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Documents in order, together as far as they are of `most` tokens, one at least: where each batch begins and stops."""
+    """Documents in order, together as far as they are of `most` tokens, one at least: where each batch begins and
+    stops.
+    """
     at = n = 0
     for i, length in enumerate(lengths):
         if i > at and n + length > most:

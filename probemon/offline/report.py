@@ -3,9 +3,10 @@
     path = write_report(Analysis.open("scores/"))                       # scores/report.html
     write_report(analysis, "mails.html", text_megabytes=60, overwrite=True)
 
-The file asks for nothing from anywhere. All it holds of the analysis is JSON, and its one script (`report_page/page.js`) puts that into
-the page as text. All documents are listed; the texts with their tokens are in it as far as the budget goes, those first that are the best
-of a concept, then the second best, and so on: so the heads of all lists can be read. Each text is a block of its own, read when it is opened.
+The file asks for nothing from anywhere. All it holds of the analysis is JSON, and its one script
+(`report_page/page.js`) puts that into the page as text. All documents are listed; the texts with their tokens are in it
+as far as the budget goes, those first that are the best of a concept, then the second best, and so on: so the heads of
+all lists can be read. Each text is a block of its own, read when it is opened.
 """
 
 from __future__ import annotations
@@ -42,16 +43,24 @@ _TOTALS = ("documents", "bad_documents", "tokens", "unseen", "rows", *_PER_DOCUM
 
 
 def write_report(
-    analysis: Analysis, out: str | os.PathLike[str] | None = None, *, text_megabytes: float = TEXT_MEGABYTES, max_pairs: int = MAX_PAIRS, overwrite: bool = False
-) -> Path:  # fmt: skip
+    analysis: Analysis,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    text_megabytes: float = TEXT_MEGABYTES,
+    max_pairs: int = MAX_PAIRS,
+    overwrite: bool = False,
+) -> Path:
     """Write the report of an analysis to a file, `report.html` in its folder if none is given, and return its path.
 
-    `text_megabytes` (10**6 bytes): for the texts with their tokens, at most; `max_pairs`: documents listed by concept, at most, the same number of
-    best ones for every concept. The rest of the file grows with concepts and documents (about 60 bytes each document). Raises `ConfigError` for a file
-    that is there (unless `overwrite`), and where it cannot be written.
+    `text_megabytes` (10**6 bytes): for the texts with their tokens, at most; `max_pairs`: documents listed by concept,
+    at most, the same number of best ones for every concept. The rest of the file grows with concepts and documents
+    (about 60 bytes each document). Raises `ConfigError` for a file that is there (unless `overwrite`), and where it
+    cannot be written.
     """
     target = analysis.directory / "report.html" if out is None else Path(out)
-    text_megabytes = check_number("text_megabytes", text_megabytes, low=0, remedy="give a number of megabytes, 0 for no texts")
+    text_megabytes = check_number(
+        "text_megabytes", text_megabytes, low=0, remedy="give a number of megabytes, 0 for no texts"
+    )
     max_pairs = check_count("max_pairs", max_pairs, remedy="give a whole number, 0 for no lists")
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: give the name of a file")
@@ -79,12 +88,23 @@ def embed(value: Any) -> str:
 
 def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
     folder = resources.files("probemon.offline") / "report_page"
-    page, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js"))
+    page, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js")
+    )
     # Not 'unsafe-inline': only this very script and style run, even where something got past the escaping.
-    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action"
+        " 'none'"
+    )
     json_blocks = [f'<script type="application/json" id="data">{embed(data)}</script>']
     json_blocks += [f'<script type="application/json" id="document-{d}">{blocks[d]}</script>' for d in sorted(blocks)]
-    parts = {"policy": policy, "title": html.escape(f"{data['title']} ({data['pack']})"), "style": style, "script": script, "data": "\n".join(json_blocks)}
+    parts = {
+        "policy": policy,
+        "title": html.escape(f"{data['title']} ({data['pack']})"),
+        "style": style,
+        "script": script,
+        "data": "\n".join(json_blocks),
+    }
     # In one pass: what is put in may itself look like a place to put something.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
@@ -97,13 +117,17 @@ def _replace(target: Path, text: str) -> None:
     """The file whole or not at all."""
     partial = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}-", delete=False) as stream:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}-", delete=False
+        ) as stream:
             partial = Path(stream.name)
             stream.write(text)
         partial.chmod(0o666 & ~_umask())
         os.replace(partial, target)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror}): give a name in a folder that is there and may be written") from error
+        raise ConfigError(
+            f"{target} cannot be written ({error.strerror}): give a name in a folder that is there and may be written"
+        ) from error
     finally:
         if partial is not None:
             with suppress(FileNotFoundError):
@@ -121,7 +145,9 @@ def _umask() -> int:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Documents by concept, best first: `ptr [P + 1]`, and `document`, `tokens` (over the floor), `highest` `[N]`; `rank [N]` within the concept."""
+    """Documents by concept, best first: `ptr [P + 1]`, and `document`, `tokens` (over the floor), `highest` `[N]`;
+    `rank [N]` within the concept.
+    """
 
     ptr: Ints
     document: Ints
@@ -134,7 +160,9 @@ class _Pairs:
         return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
 
     def best(self, at_most: int) -> tuple[_Pairs, int | None]:
-        """The pairs of rank under k, for the largest k that makes no more than `at_most`; and k, or None where that is all."""
+        """The pairs of rank under k, for the largest k that makes no more than `at_most`; and k, or None where that is
+        all.
+        """
         if len(self.rank) <= at_most:
             return self, None
         k = int(np.searchsorted(np.cumsum(np.bincount(self.rank)), at_most, side="right"))
@@ -159,7 +187,12 @@ class _Corpus:
 
     def numbers(self, column: Any) -> Ints:
         """Concept numbers of a column of ids."""
-        codes = [np.asarray([self.number[name] for name in chunk.dictionary.to_pylist()], dtype=np.int64)[chunk.indices.to_numpy()] for chunk in column.chunks]
+        codes = [
+            np.asarray([self.number[name] for name in chunk.dictionary.to_pylist()], dtype=np.int64)[
+                chunk.indices.to_numpy()
+            ]
+            for chunk in column.chunks
+        ]
         return np.concatenate([np.zeros(0, np.int64), *codes])
 
     @cached_property
@@ -175,45 +208,83 @@ class _Corpus:
     def page_data(self, max_pairs: int, texts: list[int]) -> dict[str, Any]:
         """What the page holds beside the texts."""
         identity, manifest, concepts = self.analysis.manifest["identity"], self.analysis.manifest, self.concepts
-        pack, host, floor, totals = identity["pack"]["name"], identity["host"], identity["floor"], {**dict.fromkeys(_TOTALS, 0), **manifest["totals"]}
+        pack, host, floor, totals = (
+            identity["pack"]["name"],
+            identity["host"],
+            identity["floor"],
+            {**dict.fromkeys(_TOTALS, 0), **manifest["totals"]},
+        )
         pairs, per_concept = self.pairs.best(max_pairs)
         reasons = {d: reason for d, reason in enumerate(self.documents.column("reason").to_pylist()) if reason}
         return {
-            "title": f"Concepts in {totals['documents']:,} document{'s' * (totals['documents'] != 1)}", "pack": pack, "floor": floor,
+            "title": f"Concepts in {totals['documents']:,} document{'s' * (totals['documents'] != 1)}",
+            "pack": pack,
+            "floor": floor,
             "watched": f"Probe pack {pack} on {host['model']} ({host['dtype']}, {host['device']})",
-            "totals": {name: totals[name] for name in _TOTALS}, "audit": str(Audit.of_totals(totals["audit"])) if "audit" in totals else "", "settings": [*_flat(identity), *_flat(manifest["environment"], "made with")], "made": {"per_concept": per_concept},
+            "totals": {name: totals[name] for name in _TOTALS},
+            "audit": str(Audit.of_totals(totals["audit"])) if "audit" in totals else "",
+            "settings": [*_flat(identity), *_flat(manifest["environment"], "made with")],
+            "made": {"per_concept": per_concept},
             "concepts": {
-                "id": concepts["concept"], "name": concepts["name"], "level": concepts["level"], "parents": self.parents,
-                "threshold": [round(value, 5) if math.isfinite(value) else None for value in concepts["alert_threshold"]],
-                "documents": concepts["n_documents"], "tokens": concepts["n_tokens"], "highest": [round(x, 4) for x in concepts["max_score"]],
+                "id": concepts["concept"],
+                "name": concepts["name"],
+                "level": concepts["level"],
+                "parents": self.parents,
+                "threshold": [
+                    round(value, 5) if math.isfinite(value) else None for value in concepts["alert_threshold"]
+                ],
+                "documents": concepts["n_documents"],
+                "tokens": concepts["n_tokens"],
+                "highest": [round(x, 4) for x in concepts["max_score"]],
                 "sum": [round(x, 4) for x in concepts["score_sum"]],
             },
             "documents": {
-                "id": self.documents.column("doc_id").to_pylist(), "tokens": self.counts("n_tokens").tolist(), "unseen": self.counts("n_unseen").tolist(),
-                "rows": self.counts("n_rows").tolist(), **{name: self.counts(name).tolist() for name in _PER_DOCUMENT},
-                "best": self.best_of_documents(), "reasons": reasons, "texts": texts,
+                "id": self.documents.column("doc_id").to_pylist(),
+                "tokens": self.counts("n_tokens").tolist(),
+                "unseen": self.counts("n_unseen").tolist(),
+                "rows": self.counts("n_rows").tolist(),
+                **{name: self.counts(name).tolist() for name in _PER_DOCUMENT},
+                "best": self.best_of_documents(),
+                "reasons": reasons,
+                "texts": texts,
             },
-            "pairs": {"ptr": pairs.ptr.tolist(), "document": pairs.document.tolist(), "tokens": pairs.tokens.tolist(), "highest": _thousandths(pairs.highest)},
+            "pairs": {
+                "ptr": pairs.ptr.tolist(),
+                "document": pairs.document.tolist(),
+                "tokens": pairs.tokens.tolist(),
+                "highest": _thousandths(pairs.highest),
+            },
             "heat": self.heat(),
-        }  # fmt: skip
+        }
 
     def heat(self) -> dict[str, Any]:
-        """Concepts over equal stretches of the input: tokens seen in each, tokens over the floor and highest score by concept (0 for one without any)."""
+        """Concepts over equal stretches of the input: tokens seen in each, tokens over the floor and highest score by
+        concept (0 for one without any).
+        """
         pairs, n, p = self.pairs, self.documents.num_rows, len(self.number)
         n_bins = min(n, BINS)
-        seen = np.bincount(np.arange(n) * n_bins // max(1, n), weights=self.counts("n_tokens") - self.counts("n_unseen"), minlength=n_bins)
+        seen = np.bincount(
+            np.arange(n) * n_bins // max(1, n),
+            weights=self.counts("n_tokens") - self.counts("n_unseen"),
+            minlength=n_bins,
+        )
         at = pairs.concept * n_bins + pairs.document * n_bins // max(1, n)
         tokens = np.bincount(at, weights=pairs.tokens, minlength=p * n_bins).astype(np.int64).reshape(p, n_bins)
         highest = np.zeros(p * n_bins, dtype=np.float32)
         np.maximum.at(highest, at, pairs.highest)
         fired = np.diff(pairs.ptr) > 0
         return {
-            "seen": seen.astype(np.int64).tolist(), "tokens": [row.tolist() if some else 0 for row, some in zip(tokens, fired, strict=True)],
-            "highest": [_thousandths(row) if some else 0 for row, some in zip(highest.reshape(p, n_bins), fired, strict=True)],
-        }  # fmt: skip
+            "seen": seen.astype(np.int64).tolist(),
+            "tokens": [row.tolist() if some else 0 for row, some in zip(tokens, fired, strict=True)],
+            "highest": [
+                _thousandths(row) if some else 0 for row, some in zip(highest.reshape(p, n_bins), fired, strict=True)
+            ],
+        }
 
     def best_of_documents(self) -> list[list[int]]:
-        """Of each document the concepts that exceed their threshold most (in logits; without one, by score), none above or below a stronger one."""
+        """Of each document the concepts that exceed their threshold most (in logits; without one, by score), none above
+        or below a stronger one.
+        """
         pairs, found = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
         strength = _strength(pairs.highest, np.asarray(self.concepts["alert_threshold"], dtype=np.float64)[concept])
@@ -252,9 +323,14 @@ def _flat(value: Any, where: str = "") -> list[tuple[str, str]]:
 
 
 def _within(corpus: _Corpus, budget: int) -> Iterator[tuple[int, str]]:
-    """Blocks of documents, as many as there is room for, in the order in which they are wanted; one that is too large is passed over."""
+    """Blocks of documents, as many as there is room for, in the order in which they are wanted; one that is too large
+    is passed over.
+    """
     order = _wanted(corpus)
-    text_bytes, n_rows = np.asarray([0 if text is None else len(text.encode()) for text in corpus.documents.column("text").to_pylist()]), corpus.counts("n_rows")
+    text_bytes, n_rows = (
+        np.asarray([0 if text is None else len(text.encode()) for text in corpus.documents.column("text").to_pylist()]),
+        corpus.counts("n_rows"),
+    )
     at_least = text_bytes + 4 * n_rows  # what a block cannot be smaller than, to not make many in vain
     room, tried = budget, set[int]()
     for d in order:
@@ -269,7 +345,9 @@ def _within(corpus: _Corpus, budget: int) -> Iterator[tuple[int, str]]:
 
 
 def _wanted(corpus: _Corpus) -> Ints:
-    """Scored documents, by the best place that they have among the documents of any concept, then in the order of the input."""
+    """Scored documents, by the best place that they have among the documents of any concept, then in the order of the
+    input.
+    """
     n = corpus.documents.num_rows
     place = np.full(n, np.iinfo(np.int64).max)
     np.minimum.at(place, corpus.pairs.document, corpus.pairs.rank)
@@ -286,22 +364,43 @@ def _blocks(corpus: _Corpus, documents: set[int]) -> Iterator[tuple[int, str]]:
         wanted = sorted(documents.intersection(range(shard["first"], shard["first"] + shard["n_documents"])))
         if not wanted:
             continue
-        table = Analysis(analysis.directory, {**analysis.manifest, "shards": [shard]}).scores(columns=[*plain, "token", "concept"])
-        columns = {name: table.column(name).to_numpy() for name in plain} | {"concept": corpus.numbers(table.column("concept"))}
+        table = Analysis(analysis.directory, {**analysis.manifest, "shards": [shard]}).scores(
+            columns=[*plain, "token", "concept"]
+        )
+        columns = {name: table.column(name).to_numpy() for name in plain} | {
+            "concept": corpus.numbers(table.column("concept"))
+        }
         for d in wanted:
             begin, end = np.searchsorted(columns["document"], [d, d + 1])
             words = table.column("token").slice(begin, end - begin)
-            yield d, embed(_block(texts[d].as_py(), words, **{name: values[begin:end] for name, values in columns.items() if name != "document"}))
+            yield (
+                d,
+                embed(
+                    _block(
+                        texts[d].as_py(),
+                        words,
+                        **{name: values[begin:end] for name, values in columns.items() if name != "document"},
+                    )
+                ),
+            )
 
 
-def _block(text: str | None, words: Any, *, position: Ints, start: Ints, end: Ints, token_id: Ints, concept: Ints, score: Any) -> dict[str, Any]:
-    """A document for the page, of its rows: `t` its text; of each token over the floor `p` its position and `s` its start in the text, as steps from the
-    token before, `l` its length, `n` its rows; of each row `c` the concept and `v` the score. Where tokens cannot be shown in the text: `w` their own texts, `i` their ids."""
+def _block(
+    text: str | None, words: Any, *, position: Ints, start: Ints, end: Ints, token_id: Ints, concept: Ints, score: Any
+) -> dict[str, Any]:
+    """A document for the page, of its rows: `t` its text; of each token over the floor `p` its position and `s` its
+    start in the text, as steps from the token before, `l` its length, `n` its rows; of each row `c` the concept and `v`
+    the score. Where tokens cannot be shown in the text: `w` their own texts, `i` their ids.
+    """
     first = np.flatnonzero(np.diff(position, prepend=-1))
     start, end = start[first].astype(np.int64), end[first].astype(np.int64)
     whole = {
-        "t": text, "p": np.diff(position[first], prepend=0).tolist(), "n": np.diff(np.append(first, len(position))).tolist(), "c": concept.tolist(), "v": _thousandths(score),
-    }  # fmt: skip
+        "t": text,
+        "p": np.diff(position[first], prepend=0).tolist(),
+        "n": np.diff(np.append(first, len(position))).tolist(),
+        "c": concept.tolist(),
+        "v": _thousandths(score),
+    }
     if text is None or (start < 0).any():
         return {**whole, "w": [words[int(i)].as_py() for i in first], "i": token_id[first].tolist()}
     start, end = _utf16(text, start), _utf16(text, end)

@@ -1,13 +1,14 @@
 """Texts to tokens, long ones to windows, windows to batches: the plan of a corpus, fixed by its documents alone.
 
     tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
-    windows = cut(tokens, place=0, window=Window(1024, 128))        # the first scores all its tokens, the next those after the overlap
+    # the first scores all its tokens, the next those after the overlap
+    windows = cut(tokens, place=0, window=Window(1024, 128))
     for rows in batches(windows, max_tokens=8192, max_rows=64): ...  # of like length, the longest first
     for shard in shards(documents): shard.index, shard.documents, shard.digest
 
-Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a text begin
-every window and are not scored; those that it puts after a text end every window where a host's states depend on what follows, and
-are left out where none does.
+Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a
+text begin every window and are not scored; those that it puts after a text end every window where a host's states
+depend on what follows, and are left out where none does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SPECIAL = ("bos", "tokenizer", "none")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and the special tokens before and after it."""
+    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and
+    the special tokens before and after it.
+    """
 
     ids: Ints
     start: Ints
@@ -45,24 +48,32 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Window:
-    """Longest input of the host, in tokens with special ones, and by how many tokens the windows of a longer document overlap."""
+    """Longest input of the host, in tokens with special ones, and by how many tokens the windows of a longer document
+    overlap.
+    """
 
     n_tokens: int = 1024
     overlap: int = 128
 
     def __post_init__(self) -> None:
         for name in ("n_tokens", "overlap"):
-            object.__setattr__(self, name, check_count(f"window {name}", getattr(self, name), remedy="give a whole number of tokens"))
+            object.__setattr__(
+                self, name, check_count(f"window {name}", getattr(self, name), remedy="give a whole number of tokens")
+            )
         if self.n_tokens < 2 * self.overlap or self.n_tokens < 2:
-            raise ConfigError(f"windows of {self.n_tokens} tokens that overlap by {self.overlap}: give an overlap of at most half a window")
+            raise ConfigError(
+                f"windows of {self.n_tokens} tokens that overlap by {self.overlap}: give an overlap of at most half a"
+                " window"
+            )
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents become batches. `window` None: of 1024 tokens, or what the host can take, an eighth of it overlapping.
+    """How documents become batches. `window` None: of 1024 tokens, or what the host can take, an eighth of it
+    overlapping.
 
-    `batch_tokens`: of a batch, with padding; `special_tokens`: what stands before a text, "bos", "tokenizer" or "none"; `parse_special`: whether
-    special tokens written in a text are such.
+    `batch_tokens`: of a batch, with padding; `special_tokens`: what stands before a text, "bos", "tokenizer" or "none";
+    `parse_special`: whether special tokens written in a text are such.
     """
 
     window: Window | None = None
@@ -78,7 +89,9 @@ class Reading:
             raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
 
     def window_for(self, name: str, longest: int | None) -> Window:
-        """The window for a host of a name that takes so many tokens. Raises `ConfigError` where that is less than was asked for."""
+        """The window for a host of a name that takes so many tokens. Raises `ConfigError` where that is less than was
+        asked for.
+        """
         if self.window is None:
             n_tokens = min(1024, 1024 if longest is None else longest)
             return Window(n_tokens, n_tokens // 8)
@@ -89,7 +102,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Piece:
-    """One input of the host: tokens `begin` to `stop` of the shard's document `place`, of which those from `scored` on are scored here."""
+    """One input of the host: tokens `begin` to `stop` of the shard's document `place`, of which those from `scored` on
+    are scored here.
+    """
 
     place: int
     begin: int
@@ -120,18 +135,26 @@ class Shard:
         return sha.hexdigest()
 
 
-def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False) -> Tokens:
+def encode(
+    tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False
+) -> Tokens:
     """Tokens of a text.
 
-    `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it adds none its
-    beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
-    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters. `after`: with those that the tokenizer puts after it.
+    `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
+    adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
+    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters. `after`: with those that the
+    tokenizer puts after it.
     """
     fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
     found = tokenizer(
-        text, add_special_tokens=added, split_special_tokens=not parse_special, return_offsets_mapping=fast,
-        return_attention_mask=False, truncation=False, verbose=False,
-    )  # fmt: skip
+        text,
+        add_special_tokens=added,
+        split_special_tokens=not parse_special,
+        return_offsets_mapping=fast,
+        return_attention_mask=False,
+        truncation=False,
+        verbose=False,
+    )
     ids = np.asarray(found["input_ids"], dtype=np.int64)
     before, behind = _added(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
@@ -147,9 +170,19 @@ def encode(tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_spec
 
 
 def _added(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer puts before a text, and after it: seen on one that it does not leave out, as it may do with letters that it has not."""
+    """The special tokens that a tokenizer puts before a text, and after it: seen on one that it does not leave out, as
+    it may do with letters that it has not.
+    """
     for sample in ("a", "A", "0", ".", text):
-        bare, whole = ([int(i) for i in tokenizer(sample, add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]] for add in (False, True))
+        bare, whole = (
+            [
+                int(i)
+                for i in tokenizer(sample, add_special_tokens=add, return_attention_mask=False, verbose=False)[
+                    "input_ids"
+                ]
+            ]
+            for add in (False, True)
+        )
         at = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
         if bare and len(at) == 1:
             return tuple(whole[: at[0]]), tuple(whole[at[0] + len(bare) :])
@@ -163,7 +196,10 @@ def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
     n_prefix, n_suffix, n = len(tokens.prefix), len(tokens.suffix), len(tokens)
     room = window.n_tokens - n_prefix - n_suffix
     if room <= window.overlap:
-        raise ConfigError(f"windows of {window.n_tokens} tokens have {n_prefix + n_suffix} special ones and overlap by {window.overlap}: nothing is left")
+        raise ConfigError(
+            f"windows of {window.n_tokens} tokens have {n_prefix + n_suffix} special ones and overlap by"
+            f" {window.overlap}: nothing is left"
+        )
     pieces, begin, scored = [], 0, 0
     while scored < n:
         stop = min(begin + room, n)
@@ -173,14 +209,20 @@ def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
 
 
 def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
-    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is longer stands alone.
+    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is
+    longer stands alone.
 
     `padded`: whether pieces of different lengths may share a batch.
     """
     found: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
-        if not found or len(found[-1]) == max_rows or (len(found[-1]) + 1) * longest > max_tokens or not (padded or len(piece) == longest):
+        if (
+            not found
+            or len(found[-1]) == max_rows
+            or (len(found[-1]) + 1) * longest > max_tokens
+            or not (padded or len(piece) == longest)
+        ):
             found.append([])
             longest = len(piece)
         found[-1].append(piece)
@@ -188,7 +230,9 @@ def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: 
 
 
 def shards(documents: Iterable[Document]) -> Iterator[Shard]:
-    """Documents in shards, in order: `SHARD_DOCUMENTS`, or fewer where they have over `SHARD_CHARS` characters together."""
+    """Documents in shards, in order: `SHARD_DOCUMENTS`, or fewer where they have over `SHARD_CHARS` characters
+    together.
+    """
     index, held, n_chars = 0, list[Document](), 0
     for document in documents:
         if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.text) > SHARD_CHARS):

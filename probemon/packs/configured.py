@@ -1,8 +1,8 @@
 """A pack with the settings and thresholds that hold for it.
 
-    part = ConfiguredPack.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
-    plan = part.plan_with(["weapon"])
-    parts = configure_group(group, {"keep_top_k": 20})    # of several packs, each its own
+part = ConfiguredPack.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
+plan = part.plan_with(["weapon"])
+parts = configure_group(group, {"keep_top_k": 20})    # of several packs, each its own
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ class ConfiguredPack:
     @classmethod
     def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> ConfiguredPack:
         """With the pack's recommendation for what is not given. Raises `ConfigError` (`UnknownSetting` for a typo)."""
-        recommended = {name: value for name, value in pack.recommended.items() if name != "load_threshold"}  # that one is what "auto" means
+        recommended = {
+            name: value for name, value in pack.recommended.items() if name != "load_threshold"
+        }  # that one is what "auto" means
         config = CascadeConfig.of({**recommended, **settings})
         thresholds = expand_thresholds(
-            pack.tree, pack.score_rule, config.load_threshold, pack.alert_threshold.numpy(), pack.expand_threshold.numpy(),
+            pack.tree,
+            pack.score_rule,
+            config.load_threshold,
+            pack.alert_threshold.numpy(),
+            pack.expand_threshold.numpy(),
             pack.recommended.get("load_threshold"),
-        )  # fmt: skip
+        )
         return cls(pack, config, thresholds)
 
     def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
@@ -46,7 +52,9 @@ class ConfiguredPack:
 
 
 def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:
-    """Every pack of a group with the settings given; `always_on` names concepts of the group. An error says of which pack it is."""
+    """Every pack of a group with the settings given; `always_on` names concepts of the group. An error says of which
+    pack it is.
+    """
     always_on = CascadeConfig.of(settings).always_on
     own = group.split([group.find(concept) for concept in always_on])
     made = []

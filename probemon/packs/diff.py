@@ -1,8 +1,8 @@
 """What differs between two packs, by concept id.
 
-    found = pack_diff(before, after)
-    found.same, found.only_in_a, found.changed["whale"]      # {"weights": 0.25, "parents": [...], ...}
-    print(found)
+found = pack_diff(before, after)
+found.same, found.only_in_a, found.changed["whale"]      # {"weights": 0.25, "parents": [...], ...}
+print(found)
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _FIELDS = ("name", "level", "parents", "definition")
 
 @dataclass(frozen=True)
 class PackDiff:
-    """`only_in_a`, `only_in_b`: ids. `changed`: by id, what differs: `weights` (the largest difference of a weight or bias), thresholds as `[in a, in b]` (None:
-    not calibrated), `input`, `name`, `level`, `parents`, `definition`. `about`: of the packs as a whole, `[in a, in b]` by key. `n_same`: concepts alike in all."""
+    """`only_in_a`, `only_in_b`: ids. `changed`: by id, what differs: `weights` (the largest difference of a weight or
+    bias), thresholds as `[in a, in b]` (None: not calibrated), `input`, `name`, `level`, `parents`, `definition`.
+    `about`: of the packs as a whole, `[in a, in b]` by key. `n_same`: concepts alike in all.
+    """
 
     names: tuple[str, str]
     only_in_a: list[str]
@@ -44,9 +46,15 @@ class PackDiff:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "a": self.names[0], "b": self.names[1], "same": self.same, "n_same": self.n_same, "only_in_a": self.only_in_a, "only_in_b": self.only_in_b, "changed": self.changed,
+            "a": self.names[0],
+            "b": self.names[1],
+            "same": self.same,
+            "n_same": self.n_same,
+            "only_in_a": self.only_in_a,
+            "only_in_b": self.only_in_b,
+            "changed": self.changed,
             "about": self.about,
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in self.about.items()]
@@ -56,33 +64,49 @@ class PackDiff:
         kinds = sorted({kind for changes in self.changed.values() for kind in changes})
         for kind in kinds:
             ids = [concept for concept, changes in self.changed.items() if kind in changes]
-            worst = f", by at most {max(self.changed[concept][kind] for concept in ids):.3g}" if kind == "weights" else ""
+            worst = (
+                f", by at most {max(self.changed[concept][kind] for concept in ids):.3g}" if kind == "weights" else ""
+            )
             lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {_some(ids)}")
         return "\n".join([*lines, f"{self.n_same} concepts are alike"])
 
 
 def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
-    """Compare two packs concept by concept. Probes of different shapes are compared as ones of the shape that has room for both.
+    """Compare two packs concept by concept. Probes of different shapes are compared as ones of the shape that has room
+    for both.
 
-    Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where int8 is compared with another dtype, or states of
-    different sizes are read: no weight has a counterpart then.
+    Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where
+    int8 is compared with another dtype, or states of different sizes are read: no weight has a counterpart then.
     """
     sizes = [opened(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
-        raise PackError(f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no weight of one has a counterpart in the other")
+        raise PackError(
+            f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no"
+            " weight of one has a counterpart in the other"
+        )
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
-        raise PackError(f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8 pack was made from")
+        raise PackError(
+            f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8"
+            " pack was made from"
+        )
     architecture = common([a.architecture, b.architecture])
     at = {concept["id"]: i for i, concept in enumerate(b.concepts)}
     shared = [(i, at[concept["id"]]) for i, concept in enumerate(a.concepts) if concept["id"] in at]
     ours = {concept["id"] for concept in a.concepts}
-    thresholds = {"alert_threshold": (a.alert_threshold, b.alert_threshold), "expand_threshold": (a.expand_threshold, b.expand_threshold)}
+    thresholds = {
+        "alert_threshold": (a.alert_threshold, b.alert_threshold),
+        "expand_threshold": (a.expand_threshold, b.expand_threshold),
+    }
     for name in sorted({*a.aggregated, *b.aggregated}):
         thresholds[f"alert_threshold:{name}"] = (_thresholds(a, name), _thresholds(b, name))
     changed: dict[str, dict[str, Any]] = {}
     for i, j in shared:
         before, after = a.concepts[i], b.concepts[j]
-        found: dict[str, Any] = {key: [before.get(key), after.get(key)] for key in _FIELDS if _plain(before.get(key)) != _plain(after.get(key))}
+        found: dict[str, Any] = {
+            key: [before.get(key), after.get(key)]
+            for key in _FIELDS
+            if _plain(before.get(key)) != _plain(after.get(key))
+        }
         inputs = [a.inputs[int(a.input_index[i])].as_dict(), b.inputs[int(b.input_index[j])].as_dict()]
         if inputs[0] != inputs[1]:
             found["input"] = inputs
@@ -90,7 +114,11 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
             pair = [_number(first[i]), _number(second[j])]
             if pair[0] != pair[1]:
                 found[key] = pair
-        largest = _largest({key: tensor[i : i + 1] for key, tensor in a.weights.items()}, {key: tensor[j : j + 1] for key, tensor in b.weights.items()}, architecture)
+        largest = _largest(
+            {key: tensor[i : i + 1] for key, tensor in a.weights.items()},
+            {key: tensor[j : j + 1] for key, tensor in b.weights.items()},
+            architecture,
+        )
         if largest:
             found["weights"] = largest
         if found:
@@ -101,7 +129,14 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
         if pair[0] != pair[1]:
             about[key] = pair
     only_b = [concept["id"] for concept in b.concepts if concept["id"] not in ours]
-    return PackDiff((a.name, b.name), [concept["id"] for concept in a.concepts if concept["id"] not in at], only_b, changed, about, len(shared) - len(changed))
+    return PackDiff(
+        (a.name, b.name),
+        [concept["id"] for concept in a.concepts if concept["id"] not in at],
+        only_b,
+        changed,
+        about,
+        len(shared) - len(changed),
+    )
 
 
 def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any) -> float:

@@ -5,8 +5,9 @@
     subset(pack, "whales/", ["whale"])                            # with all above it and all below
     rename(pack, "mine/", name="mine", concepts={"whale.n.02": {"id": "whale"}})
 
-A pack is never changed in place. What was measured of a pack is kept with it, as a parent in the new one's provenance, and stands under `quality`
-only where the new one is still what was measured. Weights are copied in blocks, so that a pack larger than memory can be edited.
+A pack is never changed in place. What was measured of a pack is kept with it, as a parent in the new one's provenance,
+and stands under `quality` only where the new one is still what was measured. Weights are copied in blocks, so that a
+pack larger than memory can be edited.
 """
 
 from __future__ import annotations
@@ -37,19 +38,27 @@ from probemon.packs.writer import PackWriter, check_target
 _SHOWN = 5
 # Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
 _TOGETHER: dict[str, Callable[[list[Any]], Any]] = {
-    "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min, "report_top_k": max,
+    "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
+    "report_top_k": max,
     "max_rounds": lambda rounds: None if None in rounds else max(rounds),
 }  # fmt: skip
 
 
 def merge(
-    packs: Sequence[ProbePack] | Mapping[str, ProbePack], path: str | Path, *, name: str, card: str | None = None, overwrite: bool = False
+    packs: Sequence[ProbePack] | Mapping[str, ProbePack],
+    path: str | Path,
+    *,
+    name: str,
+    card: str | None = None,
+    overwrite: bool = False,
 ) -> ProbePack:
     """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a descent of one alone begins with and opens is
-    begun with and opened: room adds up, `max_rounds` is the largest, and where packs descend by unlike rules, each keeps its own as expand thresholds. Raises
-    `PackError` where dtypes, score rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
+    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a
+    descent of one alone begins with and opens is begun with and opened: room adds up, `max_rounds` is the largest, and
+    where packs descend by unlike rules, each keeps its own as expand thresholds. Raises `PackError` where dtypes, score
+    rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not
+    work as recommended.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -63,7 +72,9 @@ def merge(
         found = {str(getattr(pack, what)): pack.name for pack in all_packs}
         if len(found) > 1:
             told = ", ".join(f"{value} ({pack_name})" for value, pack_name in found.items())
-            raise PackError(f"{what} differs: {told}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])")
+            raise PackError(
+                f"{what} differs: {told}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])"
+            )
     architecture = common([pack.architecture for pack in all_packs])
     concepts: list[dict[str, Any]] = []
     for prefix, pack in named:
@@ -72,26 +83,49 @@ def merge(
     twice = sorted({str(concept) for concept, n in zip(*np.unique(ids, return_counts=True), strict=True) if n > 1})
     if twice:
         raise PackError(
-            f"{len(twice)} ids are in more than one pack ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): "
-            'name the packs, merge({"a": first, "b": second}) or --prefix, and ids become a:id'
+            f"{len(twice)} ids are in more than one pack"
+            f" ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): name the packs,"
+            ' merge({"a": first, "b": second}) or --prefix, and ids become a:id'
         )
     specs = list(dict.fromkeys(spec for pack in all_packs for spec in pack.inputs))
-    index = torch.cat([torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu")[pack.input_index] for pack in all_packs])
+    index = torch.cat(
+        [
+            torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu")[pack.input_index]
+            for pack in all_packs
+        ]
+    )
     aggregators = dict.fromkeys(key for pack in all_packs for key in pack.aggregated)
     unknown = [torch.full_like(pack.alert_threshold, float("nan")) for pack in all_packs]
     recommended, expand = _together(named)
     licences = list(dict.fromkeys(pack.manifest["licence"] for pack in all_packs))
     with PackWriter(
-        path, name=name, concepts=concepts, architecture=architecture, dtype=all_packs[0].dtype, score_rule=all_packs[0].score_rule,
-        inputs=[spec.as_dict() for spec in specs], host=_one_host(all_packs), licence=" AND ".join(licences),
-        card=card or card_of(name, "Merged from", all_packs), input_index=index,
-        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]), expand_threshold=expand,
+        path,
+        name=name,
+        concepts=concepts,
+        architecture=architecture,
+        dtype=all_packs[0].dtype,
+        score_rule=all_packs[0].score_rule,
+        inputs=[spec.as_dict() for spec in specs],
+        host=_one_host(all_packs),
+        licence=" AND ".join(licences),
+        card=card or card_of(name, "Merged from", all_packs),
+        input_index=index,
+        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]),
+        expand_threshold=expand,
         aggregated={
-            key: torch.cat([pack.thresholds_for(key) if key in pack.aggregated else nan for pack, nan in zip(all_packs, unknown, strict=True)]) for key in aggregators
+            key: torch.cat(
+                [
+                    pack.thresholds_for(key) if key in pack.aggregated else nan
+                    for pack, nan in zip(all_packs, unknown, strict=True)
+                ]
+            )
+            for key in aggregators
         },
-        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))), recommended=recommended,
-        provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]), overwrite=overwrite,
-    ) as writer:  # fmt: skip
+        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))),
+        recommended=recommended,
+        provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]),
+        overwrite=overwrite,
+    ) as writer:
         at = 0
         for pack in all_packs:
             for start, block in pack.blocks():
@@ -101,12 +135,20 @@ def merge(
 
 
 def subset(
-    pack: ProbePack, path: str | Path, concepts: Sequence[Wanted], *, above: bool = True, below: bool = True, name: str | None = None, overwrite: bool = False
+    pack: ProbePack,
+    path: str | Path,
+    concepts: Sequence[Wanted],
+    *,
+    above: bool = True,
+    below: bool = True,
+    name: str | None = None,
+    overwrite: bool = False,
 ) -> ProbePack:
     """A pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
 
-    Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its score would then be
-    another one, so that is refused. Thresholds stay: a concept is opened by the parents that open it in the whole pack. Raises `UnknownConcept`, `PackError`.
+    Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its
+    score would then be another one, so that is refused. Thresholds stay: a concept is opened by the parents that open
+    it in the whole pack. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
     pack = opened(pack)
@@ -122,17 +164,27 @@ def subset(
         kept |= {int(parent) for probe in tuple(kept) for parent in _reached(probe, pack.tree.parents)}
     orphans = [probe for probe in sorted(kept) if not set(pack.tree.parents(probe).tolist()) <= kept]
     if orphans and pack.score_rule == "path":
-        raise PackError(f"{pack.concepts[orphans[0]]['id']!r} would be without a parent, and its score is a product along its path: keep what is above")
+        raise PackError(
+            f"{pack.concepts[orphans[0]]['id']!r} would be without a parent, and its score is a product along its path:"
+            " keep what is above"
+        )
     probes = np.asarray(sorted(kept), dtype=np.int64)
     ids = {pack.concepts[probe]["id"] for probe in kept}
     lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
     recommended = {**pack.recommended, **always_on(pack, ids)}
     layers = recommended.pop("base_layers", CascadeConfig.base_layers)
     base = [level for level in layers if level in pack.tree.level[probes]]
-    elsewhere = bool(orphans) or not base  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
+    elsewhere = (
+        bool(orphans) or not base
+    )  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
     if not elsewhere and "base_layers" in pack.recommended:
         recommended["base_layers"] = base
-    _, always = starting_probes(pack.tree, pack.score_rule == "path", layers, [pack.find(concept) for concept in pack.recommended.get("always_on", ())])
+    _, always = starting_probes(
+        pack.tree,
+        pack.score_rule == "path",
+        layers,
+        [pack.find(concept) for concept in pack.recommended.get("always_on", ())],
+    )
     always[orphans] = True  # another parent, which is left out, could open it
     on = list(recommended.get("always_on", []))
     for line, probe in zip(lines, probes.tolist(), strict=True):
@@ -144,17 +196,32 @@ def subset(
         recommended["always_on"] = list(dict.fromkeys(on))
     at = torch.from_numpy(probes)
     return copy_pack(
-        pack, path, name or f"{pack.name}-subset", lines, "Cut out of", made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
-        probes=probes, overwrite=overwrite,
-        alert_threshold=pack.alert_threshold[at], expand_threshold=pack.expand_threshold[at], aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated}, input_index=pack.input_index[at],
+        pack,
+        path,
+        name or f"{pack.name}-subset",
+        lines,
+        "Cut out of",
+        made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
+        probes=probes,
+        overwrite=overwrite,
+        alert_threshold=pack.alert_threshold[at],
+        expand_threshold=pack.expand_threshold[at],
+        aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated},
+        input_index=pack.input_index[at],
         recommended=recommended,
-    )  # fmt: skip
+    )
 
 
 def rename(
-    pack: ProbePack, path: str | Path, *, name: str | None = None, concepts: Mapping[str, str | Mapping[str, str]] | None = None, overwrite: bool = False
+    pack: ProbePack,
+    path: str | Path,
+    *,
+    name: str | None = None,
+    concepts: Mapping[str, str | Mapping[str, str]] | None = None,
+    overwrite: bool = False,
 ) -> ProbePack:
-    """The same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or `{"id": ..., "name": ...}`.
+    """The same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or `{"id": ...,
+    "name": ...}`.
 
     Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
     """
@@ -169,8 +236,15 @@ def rename(
     for concept, given in (concepts or {}).items():
         line = lines[pack.find(concept)]
         change = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
-        if not change or set(change) - {"id", "name"} or not all(isinstance(value, str) and value for value in change.values()):
-            raise PackError(f'{concept!r} becomes {given!r}: give its new name, or {{"id": ..., "name": ...}}, texts that are not empty')
+        if (
+            not change
+            or set(change) - {"id", "name"}
+            or not all(isinstance(value, str) and value for value in change.values())
+        ):
+            raise PackError(
+                f'{concept!r} becomes {given!r}: give its new name, or {{"id": ..., "name": ...}}, texts that are not'
+                " empty"
+            )
         new_ids[line["id"]] = change.get("id", line["id"])
         line.update(change)
     ids = [line["id"] for line in lines]
@@ -181,37 +255,80 @@ def rename(
         line["parents"] = [new_ids.get(parent, parent) for parent in line["parents"]]
     changed = {old: new for old, new in new_ids.items() if old != new}
     return copy_pack(
-        pack, path, name or pack.name, lines, "Renamed from", made_by("rename", [pack], ids=changed), overwrite=overwrite, alert_threshold=pack.alert_threshold,
-        expand_threshold=pack.expand_threshold, aggregated={key: pack.thresholds_for(key) for key in pack.aggregated}, input_index=pack.input_index,
+        pack,
+        path,
+        name or pack.name,
+        lines,
+        "Renamed from",
+        made_by("rename", [pack], ids=changed),
+        overwrite=overwrite,
+        alert_threshold=pack.alert_threshold,
+        expand_threshold=pack.expand_threshold,
+        aggregated={key: pack.thresholds_for(key) for key in pack.aggregated},
+        input_index=pack.input_index,
         recommended={**pack.recommended, **always_on(pack, renamed=new_ids)},
         quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
-    )  # fmt: skip
+    )
 
 
 def opened(pack: object) -> ProbePack:
     """The same. Raises `PackError` for what is no pack, such as its path."""
     if not isinstance(pack, ProbePack):
-        raise PackError(f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or ProbePack.from_pretrained(name)")
+        raise PackError(
+            f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or"
+            " ProbePack.from_pretrained(name)"
+        )
     return pack
 
 
 def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:
     """Provenance of a pack that was made of others: each with its name, hashes, provenance and quality."""
     parents = [
-        {"name": pack.name, "sha256": pack.manifest["files"][PROBES]["sha256"], "provenance": pack.manifest.get("provenance") or {}, "quality": pack.manifest.get("quality") or {}}
+        {
+            "name": pack.name,
+            "sha256": pack.manifest["files"][PROBES]["sha256"],
+            "provenance": pack.manifest.get("provenance") or {},
+            "quality": pack.manifest.get("quality") or {},
+        }
         for pack in packs
     ]
-    return {"made_by": f"probemon.packs.edit.{operation}", "how": how, "parents": parents, "versions": {"probemon": version("probemon"), "torch": torch.__version__}}
+    return {
+        "made_by": f"probemon.packs.edit.{operation}",
+        "how": how,
+        "parents": parents,
+        "versions": {"probemon": version("probemon"), "torch": torch.__version__},
+    }
 
 
 def copy_pack(
-    pack: ProbePack, path: str | Path, name: str, lines: Sequence[Mapping[str, Any]], how: str, provenance: Mapping[str, Any], *, probes: Ints | None = None, **rest: Any
-) -> ProbePack:  # fmt: skip
-    """Some `probes` of a pack (all) as another pack, concept `i` being `lines[i]`. `how` begins its card; `rest`: thresholds and what else `PackWriter` takes."""
+    pack: ProbePack,
+    path: str | Path,
+    name: str,
+    lines: Sequence[Mapping[str, Any]],
+    how: str,
+    provenance: Mapping[str, Any],
+    *,
+    probes: Ints | None = None,
+    **rest: Any,
+) -> ProbePack:
+    """Some `probes` of a pack (all) as another pack, concept `i` being `lines[i]`. `how` begins its card; `rest`:
+    thresholds and what else `PackWriter` takes.
+    """
     with PackWriter(
-        path, name=name, concepts=lines, architecture=pack.architecture, dtype=pack.dtype, score_rule=pack.score_rule, inputs=[spec.as_dict() for spec in pack.inputs],
-        host=pack.manifest["host"], licence=pack.manifest["licence"], card=card_of(name, how, [pack]), golden_hidden=pack.golden_hidden, provenance=provenance, **rest,
-    ) as writer:  # fmt: skip
+        path,
+        name=name,
+        concepts=lines,
+        architecture=pack.architecture,
+        dtype=pack.dtype,
+        score_rule=pack.score_rule,
+        inputs=[spec.as_dict() for spec in pack.inputs],
+        host=pack.manifest["host"],
+        licence=pack.manifest["licence"],
+        card=card_of(name, how, [pack]),
+        golden_hidden=pack.golden_hidden,
+        provenance=provenance,
+        **rest,
+    ) as writer:
         for start, block in pack.blocks(probes):
             writer.put_slice(start, block)
     return writer.pack
@@ -220,7 +337,14 @@ def copy_pack(
 def _qualified(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
     if not prefix:
         return [dict(concept) for concept in pack.concepts]
-    return [{**concept, "id": f"{prefix}:{concept['id']}", "parents": [f"{prefix}:{parent}" for parent in concept["parents"]]} for concept in pack.concepts]
+    return [
+        {
+            **concept,
+            "id": f"{prefix}:{concept['id']}",
+            "parents": [f"{prefix}:{parent}" for parent in concept["parents"]],
+        }
+        for concept in pack.concepts
+    ]
 
 
 def _reached(probe: int, neighbours: Any) -> set[int]:
@@ -241,13 +365,18 @@ def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
     for pack in packs:
         for key, value in pack.manifest["host"].items():
             if host.setdefault(key, value) != value and value is not None and host[key] is not None:
-                raise PackError(f"the packs are for different hosts: {key} is {host[key]!r} and {value!r} ({pack.name}). A pack has one host")
+                raise PackError(
+                    f"the packs are for different hosts: {key} is {host[key]!r} and {value!r} ({pack.name}). A pack has"
+                    " one host"
+                )
             host[key] = value if host[key] is None else host[key]
     return host
 
 
 def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
-    """States of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn. None where one has no states."""
+    """States of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn. None
+    where one has no states.
+    """
     states: dict[str, list[Tensor]] = {site: [] for site in sites}
     for pack in packs:
         if pack.golden_hidden is None or not len(pack.golden_hidden):
@@ -259,8 +388,12 @@ def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
     return torch.stack([part[torch.arange(n, device=part.device) % len(part)] for part in joined], dim=1)
 
 
-def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`{"always_on": ids}` of those `kept` (all), where the pack recommends any: what it names by number or name is another concept in another pack."""
+def always_on(
+    pack: ProbePack, kept: Collection[str] | None = None, *, renamed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """`{"always_on": ids}` of those `kept` (all), where the pack recommends any: what it names by number or name is
+    another concept in another pack.
+    """
     if "always_on" not in pack.recommended:
         return {}
     ids = [pack.concepts[pack.find(concept)]["id"] for concept in pack.recommended["always_on"]]
@@ -268,7 +401,9 @@ def always_on(pack: ProbePack, kept: Collection[str] | None = None, *, renamed: 
 
 
 def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
-    """What is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for a pack that does not work as it is recommended."""
+    """What is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for a pack
+    that does not work as it is recommended.
+    """
     parts, never_kept = [], []
     for _, pack in named:
         with of_pack(pack.name):
@@ -278,20 +413,38 @@ def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], T
     found = {key: combine([getattr(part.config, key) for part in parts]) for key, combine in _TOGETHER.items()}
     # Levels at which every pack begins that has them; what else one begins with is always on.
     levels = {level for part in parts for level in part.config.base_layers}
-    found["base_layers"] = base = sorted(level for level in levels if all(level in part.config.base_layers or level not in part.pack.tree.level for part in parts))
+    found["base_layers"] = base = sorted(
+        level
+        for level in levels
+        if all(level in part.config.base_layers or level not in part.pack.tree.level for part in parts)
+    )
     on: list[str] = []
     for (prefix, pack), begun in zip(named, never_kept, strict=True):
-        ids = always_on(pack).get("always_on", []) + [pack.concepts[probe]["id"] for probe in np.flatnonzero(begun & ~np.isin(pack.tree.level, base))]
+        ids = always_on(pack).get("always_on", []) + [
+            pack.concepts[probe]["id"] for probe in np.flatnonzero(begun & ~np.isin(pack.tree.level, base))
+        ]
         on += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
     found["always_on"] = on
-    usual = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(CascadeConfig()).items()}
+    usual = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(CascadeConfig()).items()
+    }
     recommended = {key: value for key, value in found.items() if key in said or value != usual[key]}
     deep = [pack for _, pack in named if pack.tree.has_children.any()]
-    rules = {auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold")) for pack in deep}
+    rules = {
+        auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold"))
+        for pack in deep
+    }
     if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
         # Of numbers that no score can be on one side of, those that a pack may hold: they open the same.
-        thresholds = [np.where(part.thresholds < 0, np.float32(ALWAYS), np.minimum(part.thresholds, np.float32(1))) for part in parts]
-        own = [np.where(part.pack.tree.has_children, some, np.float32(np.nan)) for part, some in zip(parts, thresholds, strict=True)]
+        thresholds = [
+            np.where(part.thresholds < 0, np.float32(ALWAYS), np.minimum(part.thresholds, np.float32(1)))
+            for part in parts
+        ]
+        own = [
+            np.where(part.pack.tree.has_children, some, np.float32(np.nan))
+            for part, some in zip(parts, thresholds, strict=True)
+        ]
         return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(np.concatenate(own))
     if rules and any("load_threshold" in pack.recommended for pack in deep):
         recommended["load_threshold"] = rules.pop()
@@ -307,7 +460,12 @@ def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
 
 def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
     """A card that says what it was made of, with the parents' cards below."""
-    made_of = "\n".join(f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}" for pack in packs)
+    made_of = "\n".join(
+        f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}"
+        for pack in packs
+    )
     cards = [pack.card_text() for pack in packs if pack.card is not None]
-    below = "".join(f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards)
+    below = "".join(
+        f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards
+    )
     return f"# {name}\n\n{how}:\n\n{made_of}\n{below}"

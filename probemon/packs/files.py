@@ -1,7 +1,7 @@
 """Files of a pack: sizes, hashes, and directories that appear whole or not at all.
 
-    check_size(path, stated["size"])
-    replace_directory(made, target)        # at every moment there is one of the two, whole; of several writers one is the last
+check_size(path, stated["size"])
+replace_directory(made, target)  # at every moment there is one of the two, whole; of several writers one is the last
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from probemon.packs.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_ma
 
 MAX_CARD_BYTES = 16 << 20
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-_rename: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None  # since glibc 2.28
+_rename: Any = (
+    getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
+)  # since glibc 2.28
 _CURRENT, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
 
@@ -51,20 +53,29 @@ def check_hash(path: Path, expected: str) -> None:
 def check_stated_hash(path: Path, found: str, expected: str) -> None:
     """Raise `PackCorrupt` unless a hash is the one that the manifest states."""
     if found != expected:
-        raise PackCorrupt(f"{path} was changed: sha256 {found[:12]}..., the manifest says {expected[:12]}...: fetch the pack again")
+        raise PackCorrupt(
+            f"{path} was changed: sha256 {found[:12]}..., the manifest says {expected[:12]}...: fetch the pack again"
+        )
 
 
 def check_pin(path: Path, found: str, pin: str) -> None:
     """Raise `PackCorrupt` unless a manifest has the hash that was asked for."""
     if found != pin.lower():
-        raise PackCorrupt(f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack, or was changed")
+        raise PackCorrupt(
+            f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack,"
+            " or was changed"
+        )
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else, or is gone: what is replaced is gone, and may be all that somebody has."""
+    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else, or is gone: what is
+    replaced is gone, and may be all that somebody has.
+    """
     another = "choose another path, or move it away"
     if target.is_symlink() or (not target.is_dir() and os.path.lexists(target)):
-        raise PackError(f"{target} is a {'link' if target.is_symlink() else 'file'}, no pack that could be overwritten: {another}")
+        raise PackError(
+            f"{target} is a {'link' if target.is_symlink() else 'file'}, no pack that could be overwritten: {another}"
+        )
     if Path.cwd().resolve().is_relative_to(target.resolve()):
         raise PackError(f"{target} is the folder that this is run in: {another}")
     try:
@@ -74,22 +85,32 @@ def check_replaceable(target: Path) -> None:
     except (OSError, PackError) as error:
         raise PackError(f"{target} is no whole pack ({error}), so it is not overwritten: {another}") from None
     if not whole or foreign:
-        raise PackError(f"{target} holds {foreign[0] if foreign else 'no pack'}, which is no part of a pack and would be lost: {another}")
+        raise PackError(
+            f"{target} holds {foreign[0] if foreign else 'no pack'}, which is no part of a pack and would be lost:"
+            f" {another}"
+        )
 
 
 def _foreign(folder: HeldFolder) -> tuple[bool, list[str]]:
     """Whether a folder is empty or lists its files, and what else is in it."""
     names = sorted(folder.names())
-    manifest = parse_manifest(folder.hold(MANIFEST).read(MAX_MANIFEST_BYTES), folder.path / MANIFEST) if MANIFEST in names else {"files": {}}
+    manifest = (
+        parse_manifest(folder.hold(MANIFEST).read(MAX_MANIFEST_BYTES), folder.path / MANIFEST)
+        if MANIFEST in names
+        else {"files": {}}
+    )
     known = {MANIFEST, CARD, *manifest["files"], *_OF_THE_HUB} if manifest["files"] else set()
-    return bool(manifest["files"]) or not names, [name for name in names if name not in known or folder.is_folder(name) != (name == ".cache")]
+    return bool(manifest["files"]) or not names, [
+        name for name in names if name not in known or folder.is_folder(name) != (name == ".cache")
+    ]
 
 
 def replace_directory(made: Path, target: Path) -> None:
-    """Move a finished directory to its place; what was there is removed, and stays where that fails. Raises as `check_replaceable`, and `OSError`.
+    """Move a finished directory to its place; what was there is removed, and stays where that fails. Raises as
+    `check_replaceable`, and `OSError`.
 
-    Where the file system can exchange two names there is no moment without a whole pack at `target`; elsewhere there is a short one. Of several writers each puts
-    its own there whole, and the last one stays.
+    Where the file system can exchange two names there is no moment without a whole pack at `target`; elsewhere there is
+    a short one. Of several writers each puts its own there whole, and the last one stays.
     """
     while True:
         try:
@@ -106,7 +127,9 @@ def replace_directory(made: Path, target: Path) -> None:
 
 
 def _moved_aside(made: Path, target: Path) -> Path | None:
-    """Where the older folder is now, `made` being in its place; None where another writer came between, and all is to be tried again."""
+    """Where the older folder is now, `made` being in its place; None where another writer came between, and all is to
+    be tried again.
+    """
     aside = target.parent / f".{target.name}-old-{secrets.token_hex(8)}"
     try:
         target.rename(aside)
@@ -129,5 +152,3 @@ def _moved_aside(made: Path, target: Path) -> Path | None:
 def _exchange(one: Path, other: Path) -> bool:
     """Have two names changed in one step; False where this system or file system cannot, or one of them is gone."""
     return _rename is not None and _rename(_CURRENT, os.fsencode(one), _CURRENT, os.fsencode(other), _EXCHANGE) == 0
-
-

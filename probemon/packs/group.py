@@ -5,8 +5,9 @@
     group.find("animals:whale"), group.find("whale"), group.concepts[3]["id"]
     group.numbers[1][7]                                  # the number here of probe 7 of the second pack
 
-The probes of all packs are numbered together, by rank (mostly their level), within a rank by pack, within a pack in their order: so ties between probes of
-one pack fall as they do where it is alone. Every pack keeps its weights, thresholds, score rule and recommendations.
+The probes of all packs are numbered together, by rank (mostly their level), within a rank by pack, within a pack in
+their order: so ties between probes of one pack fall as they do where it is alone. Every pack keeps its weights,
+thresholds, score rule and recommendations.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _QUALIFIES = ":"
 class PackGroup:
     """Packs for one host, as one of P probes.
 
-    `packs` (by name), `tree` (their hierarchies side by side), `concepts` (ids, names and parents qualified: "pack:id"), `inputs` and `sites`
-    (each once), `alert_threshold`, `expand_threshold` `[P]`, `aggregated` (what any pack has thresholds for); `numbers[i]`: ascending, the numbers here of
-    the probes of pack i. Raises `ConfigError` where packs cannot be told apart or read hidden states of different sizes.
+    `packs` (by name), `tree` (their hierarchies side by side), `concepts` (ids, names and parents qualified:
+    "pack:id"), `inputs` and `sites` (each once), `alert_threshold`, `expand_threshold` `[P]`, `aggregated` (what any
+    pack has thresholds for); `numbers[i]`: ascending, the numbers here of the probes of pack i. Raises `ConfigError`
+    where packs cannot be told apart or read hidden states of different sizes.
     """
 
     def __init__(self, packs: Sequence[ProbePack] | Mapping[str, ProbePack]) -> None:
@@ -42,7 +44,10 @@ class PackGroup:
         members = _checked(list(self.packs.values()))
         sizes = {name: pack.architecture.hidden_size for name, pack in self.packs.items()}
         if len(set(sizes.values())) > 1:
-            raise ConfigError(f"the packs read hidden states of different sizes {sizes}: they are for different hosts, so give each its manager")
+            raise ConfigError(
+                f"the packs read hidden states of different sizes {sizes}: they are for different hosts, so give each"
+                " its manager"
+            )
         self.name = " + ".join(self.packs)
         self.hidden_size = members[0].architecture.hidden_size
         self.n_probes = sum(pack.n_probes for pack in members)
@@ -58,17 +63,28 @@ class PackGroup:
         for at, own in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
             concept = members[at].concepts[own]
             here = f"{named[at][0]}{_QUALIFIES}"
-            self.concepts.append({**concept, "id": here + concept["id"], "name": here + concept["name"], "parents": [here + parent for parent in concept["parents"]]})
+            self.concepts.append(
+                {
+                    **concept,
+                    "id": here + concept["id"],
+                    "name": here + concept["name"],
+                    "parents": [here + parent for parent in concept["parents"]],
+                }
+            )
             bare.append((concept["id"], concept["name"]))
         self._bare = [name for _, name in bare]
         self._names = Names(self.name, self.concepts, self.path, bare)
 
     def find(self, concept: str | int) -> int:
-        """The number of a concept by qualified id or name ("pack:whale"), by the bare one where it is unambiguous, or by number. Raises `UnknownConcept`."""
+        """The number of a concept by qualified id or name ("pack:whale"), by the bare one where it is unambiguous, or
+        by number. Raises `UnknownConcept`.
+        """
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Numbers of a name, id, number, list of these, or pattern over ids and names, qualified and bare. Raises `UnknownConcept`."""
+        """Numbers of a name, id, number, list of these, or pattern over ids and names, qualified and bare. Raises
+        `UnknownConcept`.
+        """
         return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:
@@ -77,7 +93,9 @@ class PackGroup:
         return [self.concepts[root]["name"], *(self._bare[i] for i in below)]
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:
-        """`ProbePack.thresholds_for`, NaN for the probes of packs that have none for it. Raises `ConfigError` where no pack has any."""
+        """`ProbePack.thresholds_for`, NaN for the probes of packs that have none for it. Raises `ConfigError` where no
+        pack has any.
+        """
         found, errors = [], []
         for pack in self.packs.values():
             try:
@@ -117,12 +135,16 @@ def one_or_several(packs: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack
 
 
 def open_packs(wanted: Sequence[str]) -> AnyPack:
-    """Packs by folder or hub name, for the commands: one is itself; several a group, named as they say, or NAME in "NAME=folder"."""
+    """Packs by folder or hub name, for the commands: one is itself; several a group, named as they say, or NAME in
+    "NAME=folder".
+    """
     if len(wanted) == 1:
         return ProbePack.from_pretrained(wanted[0])
     named: list[tuple[str, ProbePack]] = []
     for text in wanted:
-        name, is_named, where = ("", "", text) if Path(text).is_dir() else text.partition("=")  # a folder's own name may have one
+        name, is_named, where = (
+            ("", "", text) if Path(text).is_dir() else text.partition("=")
+        )  # a folder's own name may have one
         pack = ProbePack.from_pretrained(where if is_named else text)
         named.append((name if is_named else pack.name, pack))
     _check_names([name for name, _ in named])
@@ -130,26 +152,42 @@ def open_packs(wanted: Sequence[str]) -> AnyPack:
 
 
 def _checked(packs: Sequence[ProbePack]) -> Sequence[ProbePack]:
-    if isinstance(packs, (str, bytes)) or not isinstance(packs, Sequence) or not packs or not all(isinstance(pack, ProbePack) for pack in packs):
-        raise ConfigError(f"packs are {packs!r}: give a ProbePack, a list of some, or a mapping of names to them (ProbePack.open opens a folder)")
+    if (
+        isinstance(packs, (str, bytes))
+        or not isinstance(packs, Sequence)
+        or not packs
+        or not all(isinstance(pack, ProbePack) for pack in packs)
+    ):
+        raise ConfigError(
+            f"packs are {packs!r}: give a ProbePack, a list of some, or a mapping of names to them (ProbePack.open"
+            " opens a folder)"
+        )
     return packs
 
 
 def _check_names(names: Sequence[object]) -> None:
     for name in names:
         if not isinstance(name, str) or not name or _QUALIFIES in name:
-            raise ConfigError(f"a pack is named {name!r}, and names qualify concepts as 'name{_QUALIFIES}concept': give a mapping with names of your own, without '{_QUALIFIES}'")
+            raise ConfigError(
+                f"a pack is named {name!r}, and names qualify concepts as 'name{_QUALIFIES}concept': give a mapping"
+                f" with names of your own, without '{_QUALIFIES}'"
+            )
         if names.count(name) > 1:
             raise ConfigError(
-                f'{names.count(name)} packs are named {name!r}: give them names of your own, as a mapping {{"a": pack, "b": pack}} (a=FOLDER --pack b=FOLDER on the command line)'
+                f'{names.count(name)} packs are named {name!r}: give them names of your own, as a mapping {{"a": pack,'
+                ' "b": pack} (a=FOLDER --pack b=FOLDER on the command line)'
             )
 
 
 def _order(trees: Sequence[ConceptTree]) -> tuple[Ints, Ints]:
-    """By number of the whole: which pack, and its own number. In the order in which a hierarchy of all of them is numbered, then pack, then own number."""
+    """By number of the whole: which pack, and its own number. In the order in which a hierarchy of all of them is
+    numbered, then pack, then own number.
+    """
     pack_of = np.repeat(np.arange(len(trees)), [tree.n for tree in trees])
     own = np.concatenate([np.arange(tree.n) for tree in trees])
-    order = np.argsort(np.concatenate([tree.rank for tree in trees]), kind="stable")  # stable: what comes first in the whole stays first in its rank
+    order = np.argsort(
+        np.concatenate([tree.rank for tree in trees]), kind="stable"
+    )  # stable: what comes first in the whole stays first in its rank
     return pack_of[order], own[order]
 
 
@@ -159,7 +197,12 @@ def _union(trees: Sequence[ConceptTree], numbers: Sequence[Ints]) -> ConceptTree
     level = np.empty(n, dtype=np.int64)
     for tree, number in zip(trees, numbers, strict=True):
         level[number] = tree.level
-    parent = np.concatenate([number[np.repeat(np.arange(tree.n), np.diff(tree.child_ptr))] for tree, number in zip(trees, numbers, strict=True)])
+    parent = np.concatenate(
+        [
+            number[np.repeat(np.arange(tree.n), np.diff(tree.child_ptr))]
+            for tree, number in zip(trees, numbers, strict=True)
+        ]
+    )
     child = np.concatenate([number[tree.child_idx] for tree, number in zip(trees, numbers, strict=True)])
     order = np.lexsort((child, parent))
     ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=n))])

@@ -6,8 +6,9 @@
     text, file = read_whole(Path("pack"), read)
     file.check()                                       # PackChanged where the file was written to since it was opened
 
-All files of a folder are opened relative to the folder's own descriptor, so that a folder that is replaced meanwhile is still one folder. What is read of a
-file is read through its descriptor, at the places that were asked for: a file that became shorter is an error, never a signal.
+All files of a folder are opened relative to the folder's own descriptor, so that a folder that is replaced meanwhile is
+still one folder. What is read of a file is read through its descriptor, at the places that were asked for: a file that
+became shorter is an error, never a signal.
 """
 
 from __future__ import annotations
@@ -26,8 +27,20 @@ from typing import Any, TypeVar
 from probemon.errors import PackChanged, PackCorrupt, PackError
 
 _BLOCK_BYTES = 1 << 20
-_WAITS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # seconds before each attempt to open a folder that is being replaced
-_ABSENT = 6  # attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a moment
+_WAITS = (
+    0.0,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+)  # seconds before each attempt to open a folder that is being replaced
+# attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a
+# moment
+_ABSENT = 6
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd  # not on Windows
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _seeking = threading.Lock()  # where files cannot be read at a place, they are read one at a time
@@ -49,39 +62,61 @@ class HeldFile:
         self.expected: str | None = None
 
     def check(self) -> None:
-        """Raise `PackChanged` where the file was written to since it was opened. Takes a microsecond or two, and once as long as hashing it where it was linked,
-        unlinked or given other permissions."""
+        """Raise `PackChanged` where the file was written to since it was opened. Takes a microsecond or two, and once
+        as long as hashing it where it was linked, unlinked or given other permissions.
+        """
         try:
             now = os.fstat(self._descriptor)
         except OSError as error:  # of a network's file system
             raise PackChanged(f"{self.path} can no longer be read ({error.strerror}): open the pack again") from error
         before = self.stat
-        if now.st_ctime_ns == before.st_ctime_ns and now.st_mtime_ns == before.st_mtime_ns and now.st_size == before.st_size:
+        if (
+            now.st_ctime_ns == before.st_ctime_ns
+            and now.st_mtime_ns == before.st_mtime_ns
+            and now.st_size == before.st_size
+        ):
             return
-        # Linked, unlinked (a pack that was replaced) or given to somebody; or written to, its other times put back. What is in it tells.
+        # Linked, unlinked (a pack that was replaced) or given to somebody; or written to, its other times put back.
+        # What is in it tells.
         only_circumstances = _contents(now) == _contents(before) and _circumstances(now) != _circumstances(before)
         if only_circumstances and (self.expected is None or self.sha256() == self.expected):
             self.stat = now
             return
-        what = f"has {now.st_size:,} bytes, not {before.st_size:,}" if now.st_size != before.st_size else "was written to"
-        raise PackChanged(f"{self.path} {what} since the pack was opened: open the pack again, and replace packs whole (write elsewhere, then rename)")
+        what = (
+            f"has {now.st_size:,} bytes, not {before.st_size:,}" if now.st_size != before.st_size else "was written to"
+        )
+        raise PackChanged(
+            f"{self.path} {what} since the pack was opened: open the pack again, and replace packs whole (write"
+            " elsewhere, then rename)"
+        )
 
     def read_into(self, buffer: Any, offset: int) -> None:
         """Fill a buffer of bytes from an offset on. Raises `PackChanged` where the file ends before."""
         view = memoryview(buffer).cast("B")
         while len(view):
             try:
-                n = os.preadv(self._descriptor, [view], offset) if hasattr(os, "preadv") else _read_at(self._descriptor, view, offset)
+                n = (
+                    os.preadv(self._descriptor, [view], offset)
+                    if hasattr(os, "preadv")
+                    else _read_at(self._descriptor, view, offset)
+                )
             except OSError as error:
-                raise PackError(f"{self.path} cannot be read ({error.strerror}): check the disk that it lies on") from error
+                raise PackError(
+                    f"{self.path} cannot be read ({error.strerror}): check the disk that it lies on"
+                ) from error
             if n == 0:
-                raise PackChanged(f"{self.path} ends at byte {offset:,}, it had {self.size:,} when the pack was opened: open the pack again")
+                raise PackChanged(
+                    f"{self.path} ends at byte {offset:,}, it had {self.size:,} when the pack was opened: open the pack"
+                    " again"
+                )
             view, offset = view[n:], offset + n
 
     def read(self, max_bytes: int) -> bytes:
         """All of it. Raises `PackCorrupt` for a file that is longer than `max_bytes`, before it is read."""
         if self.size > max_bytes:
-            raise PackCorrupt(f"{self.path} has {self.size:,} bytes, at most {max_bytes:,} are read: fetch the pack again")
+            raise PackCorrupt(
+                f"{self.path} has {self.size:,} bytes, at most {max_bytes:,} are read: fetch the pack again"
+            )
         data = bytearray(self.size)
         self.read_into(data, 0)
         return bytes(data)
@@ -101,7 +136,9 @@ class HeldFile:
 
 
 class HeldFolder:
-    """A folder that was opened, and the files that are held in it. Leaving the block closes those that are not kept. Raises `OSError` where there is none."""
+    """A folder that was opened, and the files that are held in it. Leaving the block closes those that are not kept.
+    Raises `OSError` where there is none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +166,11 @@ class HeldFolder:
     def has(self, name: str) -> bool:
         """Whether there is anything of that name, a broken link too."""
         try:
-            os.lstat(self._at(name)) if self._descriptor is None else os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            (
+                os.lstat(self._at(name))
+                if self._descriptor is None
+                else os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            )
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return False
@@ -144,7 +185,9 @@ class HeldFolder:
             return False
 
     def hold(self, name: str, *, keep: bool = False) -> HeldFile:
-        """A file of the folder, held open, beyond the block with `keep`. Raises `PackCorrupt` where it is missing or is a link that leads out of the folder."""
+        """A file of the folder, held open, beyond the block with `keep`. Raises `PackCorrupt` where it is missing or is
+        a link that leads out of the folder.
+        """
         if keep:
             self._kept.add(name)
         if name not in self._held:
@@ -161,7 +204,10 @@ class HeldFolder:
             flags = _FLAGS | getattr(os, "O_NONBLOCK", 0) | (0 if link else getattr(os, "O_NOFOLLOW", 0))
             file = HeldFile(os.open(where, flags, dir_fd=self._descriptor), path)
             if real is not None and not os.path.samestat(file.stat, os.stat(real)):
-                raise PackChanged(f"{path} is a link that leads elsewhere than a moment ago: open the pack again when nobody writes to it")
+                raise PackChanged(
+                    f"{path} is a link that leads elsewhere than a moment ago: open the pack again when nobody writes"
+                    " to it"
+                )
         except OSError as error:
             raise self._unreadable(name, error) from error
         if not stat.S_ISREG(file.stat.st_mode):
@@ -184,7 +230,9 @@ class HeldFolder:
             return False
 
     def unchanged(self) -> bool:
-        """Whether the held files are those of one moment: none was written to, and none has been put in the place of another. A folder that was removed as a whole may be."""
+        """Whether the held files are those of one moment: none was written to, and none has been put in the place of
+        another. A folder that was removed as a whole may be.
+        """
         for name, file in self._held.items():
             try:
                 if file.close.alive:
@@ -200,7 +248,8 @@ class HeldFolder:
 
 
 def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
-    """What `read` makes of a folder in which nobody writes meanwhile. Where somebody does, it is read anew, a few times; then `PackChanged` is raised.
+    """What `read` makes of a folder in which nobody writes meanwhile. Where somebody does, it is read anew, a few
+    times; then `PackChanged` is raised.
 
     What `read` raises of a folder that stays as it is, is raised. `OSError` where there is no folder.
     """
@@ -225,14 +274,18 @@ def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
 
 
 def inside(path: Path) -> Path:
-    """Where a link of a pack leads. Raises `PackCorrupt` where that is out of its folder: whoever made the pack would have another's file read, and copied on.
+    """Where a link of a pack leads. Raises `PackCorrupt` where that is out of its folder: whoever made the pack would
+    have another's file read, and copied on.
 
     In the hub's cache a snapshot's files are links to the blobs beside it, and these are the pack's own.
     """
     real, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
     own = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
     if not any(real.is_relative_to(place) for place in own):
-        raise PackCorrupt(f"{path} is a link that leads out of the pack: copy the pack with the files that it links to (cp -rL), if you trust it")
+        raise PackCorrupt(
+            f"{path} is a link that leads out of the pack: copy the pack with the files that it links to (cp -rL), if"
+            " you trust it"
+        )
     return real
 
 

@@ -1,12 +1,14 @@
-"""Tensors of a safetensors file that is held open: read when they are asked for, all of them in memory where they are few bytes, mapped where they are many.
+"""Tensors of a safetensors file that is held open: read when they are asked for, all of them in memory where they are
+few bytes, mapped where they are many.
 
     tensors = HeldTensors(file, sha256=stated)
     tensors.described["w1"]              # a tensor without values: its shape and dtype
     level = tensors.read("level")        # a copy in memory
-    weights = tensors.all()              # in memory, and then what becomes of the file is nothing to them; or mapped, read-only
+    weights = tensors.all()  # in memory, and then what becomes of the file is nothing to them; or mapped, read-only
     tensors.check()                      # PackChanged where they are in a file, and somebody wrote to it
 
-The header is read here and not by safetensors, which maps the file for it: a file that becomes shorter meanwhile would end the process.
+The header is read here and not by safetensors, which maps the file for it: a file that becomes shorter meanwhile would
+end the process.
 """
 
 from __future__ import annotations
@@ -28,18 +30,21 @@ from probemon.core.strict_json import loads
 from probemon.errors import PackChanged, PackCorrupt, PackError
 from probemon.packs.held_file import HeldFile
 
-# A file of so many bytes is read in a thirtieth of a second and hashed in a tenth, and is little beside any host model. A larger one is mapped: processes share it, and only what
-# is used of it is read.
+# A file of so many bytes is read in a thirtieth of a second and hashed in a tenth, and is little beside any host model.
+# A larger one is mapped: processes share it, and only what is used of it is read.
 IN_MEMORY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 4 << 20  # a pack's has a few thousand
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 31
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8,
 }  # fmt: skip
 
 
 class HeldTensors:
-    """Tensors by name, in the order in which they lie in the file. `sha256`: what the file's must be, looked at where all of it is read. Raises `PackCorrupt`."""
+    """Tensors by name, in the order in which they lie in the file. `sha256`: what the file's must be, looked at where
+    all of it is read. Raises `PackCorrupt`.
+    """
 
     def __init__(self, file: HeldFile, *, sha256: str | None = None) -> None:
         self.file = file
@@ -70,11 +75,14 @@ class HeldTensors:
             raw = np.empty((end - begin) * one, dtype=np.uint8)
             self.file.read_into(raw, self._offsets[name] + begin * one)
             copies[name] = _as_tensor(raw, like.dtype, (end - begin, *like.shape[1:]))
-        self.file.check()  # what was read was there before anybody wrote: the time of a write is set before its bytes are
+        # what was read was there before anybody wrote: the time of a write is set before its bytes are
+        self.file.check()
         return copies
 
     def all(self) -> dict[str, Tensor]:
-        """Every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into memory is not what the manifest says."""
+        """Every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into memory is
+        not what the manifest says.
+        """
         with self._lock:
             if self._all is None:
                 self._all = self._read_all() if self.in_memory else self._mapped()
@@ -98,7 +106,10 @@ class HeldTensors:
         self.file.check()
         digest = None if self._sha256 is None else hashlib.sha256(raw).hexdigest()
         if digest is not None and digest != self._sha256:
-            raise PackCorrupt(f"{self.file.path} was changed: sha256 {digest[:12]}..., the manifest says {str(self._sha256)[:12]}...: fetch the pack again")
+            raise PackCorrupt(
+                f"{self.file.path} was changed: sha256 {digest[:12]}..., the manifest says {str(self._sha256)[:12]}...:"
+                " fetch the pack again"
+            )
         self.file.close()
         return self._views(raw)
 
@@ -106,14 +117,21 @@ class HeldTensors:
         self.file.check()
         try:
             # Read-only: a private writable mapping, which torch makes, is read two hundred times more slowly.
-            raw = np.frombuffer(mmap.mmap(self.file.descriptor(), self.file.size, access=mmap.ACCESS_READ), dtype=np.uint8)
+            raw = np.frombuffer(
+                mmap.mmap(self.file.descriptor(), self.file.size, access=mmap.ACCESS_READ), dtype=np.uint8
+            )
         except ValueError as error:
-            raise PackChanged(f"{self.file.path} became shorter since the pack was opened: open the pack again") from error
+            raise PackChanged(
+                f"{self.file.path} became shorter since the pack was opened: open the pack again"
+            ) from error
         return self._views(raw)
 
     def _views(self, raw: np.ndarray) -> dict[str, Tensor]:
         ends = {name: self._offsets[name] + like.numel() * like.element_size() for name, like in self.described.items()}
-        return {name: _as_tensor(raw[self._offsets[name] : ends[name]], like.dtype, tuple(like.shape)) for name, like in self.described.items()}
+        return {
+            name: _as_tensor(raw[self._offsets[name] : ends[name]], like.dtype, tuple(like.shape))
+            for name, like in self.described.items()
+        }
 
 
 def _as_tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -125,7 +143,9 @@ def _as_tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Where each tensor begins in the file, and tensors without values that have its shape and dtype. As safetensors: they follow one another without a gap."""
+    """Where each tensor begins in the file, and tensors without values that have its shape and dtype. As safetensors:
+    they follow one another without a gap.
+    """
     damaged = f"{file.path} cannot be read as safetensors"
     try:
         if file.size < 8:
@@ -141,7 +161,9 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
         metadata = header.pop("__metadata__", None)
-        if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+        if metadata is not None and not (
+            isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+        ):
             raise ValueError("its metadata are no texts by name")
         entries = []
         for name, entry in header.items():
@@ -157,12 +179,23 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
     for begin, end, name, kind, shape in sorted(entries):
         if kind not in _DTYPES:
             raise PackCorrupt(f"{file.path}: tensor {name!r:.80} has dtype {kind!r:.20}, which packs do not use")
-        if len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape) or math.prod(max(1, size) for size in shape) >= 1 << 60:
-            raise PackCorrupt(f"{file.path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS} dimensions under {_MAX_SIZE:,}: fetch the pack again")
+        if (
+            len(shape) > _MAX_DIMS
+            or any(size >= _MAX_SIZE for size in shape)
+            or math.prod(max(1, size) for size in shape) >= 1 << 60
+        ):
+            raise PackCorrupt(
+                f"{file.path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS}"
+                f" dimensions under {_MAX_SIZE:,}: fetch the pack again"
+            )
         dtype = _DTYPES[kind]
         if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
-            raise PackCorrupt(f"{damaged} (the bytes of {name!r:.80} are not where they should be): fetch the pack again")
+            raise PackCorrupt(
+                f"{damaged} (the bytes of {name!r:.80} are not where they should be): fetch the pack again"
+            )
         offsets[name], described[name], at = 8 + length + begin, torch.empty(shape, dtype=dtype, device="meta"), end
     if 8 + length + at != file.size:
-        raise PackCorrupt(f"{damaged} (its tensors end at byte {8 + length + at:,} of {file.size:,}): fetch the pack again")
+        raise PackCorrupt(
+            f"{damaged} (its tensors end at byte {8 + length + at:,} of {file.size:,}): fetch the pack again"
+        )
     return offsets, described

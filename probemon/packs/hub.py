@@ -1,17 +1,19 @@
-"""Packs on the Hugging Face hub: fetched with every byte checked, saved with a card that the hub can read, pushed in one commit.
+"""Packs on the Hugging Face hub: fetched with every byte checked, saved with a card that the hub can read, pushed in
+one commit.
 
-    pack = ProbePack.from_pretrained("org/name")                                   # main as it is now, from the hub or its cache
+    pack = ProbePack.from_pretrained("org/name")  # main as it is now, from the hub or its cache
     pack = ProbePack.from_pretrained("org/name", revision=commit, manifest_sha256=digest)
     pack.save_pretrained("mine/")
     pushed = pack.push_to_hub("org/name")
     pushed.commit, pushed.manifest_sha256                                          # what others pin
 
-What is checked. The manifest states size and sha256 of the other files, so whoever knows the manifest's own sha256 can check every byte: that is
-`manifest_sha256`, and it trusts nobody. A commit as `revision` names one version for good, but that the hub serves that version is taken on trust: git's
-tree is not hashed here, and signatures of commits are not looked at. A publisher who signs, signs the manifest, or a text with its sha256.
+What is checked. The manifest states size and sha256 of the other files, so whoever knows the manifest's own sha256 can
+check every byte: that is `manifest_sha256`, and it trusts nobody. A commit as `revision` names one version for good,
+but that the hub serves that version is taken on trust: git's tree is not hashed here, and signatures of commits are not
+looked at. A publisher who signs, signs the manifest, or a text with its sha256.
 
-A download is hashed before it is used, once; one that is pinned by `manifest_sha256`, each time. Only the files of a pack are fetched, and only if the
-hub offers them in the sizes that the manifest states.
+A download is hashed before it is used, once; one that is pinned by `manifest_sha256`, each time. Only the files of a
+pack are fetched, and only if the hub offers them in the sizes that the manifest states.
 """
 
 from __future__ import annotations
@@ -41,18 +43,25 @@ if TYPE_CHECKING:
 
 _LIBRARY = "probemon"
 _TAGS = ("probemon", "concept-probes", "interpretability")
-_ACCEPTED = ".probemon"  # beside the cache's snapshots: a file a commit, with the sha256 of the manifest that its files were found to fit
-# Of the licences that the hub knows by id (https://huggingface.co/docs/hub/repositories-licenses), those a pack is likely to bear: it refuses unknown ids.
+# beside the cache's snapshots: a file a commit, with the sha256 of the manifest that its files were found to fit
+_ACCEPTED = ".probemon"
+# Of the licences that the hub knows by id (https://huggingface.co/docs/hub/repositories-licenses), those a pack is
+# likely to bear: it refuses unknown ids.
 _LICENCES = {
-    "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd-2-clause", "bsd-3-clause", "bsl-1.0", "cc-by-3.0", "cc-by-4.0", "cc-by-nc-4.0",
-    "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0", "cdla-permissive-2.0", "epl-2.0", "eupl-1.2",
-    "gpl-2.0", "gpl-3.0", "isc", "lgpl-2.1", "lgpl-3.0", "mit", "mpl-2.0", "odbl", "odc-by", "pddl", "unlicense", "zlib",
+    "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd-2-clause", "bsd-3-clause", "bsl-1.0", "cc-by-3.0",
+    "cc-by-4.0", "cc-by-nc-4.0",
+    "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0",
+    "cdla-permissive-2.0", "epl-2.0", "eupl-1.2",
+    "gpl-2.0", "gpl-3.0", "isc", "lgpl-2.1", "lgpl-3.0", "mit", "mpl-2.0", "odbl", "odc-by", "pddl", "unlicense",
+    "zlib",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made: `url` of the commit, `commit` (its hash), `manifest_sha256` (what others pin), `pull_request` (its url, or None)."""
+    """What a push made: `url` of the commit, `commit` (its hash), `manifest_sha256` (what others pin), `pull_request`
+    (its url, or None).
+    """
 
     url: str
     commit: str
@@ -61,16 +70,32 @@ class Pushed:
 
 
 def find(
-    repo: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | Path | None = None, local_files_only: bool = False,
-    manifest_sha256: str | None = None, endpoint: str | None = None,
-) -> Path:  # fmt: skip
-    """The folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked snapshot of it in the hub's cache. See `ProbePack.from_pretrained`."""
+    repo: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    manifest_sha256: str | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """The folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked snapshot of
+    it in the hub's cache. See `ProbePack.from_pretrained`.
+    """
     if manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256):
         raise ConfigError(f"manifest_sha256 is {manifest_sha256!r}: give all 64 hex digits of the sha256 of {MANIFEST}")
     if not os.path.isdir(repo):
-        return _fetch(repo, revision, manifest_sha256, {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only, "endpoint": endpoint})
+        return _fetch(
+            repo,
+            revision,
+            manifest_sha256,
+            {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only, "endpoint": endpoint},
+        )
     if revision is not None:
-        raise ConfigError(f"{repo!r} is a folder here, and a folder has no revision {revision!r}: leave revision out, or work from another folder to have the hub's {repo!r}")
+        raise ConfigError(
+            f"{repo!r} is a folder here, and a folder has no revision {revision!r}: leave revision out, or work from"
+            f" another folder to have the hub's {repo!r}"
+        )
     return Path(repo)
 
 
@@ -91,7 +116,10 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
         copy = ProbePack.open(made)
         packfile.replace_directory(made, target)
     except OSError as error:
-        raise PackError(f"{pack.directory} cannot be copied to {target} ({error.strerror}: {error.filename}): make room, or choose another path") from error
+        raise PackError(
+            f"{pack.directory} cannot be copied to {target} ({error.strerror}: {error.filename}): make room, or choose"
+            " another path"
+        ) from error
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
@@ -100,14 +128,26 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
 
 
 def push(
-    pack: ProbePack, repo_id: str, *, private: bool | None = None, revision: str | None = None, commit_message: str | None = None, create_pr: bool = False,
-    token: str | bool | None = None, endpoint: str | None = None,
-) -> Pushed:  # fmt: skip
+    pack: ProbePack,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+) -> Pushed:
     """Push a pack in one commit, with metadata in its card. See `ProbePack.push_to_hub`."""
     from huggingface_hub import CommitOperationAdd
 
     manifest, card = _for_hub(pack)
-    sent: dict[str, bytes | str] = {MANIFEST: manifest, CARD: card, CONCEPTS: str(pack.directory / CONCEPTS), PROBES: str(pack.directory / PROBES)}
+    sent: dict[str, bytes | str] = {
+        MANIFEST: manifest,
+        CARD: card,
+        CONCEPTS: str(pack.directory / CONCEPTS),
+        PROBES: str(pack.directory / PROBES),
+    }
     with _asking(repo_id, revision):
         api = _api(token, endpoint)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -118,17 +158,24 @@ def push(
             if one.path_in_repo in (CONCEPTS, PROBES):  # what will be sent must have these hashes
                 _check_copied(pack, one.path_in_repo, one.upload_info.sha256.hex())
         commit = api.create_commit(
-            repo, added, commit_message=commit_message or f"Push {pack.name} with probemon",
-            revision=revision, create_pr=create_pr,
-        )  # fmt: skip
+            repo,
+            added,
+            commit_message=commit_message or f"Push {pack.name} with probemon",
+            revision=revision,
+            create_pr=create_pr,
+        )
     return Pushed(commit.commit_url, commit.oid, _sha256(manifest), commit.pr_url)
 
 
 def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]) -> Path:
-    """First the manifest, then what it lists, of the same commit. What does not fit is not left in the cache, so that it is fetched anew."""
+    """First the manifest, then what it lists, of the same commit. What does not fit is not left in the cache, so that
+    it is fetched anew.
+    """
     folder = _snapshot(repo, revision, [MANIFEST], how)
     if not (folder / MANIFEST).is_file():
-        raise PackError(f"{repo!r} holds no {MANIFEST}{'' if revision is None else f' at {revision!r}'}: it is not a probe pack")
+        raise PackError(
+            f"{repo!r} holds no {MANIFEST}{'' if revision is None else f' at {revision!r}'}: it is not a probe pack"
+        )
     digest = sha256(folder / MANIFEST)
     accepted = _accepted(folder).is_file() and _accepted(folder).read_bytes() == digest.encode()
     suspect = MANIFEST
@@ -137,7 +184,9 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
         files = _listed(folder)
         others = sorted(set(files) - {CONCEPTS, PROBES, CARD})
         if others:
-            raise PackCorrupt(f"{repo!r}: {MANIFEST} lists {others[0]!r}, which is no file of a pack: ask its publisher")
+            raise PackCorrupt(
+                f"{repo!r}: {MANIFEST} lists {others[0]!r}, which is no file of a pack: ask its publisher"
+            )
         missing = [file for file in files if not (folder / file).is_file()]
         if missing:
             if not how["local_files_only"]:
@@ -147,7 +196,9 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
             for suspect, stated in files.items():
                 _check_file(folder / suspect, stated)
     except PackError:
-        for file in {suspect} - {MANIFEST} if accepted else {suspect, MANIFEST}:  # an accepted manifest is right, and a pin may be wrong
+        for file in (
+            {suspect} - {MANIFEST} if accepted else {suspect, MANIFEST}
+        ):  # an accepted manifest is right, and a pin may be wrong
             _forget(folder / file)
         raise
     if not accepted:
@@ -160,7 +211,16 @@ def _snapshot(repo: str, revision: str | None, files: list[str], how: dict[str, 
     from huggingface_hub import snapshot_download
 
     with _asking(repo, revision):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=files, library_name=_LIBRARY, library_version=version(_LIBRARY), **how))
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=files,
+                library_name=_LIBRARY,
+                library_version=version(_LIBRARY),
+                **how,
+            )
+        )
 
 
 def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str, Any]) -> None:
@@ -171,7 +231,10 @@ def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str,
     for file, size in sizes.items():
         if offered.get(file) != size:
             has = f"{offered[file]} bytes of {file}" if file in offered else f"no {file}"
-            raise PackCorrupt(f"{repo!r} at {commit[:12]} has {has}, its manifest says {size}: nothing of it was fetched; ask its publisher")
+            raise PackCorrupt(
+                f"{repo!r} at {commit[:12]} has {has}, its manifest says {size}: nothing of it was fetched; ask its"
+                " publisher"
+            )
 
 
 def _listed(folder: Path) -> dict[str, Any]:
@@ -181,7 +244,9 @@ def _listed(folder: Path) -> dict[str, Any]:
     except ProbemonError:
         raise
     except (ArithmeticError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise PackCorrupt(f"{folder / MANIFEST} is malformed ({type(error).__name__}: {_first_line(error)}): fetch the pack again") from error
+        raise PackCorrupt(
+            f"{folder / MANIFEST} is malformed ({type(error).__name__}: {_first_line(error)}): fetch the pack again"
+        ) from error
     return listed
 
 
@@ -218,7 +283,9 @@ def _sha256(data: bytes) -> str:
 
 
 def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
-    """Manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises `PackCorrupt`: a damaged pack is not passed on."""
+    """Manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises `PackCorrupt`: a
+    damaged pack is not passed on.
+    """
     card = _card(pack)
     files = {file: pack.manifest["files"][file] for file in (CONCEPTS, PROBES)}
     for file, stated in files.items():
@@ -227,11 +294,16 @@ def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
     try:
         return (json.dumps(manifest, ensure_ascii=False, indent=1) + "\n").encode(), card
     except ValueError as error:
-        raise PackError(f"{pack.directory / MANIFEST} holds what UTF-8 cannot say ({_first_line(error)}): write the pack anew without it") from error
+        raise PackError(
+            f"{pack.directory / MANIFEST} holds what UTF-8 cannot say ({_first_line(error)}): write the pack anew"
+            " without it"
+        ) from error
 
 
 def _card(pack: ProbePack) -> bytes:
-    """The pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that is no YAML."""
+    """The pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that is no
+    YAML.
+    """
     import yaml  # huggingface_hub's own
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -251,7 +323,10 @@ def _card(pack: ProbePack) -> bytes:
         if data.license is None and licence.lower() in _LICENCES:
             data.license = licence.lower()
         elif data.license is None and licence:
-            data.license, data.license_name = "other", re.sub("[^a-z0-9.]+", "-", licence.lower()).strip("-.")[:64].rstrip("-.") or "other"
+            data.license, data.license_name = (
+                "other",
+                re.sub("[^a-z0-9.]+", "-", licence.lower()).strip("-.")[:64].rstrip("-.") or "other",
+            )
         host = pack.manifest["host"].get("model_id")
         if data.base_model is None and isinstance(host, str) and "/" in host:
             with suppress(ValueError):  # a folder, say
@@ -259,7 +334,10 @@ def _card(pack: ProbePack) -> bytes:
                 data.base_model = host
         return str(card).encode()
     except Exception as error:  # whatever YAML an author wrote
-        raise PackError(f"{path} cannot be given metadata ({_first_line(error)}): begin it with a heading, or with metadata in YAML between two lines of ---") from error
+        raise PackError(
+            f"{path} cannot be given metadata ({_first_line(error)}): begin it with a heading, or with metadata in YAML"
+            " between two lines of ---"
+        ) from error
 
 
 def _api(token: str | bool | None, endpoint: str | None) -> HfApi:
@@ -270,7 +348,9 @@ def _api(token: str | bool | None, endpoint: str | None) -> HfApi:
 
 @contextmanager
 def _asking(repo: str, revision: str | None) -> Iterator[None]:
-    """What a hub, a proxy or the net may answer is endless; whatever it breaks is one error that names the repository."""
+    """What a hub, a proxy or the net may answer is endless; whatever it breaks is one error that names the
+    repository.
+    """
     try:
         yield
     except ProbemonError:
@@ -283,7 +363,9 @@ def _told(repo: str, revision: str | None, error: Exception) -> str:
     """What went wrong with the hub, and what to do."""
     from huggingface_hub import errors
 
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # an upload in a thread says which file; its cause says why
+    if isinstance(error, RuntimeError) and isinstance(
+        error.__cause__, Exception
+    ):  # an upload in a thread says which file; its cause says why
         error = error.__cause__
     log_in = "log in by `hf auth login`, set HF_TOKEN, or pass token="
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -292,7 +374,10 @@ def _told(repo: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"{repo!r} is gated: ask for access on its page on the hub, then {log_in}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{repo!r} is not a folder, and the hub has no such repository, or a private one: check the name, or {log_in}"
+        return (
+            f"{repo!r} is not a folder, and the hub has no such repository, or a private one: check the name, or"
+            f" {log_in}"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repo!r} has no revision {revision!r}: give a branch, a tag, or the whole hash of a commit"
     if status in (401, 403):
@@ -302,9 +387,18 @@ def _told(repo: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             what = "" if revision is None else f" at {revision!r}"
-            return f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked: unset HF_HUB_OFFLINE and leave out local_files_only once"
-        return f"{repo!r} is not whole in the cache, and the hub cannot be reached ({_first_line(error.__cause__)}): check the connection, and HF_ENDPOINT if it is set"
-    return f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {_first_line(error)}): check the connection, and try again"
+            return (
+                f"{repo!r}{what} is not a folder, and not whole in the cache, and the hub may not be asked: unset"
+                " HF_HUB_OFFLINE and leave out local_files_only once"
+            )
+        return (
+            f"{repo!r} is not whole in the cache, and the hub cannot be reached ({_first_line(error.__cause__)}): check"
+            " the connection, and HF_ENDPOINT if it is set"
+        )
+    return (
+        f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {_first_line(error)}): check the"
+        " connection, and try again"
+    )
 
 
 def _first_line(error: BaseException | None) -> str:

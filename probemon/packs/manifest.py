@@ -1,8 +1,8 @@
 """The two texts of a pack, read and checked: manifest.json and concepts.jsonl.
 
-    manifest = read_manifest(directory / "manifest.json")      # raises PackError, PackVersionError, PackCorrupt
-    concepts = read_concepts(directory / "concepts.jsonl")     # line i is probe i
-    manifest = parse_manifest(data, path)                      # of bytes that were read already; the path is for errors
+manifest = read_manifest(directory / "manifest.json")      # raises PackError, PackVersionError, PackCorrupt
+concepts = read_concepts(directory / "concepts.jsonl")     # line i is probe i
+manifest = parse_manifest(data, path)                      # of bytes that were read already; the path is for errors
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.sa
 FORMAT = "probemon-pack"
 FORMAT_VERSION = 1
 SCORE_RULES = ("independent", "path")
-# What a terminal acts on: control characters, and overrides of the direction of writing, by which a name looks like another. And halves of surrogate pairs, which cannot be written.
+# What a terminal acts on: control characters, and overrides of the direction of writing, by which a name looks like
+# another. And halves of surrogate pairs, which cannot be written.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # What is read at most. JSON may take sixty times its size while it is read, the concepts line by line.
 MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
-# Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some four a concept, and a hundred thousand concepts.
+# Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some
+# four a concept, and a hundred thousand concepts.
 MAX_BRACKETS = 4_000_000
 _KINDS = {"id": str, "name": str, "level": int, "parents": list}
 
@@ -38,12 +40,17 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
     """`read_manifest` of what was read from `path`."""
     try:
         manifest = loads(data.decode())
-    except (RecursionError, ValueError) as error:  # a text of another encoding, brackets without end, a number of thousands of digits
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # a text of another encoding, brackets without end, a number of thousands of digits
         raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise PackError(f"{path}: format is {found!r:.80}, expected {FORMAT!r}: this is not a probe pack")
-    if type(manifest.get("format_version")) is not int or manifest["format_version"] != FORMAT_VERSION:  # 1.0 and true equal 1
+    if (
+        type(manifest.get("format_version")) is not int or manifest["format_version"] != FORMAT_VERSION
+    ):  # 1.0 and true equal 1
         raise PackVersionError(
             f"{path}: format_version is {manifest.get('format_version')!r:.80}, this probemon reads {FORMAT_VERSION}: "
             "upgrade probemon or fetch the pack in that version"
@@ -53,9 +60,14 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
         if not isinstance(manifest.get(key), kind):
             raise PackCorrupt(f"{path}: {key!r} is missing or not a {kind.__name__}: fetch the pack again")
     if CONTROL.search(manifest["name"]):
-        raise PackCorrupt(f"{path}: the name is {ascii(manifest['name'])[:100]}, and a terminal would act on its control characters: name the pack otherwise")
+        raise PackCorrupt(
+            f"{path}: the name is {ascii(manifest['name'])[:100]}, and a terminal would act on its control characters:"
+            " name the pack otherwise"
+        )
     if manifest["score_rule"] not in SCORE_RULES:
-        raise PackError(f"{path}: score_rule is {manifest['score_rule']!r:.80}, expected one of {', '.join(SCORE_RULES)}")
+        raise PackError(
+            f"{path}: score_rule is {manifest['score_rule']!r:.80}, expected one of {', '.join(SCORE_RULES)}"
+        )
     for key in ("recommended", "quality", "provenance"):
         if not isinstance(manifest.get(key) or {}, dict):
             raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
@@ -73,7 +85,9 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
         if not isinstance(stated, dict) or not isinstance(stated.get("sha256"), str) or type(size) is not int:
             raise PackCorrupt(f"{path}: {file!r:.200} has no sha256 and size: fetch the pack again")
         if not 0 <= size < 1 << 63:
-            raise PackCorrupt(f"{path}: {file!r:.200} has size {str(size)[:40]}, and no file has that: fetch the pack again")
+            raise PackCorrupt(
+                f"{path}: {file!r:.200} has size {str(size)[:40]}, and no file has that: fetch the pack again"
+            )
     return manifest
 
 
@@ -91,7 +105,10 @@ def parse_concepts(data: bytes, path: Path) -> list[dict[str, Any]]:
         raise PackCorrupt(f"{path} is not UTF-8 ({error}): fetch the pack again") from None
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > MAX_BRACKETS:
-        raise PackCorrupt(f"{path} has {brackets:,} brackets, at most {MAX_BRACKETS:,} lists and objects are read: fetch the pack again")
+        raise PackCorrupt(
+            f"{path} has {brackets:,} brackets, at most {MAX_BRACKETS:,} lists and objects are read: fetch the pack"
+            " again"
+        )
     # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
@@ -102,10 +119,15 @@ def parse_concepts(data: bytes, path: Path) -> list[dict[str, Any]]:
             raise PackCorrupt(f"{path} line {number} lacks id, name, level or parents: fetch the pack again")
         wrong = [key for key, kind in _KINDS.items() if type(concept[key]) is not kind]
         if wrong or not all(isinstance(parent, str) for parent in concept["parents"]):
-            raise PackCorrupt(f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again")
+            raise PackCorrupt(
+                f"{path} line {number}: {(wrong or ['parents'])[0]} is not of the right kind: fetch the pack again"
+            )
         for key in ("id", "name"):
             if CONTROL.search(concept[key]):
-                raise PackCorrupt(f"{path} line {number}: {key} is {ascii(concept[key])[:100]}, and a terminal would act on its control characters: name it otherwise")
+                raise PackCorrupt(
+                    f"{path} line {number}: {key} is {ascii(concept[key])[:100]}, and a terminal would act on its"
+                    " control characters: name it otherwise"
+                )
         concepts.append(concept)
     return concepts
 

@@ -4,8 +4,9 @@
     pack = ProbePack.open(path, verify=True)                    # hashes, every weight, and the golden scores
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")
 
-The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled. What becomes of the files of an opened pack does not change
-what it scores: `PackChanged` says where its weights can no longer be read as they were.
+The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled. What becomes of the
+files of an opened pack does not change what it scores: `PackChanged` says where its weights can no longer be read as
+they were.
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ _VECTORS = {
 MATRICES = ("w1", "w2", "w3")
 _FINITE_BYTES = _BLOCK_BYTES = 64 << 20
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
-THRESHOLDS = "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand threshold may be -1 (always opened)"
+THRESHOLDS = (
+    "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
+    " threshold may be -1 (always opened)"
+)
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
 
-# What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no kernel.
+# What scores golden states: (pack, hidden [G, S, D]) -> fp32 [G, P]. The manager's, injected so that pack knows no
+# kernel.
 GoldenScorer = Callable[["ProbePack", Tensor], Tensor]
 
 
@@ -70,13 +75,21 @@ class ProbePack:
     """An opened pack. Read-only; make one with `open`, `from_pretrained` or `write`.
 
     `manifest` (dict), `concepts` (one dict a probe), `tree` (ConceptTree), `weights` (stacked tensors
-    by parameter, read when first asked for: into memory, or mapped where they are many), `inputs` (InputSpec list), `input_index [P]` int64,
-    `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated, `aggregated` (names, as `str()` gives them, of the
-    aggregators that have alert thresholds of their own: `thresholds_for`), `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None,
-    `card` (bytes, None where there is none).
+    by parameter, read when first asked for: into memory, or mapped where they are many), `inputs` (InputSpec list),
+    `input_index [P]` int64, `alert_threshold`, `expand_threshold` `[P]` fp32 with NaN where not calibrated,
+    `aggregated` (names, as `str()` gives them, of the aggregators that have alert thresholds of their own:
+    `thresholds_for`), `golden_hidden [G, S, D]`, `golden_scores [G, P]` or None, `card` (bytes, None where there is
+    none).
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any], concepts: list[dict[str, Any]], tensors: HeldTensors, card: bytes | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        manifest: dict[str, Any],
+        concepts: list[dict[str, Any]],
+        tensors: HeldTensors,
+        card: bytes | None = None,
+    ):
         self.directory = directory
         self.manifest = manifest
         self.concepts = concepts
@@ -92,14 +105,21 @@ class ProbePack:
                 raise PackCorrupt(f"{where} holds no tensor {needed!r}: it is not a probe pack's")
         for key, dtype in _VECTORS.items():
             if like[key].dim() != 1 or like[key].dtype != dtype:
-                raise PackCorrupt(f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected a vector of {dtype}")
+                raise PackCorrupt(
+                    f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected a vector of {dtype}"
+                )
         for key in Architecture.parameters():
             weight = key in MATRICES
             if key in like and like[key].dtype not in (DTYPES.values() if weight else (torch.float32,)):
-                raise PackCorrupt(f"{where}: {key} is {like[key].dtype}, expected {'a float type or int8' if weight else 'torch.float32'}")
+                raise PackCorrupt(
+                    f"{where}: {key} is {like[key].dtype}, expected"
+                    f" {'a float type or int8' if weight else 'torch.float32'}"
+                )
         vectors = {key: tensors.read(key) for key in _VECTORS}
         try:
-            self.tree = ConceptTree(vectors["child_ptr"].numpy(), vectors["child_idx"].numpy(), vectors["level"].numpy())
+            self.tree = ConceptTree(
+                vectors["child_ptr"].numpy(), vectors["child_idx"].numpy(), vectors["level"].numpy()
+            )
         except HierarchyError as error:
             raise HierarchyError(f"{where}: {error}") from None
         self.n_probes = self.tree.n
@@ -107,26 +127,36 @@ class ProbePack:
         self.architecture = Architecture.of(self._like, where)
         self.dtype = self._like["w1"].dtype
         self.input_dtype = input_dtype(self.dtype)
-        self.input_index, self.alert_threshold, self.expand_threshold = vectors["input"], vectors["alert_threshold"], vectors["expand_threshold"]
+        self.input_index, self.alert_threshold, self.expand_threshold = (
+            vectors["input"],
+            vectors["alert_threshold"],
+            vectors["expand_threshold"],
+        )
         self._aggregated: dict[str, Tensor] = {}
         for key in (key for key in like if key.startswith(AGGREGATED)):
             name = key.removeprefix(AGGREGATED)
             if name in ("", "each") or tuple(like[key].shape) != (self.n_probes,) or like[key].dtype != torch.float32:
                 raise PackCorrupt(
-                    f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected an aggregator's name and torch.float32 ({self.n_probes},)"
+                    f"{where}: {key} is {like[key].dtype} {tuple(like[key].shape)}, expected an aggregator's name and"
+                    f" torch.float32 ({self.n_probes},)"
                 )
             self._aggregated[name] = tensors.read(key)
         self.aggregated = tuple(sorted(self._aggregated))
         self.golden_error: float | None = None  # found by `verify`
-        # Of each probe the largest value of an input with which no sum can overflow fp32; NaN until its weights are looked at.
+        # Of each probe the largest value of an input with which no sum can overflow fp32; NaN until its weights are
+        # looked at.
         self.input_limit = np.full(self.n_probes, np.nan)
         self.lowest_input_limit = math.inf  # of those looked at
         self._check(where)
-        self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))  # not the pack's own method: a pack in a circle would hold its file for long
+        self._names = Names(
+            self.name, concepts, partial(_path, self.tree, concepts)
+        )  # not the pack's own method: a pack in a circle would hold its file for long
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Stacked tensors by parameter. Raises `PackChanged` where their file was written to since the pack was opened, and `PackCorrupt` where it is not the manifest's."""
+        """Stacked tensors by parameter. Raises `PackChanged` where their file was written to since the pack was opened,
+        and `PackCorrupt` where it is not the manifest's.
+        """
         if not self._weights:
             everything = self._tensors.all()
             self._weights = {name: everything[name] for name in self._like}
@@ -145,11 +175,15 @@ class ProbePack:
 
     @property
     def in_memory(self) -> bool:
-        """Whether weights that were asked for are in memory of their own, where nobody can change them, rather than mapped."""
+        """Whether weights that were asked for are in memory of their own, where nobody can change them, rather than
+        mapped.
+        """
         return self._tensors.in_memory
 
     def check_unchanged(self) -> None:
-        """Raise `PackChanged` where weights are in a file that somebody wrote to since the pack was opened. Takes a microsecond or two."""
+        """Raise `PackChanged` where weights are in a file that somebody wrote to since the pack was opened. Takes a
+        microsecond or two.
+        """
         self._tensors.check()
 
     def moved(self, directory: Path) -> None:
@@ -162,13 +196,17 @@ class ProbePack:
         return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
 
     def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Weights of the probes `first..stop - 1`, in memory of their own, as they were when the pack was opened. Raises `PackChanged`."""
+        """Weights of the probes `first..stop - 1`, in memory of their own, as they were when the pack was opened.
+        Raises `PackChanged`.
+        """
         if self._weights and self.in_memory:
             return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
         return self._tensors.read_rows(self._like, first, stop)
 
     def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Copies of the weights of `probes` (all) in their order, some at a time: where each block begins, and its stacked tensors. Raises `PackChanged`."""
+        """Copies of the weights of `probes` (all) in their order, some at a time: where each block begins, and its
+        stacked tensors. Raises `PackChanged`.
+        """
         wanted = np.arange(self.n_probes) if probes is None else probes
         size = max(1, _BLOCK_BYTES // max(1, self.weight_bytes() // self.n_probes))
         for start in range(0, len(wanted), size):
@@ -183,8 +221,9 @@ class ProbePack:
     def open(cls, path: str | Path, *, verify: bool = False) -> ProbePack:
         """Open the pack in a directory, checking structure, sizes and hierarchy.
 
-        `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced meanwhile is one of the two, whole.
-        Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`, `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
+        `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced
+        meanwhile is one of the two, whole. Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`,
+        `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
         """
         return cls._opened(check_path("path", path), check_bool("verify", verify))
 
@@ -205,7 +244,9 @@ class ProbePack:
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
             first = (str(error).splitlines() or [""])[0][:200]
-            raise PackCorrupt(f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again") from error
+            raise PackCorrupt(
+                f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again"
+            ) from error
 
     @classmethod
     def _read(cls, folder: HeldFolder, hashed: bool, pin: str | None) -> ProbePack:
@@ -213,7 +254,11 @@ class ProbePack:
         if not folder.has(MANIFEST):
             raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
         # All at once, so that a folder that is replaced while the texts are read is still there, whole.
-        held = {file: folder.hold(file, keep=file == PROBES) for file in (MANIFEST, CONCEPTS, PROBES, CARD) if folder.has(file)}
+        held = {
+            file: folder.hold(file, keep=file == PROBES)
+            for file in (MANIFEST, CONCEPTS, PROBES, CARD)
+            if folder.has(file)
+        }
         data = held[MANIFEST].read(MAX_MANIFEST_BYTES)
         if pin is not None:
             packfile.check_pin(directory / MANIFEST, sha256(data).hexdigest(), pin)
@@ -229,34 +274,62 @@ class ProbePack:
         card = held[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held else None
         data = held[CONCEPTS].read(MAX_CONCEPTS_BYTES)
         concepts = parse_concepts(data, directory / CONCEPTS)
-        packfile.check_stated_hash(directory / CONCEPTS, sha256(data).hexdigest(), manifest["files"][CONCEPTS]["sha256"])
-        return cls(directory, manifest, concepts, HeldTensors(held[PROBES], sha256=manifest["files"][PROBES]["sha256"]), card)
+        packfile.check_stated_hash(
+            directory / CONCEPTS, sha256(data).hexdigest(), manifest["files"][CONCEPTS]["sha256"]
+        )
+        return cls(
+            directory, manifest, concepts, HeldTensors(held[PROBES], sha256=manifest["files"][PROBES]["sha256"]), card
+        )
 
     @classmethod
     def from_pretrained(
-        cls, repo: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | Path | None = None, local_files_only: bool = False,
-        manifest_sha256: str | None = None, verify: bool = False, endpoint: str | None = None,
-    ) -> ProbePack:  # fmt: skip
+        cls,
+        repo: str,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        manifest_sha256: str | None = None,
+        verify: bool = False,
+        endpoint: str | None = None,
+    ) -> ProbePack:
         """Open a local directory, or a pack published on the Hugging Face hub as `org/name`.
 
-        `revision` (branch, tag or commit), `token`, `cache_dir`, `local_files_only` and `endpoint` are huggingface_hub's, and so is the cache. Files that were
-        fetched are hashed before their first use. `manifest_sha256`: what sha256 the pack's manifest must have; every byte is then checked, each time, in a
-        directory too. Raises `PackError` saying what to do where there is no such pack, or no way to it, and `PackCorrupt` where a byte differs.
+        `revision` (branch, tag or commit), `token`, `cache_dir`, `local_files_only` and `endpoint` are
+        huggingface_hub's, and so is the cache. Files that were fetched are hashed before their first use.
+        `manifest_sha256`: what sha256 the pack's manifest must have; every byte is then checked, each time, in a
+        directory too. Raises `PackError` saying what to do where there is no such pack, or no way to it, and
+        `PackCorrupt` where a byte differs.
         """
         from probemon.packs import hub
 
         local = hub.find(
-            repo, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only, manifest_sha256=manifest_sha256, endpoint=endpoint
+            repo,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            manifest_sha256=manifest_sha256,
+            endpoint=endpoint,
         )
-        # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the hub's cache were.
-        return cls._opened(local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256)
+        # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the
+        # hub's cache were.
+        return cls._opened(
+            local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256
+        )
 
     def _check(self, where: str) -> None:
         n, d = self.n_probes, self.architecture.hidden_size
         if not n or not d or 0 in self.architecture.hidden:
-            raise PackCorrupt(f"{where} holds {n} probes of {d} values and layers of {list(self.architecture.hidden)}: a pack has one probe or more, and none is empty")
+            raise PackCorrupt(
+                f"{where} holds {n} probes of {d} values and layers of {list(self.architecture.hidden)}: a pack has one"
+                " probe or more, and none is empty"
+            )
         if len(self.concepts) != n:
-            raise PackCorrupt(f"{self.directory / CONCEPTS} has {len(self.concepts)} lines for {n} probes: fetch the pack again")
+            raise PackCorrupt(
+                f"{self.directory / CONCEPTS} has {len(self.concepts)} lines for {n} probes: fetch the pack again"
+            )
         for name, tensor in (
             ("input", self.input_index),
             ("alert_threshold", self.alert_threshold),
@@ -264,42 +337,68 @@ class ProbePack:
         ):
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
-        for name, tensor in {"alert_threshold": self.alert_threshold, "expand_threshold": self.expand_threshold, **self._aggregated}.items():
+        for name, tensor in {
+            "alert_threshold": self.alert_threshold,
+            "expand_threshold": self.expand_threshold,
+            **self._aggregated,
+        }.items():
             bad = no_thresholds(name, tensor)
             if bad is not None:
-                raise PackCorrupt(f"{where}: the {name} of concept {self.concepts[bad]['id']!r:.80} is {float(tensor[bad]):g}: {THRESHOLDS}. Fetch the pack again, or calibrate it")
+                raise PackCorrupt(
+                    f"{where}: the {name} of concept {self.concepts[bad]['id']!r:.80} is {float(tensor[bad]):g}:"
+                    f" {THRESHOLDS}. Fetch the pack again, or calibrate it"
+                )
         if not (int(self.input_index.min()) >= 0 and int(self.input_index.max()) < len(self.inputs)):
             raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
-        said = {"architecture": self.architecture.as_dict(), "dtype": next(name for name, dtype in DTYPES.items() if dtype is self.dtype)}
+        said = {
+            "architecture": self.architecture.as_dict(),
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype is self.dtype),
+        }
         for name, value in said.items():
             if self.manifest.get(name, value) != value:
-                raise PackCorrupt(f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack again")
+                raise PackCorrupt(
+                    f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack"
+                    " again"
+                )
         if self.manifest["host"].get("hidden_size") not in (None, d):
-            raise PackCorrupt(f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}")
-        golden: dict[str, Tensor] = {name: self._tensors.described[name] for name in ("golden_hidden", "golden_scores") if name in self._tensors.described}
+            raise PackCorrupt(
+                f"{where}: w1 reads {d} values, the manifest says hidden_size {self.manifest['host']['hidden_size']}"
+            )
+        golden: dict[str, Tensor] = {
+            name: self._tensors.described[name]
+            for name in ("golden_hidden", "golden_scores")
+            if name in self._tensors.described
+        }
         if len(golden) == 1:
-            raise PackCorrupt(f"{where} has golden states without their scores, or scores without their states: fetch the pack again")
+            raise PackCorrupt(
+                f"{where} has golden states without their scores, or scores without their states: fetch the pack again"
+            )
         if golden:
             g = golden["golden_hidden"].shape[0] if golden["golden_hidden"].dim() else 0
             expected = {"golden_hidden": (g, len(self.sites), d), "golden_scores": (g, n)}
             for name, shape in expected.items():
                 if tuple(golden[name].shape) != shape or golden[name].dtype != torch.float32:
-                    raise PackCorrupt(f"{where}: {name} has shape {tuple(golden[name].shape)} in {golden[name].dtype}, expected {shape} in torch.float32")
+                    raise PackCorrupt(
+                        f"{where}: {name} has shape {tuple(golden[name].shape)} in {golden[name].dtype}, expected"
+                        f" {shape} in torch.float32"
+                    )
         check_recommended(self.recommended, f"{self.directory / MANIFEST}")
         ids = [concept["id"] for concept in self.concepts]
         for i, concept in enumerate(self.concepts):
             above = [ids[p] for p in self.tree.parents(i).tolist()]
             if concept["level"] != int(self.tree.level[i]) or sorted(concept["parents"]) != sorted(above):
                 raise PackCorrupt(
-                    f"{self.directory / CONCEPTS} line {i + 1} ({concept['id']!r:.80}): level {str(concept['level'])[:20]} and parents "
-                    f"{concept['parents']!r:.200} differ from {PROBES} ({int(self.tree.level[i])}, {above!r:.200}): fetch the pack again"
+                    f"{self.directory / CONCEPTS} line {i + 1} ({concept['id']!r:.80}): level"
+                    f" {str(concept['level'])[:20]} and parents {concept['parents']!r:.200} differ from {PROBES}"
+                    f" ({int(self.tree.level[i])}, {above!r:.200}): fetch the pack again"
                 )
         if len(set(ids)) != n:
             twice = Counter(ids).most_common(1)[0][0]
             raise PackCorrupt(f"{self.directory / CONCEPTS}: id {twice!r:.80} appears twice")
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
-        """Look at the weights of `probes` (default: all): raise `PackCorrupt` naming the first that has one that is NaN or infinite.
+        """Look at the weights of `probes` (default: all): raise `PackCorrupt` naming the first that has one that is NaN
+        or infinite.
 
         What the rest can be given without a sum that overflows is in `input_limit` then (see `input_limits`).
         """
@@ -324,7 +423,7 @@ class ProbePack:
                 probe = first + int(np.flatnonzero(~finite)[0])
                 raise PackCorrupt(
                     f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
-                    f"is not finite: the pack is damaged or was trained to divergence"
+                    "is not finite: the pack is damaged or was trained to divergence"
                 )
         limits = input_limits(self.architecture, largest)
         self.input_limit[first : first + len(limits)] = limits
@@ -345,8 +444,8 @@ class ProbePack:
         if not worst <= 1e-5:
             probe = int(error.max(dim=0).values.argmax())
             raise PackCorrupt(
-                f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most 1e-5): "
-                "the weights are not those the pack was published with"
+                f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most"
+                " 1e-5): the weights are not those the pack was published with"
             )
         self.golden_error = worst
         return worst
@@ -370,20 +469,27 @@ class ProbePack:
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Probe numbers of a name, id, number, list of these, or pattern over names and ids. Raises `UnknownConcept`."""
+        """Probe numbers of a name, id, number, list of these, or pattern over names and ids. Raises
+        `UnknownConcept`.
+        """
         return self._names.find_all(concept)
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:
-        """Alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; `None`: of each token's own score.
+        """Alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; `None`: of each
+        token's own score.
 
-        `aggregator`: one of `probemon.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack has none for it.
+        `aggregator`: one of `probemon.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack
+        has none for it.
         """
         name = "each" if aggregator is None else str(aggregator)
         if name == "each":
             return self.alert_threshold
         if name not in self._aggregated:
             known = ", ".join(["single tokens", *self.aggregated])
-            raise ConfigError(f"the alert thresholds of {self.name} are for {known}, not for {name}: give above= or calibrate the pack for it")
+            raise ConfigError(
+                f"the alert thresholds of {self.name} are for {known}, not for {name}: give above= or calibrate the"
+                " pack for it"
+            )
         return self._aggregated[name]
 
     def path(self, probe: int) -> list[str]:
@@ -426,9 +532,10 @@ class ProbePack:
 
         `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none),
         `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]`,
-        `expand_threshold [P]` and `aggregated` (alert thresholds `[P]` by `str()` of the aggregator) are in the order of `concepts`; the dtype of `w1` is the pack's, biases
-        (and the scales of int8 weights: `probemon.packs.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`.
-        The directory appears whole or not at all; an existing one is an error unless `overwrite`.
+        `expand_threshold [P]` and `aggregated` (alert thresholds `[P]` by `str()` of the aggregator) are in the order
+        of `concepts`; the dtype of `w1` is the pack's, biases (and the scales of int8 weights:
+        `probemon.packs.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of
+        `inputs`. The directory appears whole or not at all; an existing one is an error unless `overwrite`.
         """
         from probemon.packs.writer import PackWriter, check_target
 
@@ -441,10 +548,26 @@ class ProbePack:
             if len(tensor) != len(concepts):
                 raise PackError(f"weights[{key!r}] has {len(tensor)} rows for {len(concepts)} concepts")
         writer = PackWriter(
-            path, name=name, concepts=concepts, architecture=architecture, dtype=weights["w1"].dtype, score_rule=score_rule, inputs=inputs, host=host,
-            licence=licence, card=card, input_index=input_index, alert_threshold=alert_threshold, expand_threshold=expand_threshold, aggregated=aggregated,
-            golden_hidden=golden_hidden, recommended=recommended, provenance=provenance, quality=quality, overwrite=overwrite,
-        )  # fmt: skip
+            path,
+            name=name,
+            concepts=concepts,
+            architecture=architecture,
+            dtype=weights["w1"].dtype,
+            score_rule=score_rule,
+            inputs=inputs,
+            host=host,
+            licence=licence,
+            card=card,
+            input_index=input_index,
+            alert_threshold=alert_threshold,
+            expand_threshold=expand_threshold,
+            aggregated=aggregated,
+            golden_hidden=golden_hidden,
+            recommended=recommended,
+            provenance=provenance,
+            quality=quality,
+            overwrite=overwrite,
+        )
         with writer:
             writer.put_slice(0, weights)
         return writer.pack
@@ -452,26 +575,42 @@ class ProbePack:
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
         """Copy the pack to a directory, its card begun by metadata that the hub reads, and open the copy.
 
-        What the card has of metadata stays; `library_name`, `tags`, `license` and, where the host has a name on the hub, `base_model` are added, and the
-        manifest states the new card. The directory appears whole or not at all. Raises `PackError`, and `PackCorrupt` where this pack is damaged.
+        What the card has of metadata stays; `library_name`, `tags`, `license` and, where the host has a name on the
+        hub, `base_model` are added, and the manifest states the new card. The directory appears whole or not at all.
+        Raises `PackError`, and `PackCorrupt` where this pack is damaged.
         """
         from probemon.packs import hub
 
         return hub.save(self, folder, overwrite=overwrite)
 
     def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, revision: str | None = None, commit_message: str | None = None, create_pr: bool = False,
-        token: str | bool | None = None, endpoint: str | None = None,
-    ) -> Pushed:  # fmt: skip
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        token: str | bool | None = None,
+        endpoint: str | None = None,
+    ) -> Pushed:
         """Push what `save_pretrained` would write to a repository on the hub, made where there is none, in one commit.
 
-        The arguments are huggingface_hub's; `revision` is a branch, made where there is none. The result has the `commit` and the `manifest_sha256` that others
-        pin. Raises `PackError` saying what to do, and `PackCorrupt` where this pack is damaged: nothing is sent then.
+        The arguments are huggingface_hub's; `revision` is a branch, made where there is none. The result has the
+        `commit` and the `manifest_sha256` that others pin. Raises `PackError` saying what to do, and `PackCorrupt`
+        where this pack is damaged: nothing is sent then.
         """
         from probemon.packs import hub
 
         return hub.push(
-            self, repo_id, private=private, revision=revision, commit_message=commit_message, create_pr=create_pr, token=token, endpoint=endpoint
+            self,
+            repo_id,
+            private=private,
+            revision=revision,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            token=token,
+            endpoint=endpoint,
         )
 
 
@@ -499,16 +638,21 @@ def no_thresholds(name: str, tensor: Tensor) -> int | None:
 def _largest(weights: Tensor) -> np.ndarray:
     """The largest absolute value of each probe `[n]` fp64; infinite or NaN where one is.
 
-    Floats without their sign are ordered as their bits are, NaN last, and whole numbers are compared many times faster than a float that is half
-    as wide as its register: this is done before a probe is first used, so it is a good part of a cold step.
+    Floats without their sign are ordered as their bits are, NaN last, and whole numbers are compared many times faster
+    than a float that is half as wide as its register: this is done before a probe is first used, so it is a good part
+    of a cold step.
     """
     if weights.dtype == torch.int8:
         return np.full(len(weights), 128.0)  # the most there can be, without looking
-    kind, unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}[weights.element_size()]
+    kind, unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}[
+        weights.element_size()
+    ]
     bits = weights.reshape(len(weights), -1).view(kind).numpy()
     sign = np.array(1 << (8 * weights.element_size() - 1), unsigned)
     negative = bits.view(unsigned).max(axis=1)  # those without a sign are smaller; of those with one it is the largest
-    largest = np.maximum(np.maximum(bits.max(axis=1), 0), np.where(negative & sign, negative ^ sign, 0).astype(bits.dtype))
+    largest = np.maximum(
+        np.maximum(bits.max(axis=1), 0), np.where(negative & sign, negative ^ sign, 0).astype(bits.dtype)
+    )
     return torch.from_numpy(largest).view(weights.dtype).to(torch.float64).numpy()
 
 
@@ -516,9 +660,14 @@ def _opened_again(kind: type[ProbePack], directory: str, name: str, manifest: di
     try:
         pack = kind.open(directory)
     except PackError as error:
-        raise PackError(f"{name} was pickled as the pack in {directory}, and is opened from there again: {error}") from error
+        raise PackError(
+            f"{name} was pickled as the pack in {directory}, and is opened from there again: {error}"
+        ) from error
     if pack.manifest != manifest:
-        raise PackError(f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open this one and pickle it anew")
+        raise PackError(
+            f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open"
+            " this one and pickle it anew"
+        )
     return pack
 
 

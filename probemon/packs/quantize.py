@@ -3,8 +3,9 @@
     small = quantize(ProbePack.open(path), "smaller/")
     small.manifest["quality"]["int8"]["max_score_error"]
 
-A row of a matrix is whole numbers from -127 to 127 times a scale of its own: the largest magnitude of the row over 127. Biases and
-scales stay fp32. An input is rounded to bf16. A product of the two is exact in fp32, and the scale is applied to the row's sum.
+A row of a matrix is whole numbers from -127 to 127 times a scale of its own: the largest magnitude of the row over 127.
+Biases and scales stay fp32. An input is rounded to bf16. A product of the two is exact in fp32, and the scale is
+applied to the row's sum.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> ProbePack:
     """Write the int8 copy of a pack and open it.
 
-    Its manifest says under `quality.int8` how far scores moved, on the golden states of the pack (on random ones where it has
-    none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`, `PackError`.
+    Its manifest says under `quality.int8` how far scores moved, on the golden states of the pack (on random ones where
+    it has none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`,
+    `PackError`.
     """
     pack = opened(pack)
     if pack.dtype == torch.int8:
@@ -52,8 +54,9 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     bounding = next((concept["id"] for concept in pack.concepts if concept.get("bounding")), None)
     if bounding is not None:
         raise ConfigError(
-            f"{pack.name} has bounding probes ({bounding!r}), whose scores would no longer be over those of all their members once the weights are rounded: what fires would be "
-            "missed. Quantise the pack that its hierarchy was proposed for, which is flat"
+            f"{pack.name} has bounding probes ({bounding!r}), whose scores would no longer be over those of all their"
+            " members once the weights are rounded: what fires would be missed. Quantise the pack that its hierarchy"
+            " was proposed for, which is flat"
         )
     pack.check_finite()
     weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
@@ -66,13 +69,28 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     source = pack.manifest
     card = pack.card_text()
     return ProbePack.write(
-        path, name=f"{pack.name}-int8", concepts=pack.concepts, weights=weights, score_rule=pack.score_rule,
-        inputs=[spec.as_dict() for spec in pack.inputs], host=source["host"], licence=source["licence"], card=card + _note(stated),
-        input_index=pack.input_index, alert_threshold=pack.alert_threshold, expand_threshold=pack.expand_threshold,
-        aggregated={name: pack.thresholds_for(name) for name in pack.aggregated}, golden_hidden=golden,
-        recommended=pack.recommended, provenance={**(source.get("provenance") or {}), "quantized_from": {"name": pack.name, **source["files"][PROBES]}},
-        quality={**(source.get("quality") or {}), "int8": stated}, overwrite=overwrite,
-    )  # fmt: skip
+        path,
+        name=f"{pack.name}-int8",
+        concepts=pack.concepts,
+        weights=weights,
+        score_rule=pack.score_rule,
+        inputs=[spec.as_dict() for spec in pack.inputs],
+        host=source["host"],
+        licence=source["licence"],
+        card=card + _note(stated),
+        input_index=pack.input_index,
+        alert_threshold=pack.alert_threshold,
+        expand_threshold=pack.expand_threshold,
+        aggregated={name: pack.thresholds_for(name) for name in pack.aggregated},
+        golden_hidden=golden,
+        recommended=pack.recommended,
+        provenance={
+            **(source.get("provenance") or {}),
+            "quantized_from": {"name": pack.name, **source["files"][PROBES]},
+        },
+        quality={**(source.get("quality") or {}), "int8": stated},
+        overwrite=overwrite,
+    )
 
 
 def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind: str) -> dict[str, Any]:
@@ -83,18 +101,28 @@ def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind:
     error = np.abs(after - before)
     if not np.isfinite(error).all():
         probe = int(np.flatnonzero(~np.isfinite(error).all(axis=0))[0])
-        raise PackCorrupt(f"{pack.concepts[probe]['id']} does not score a number on {kind} states, before or after: its weights are too large. Train it again, or leave it out")
+        raise PackCorrupt(
+            f"{pack.concepts[probe]['id']} does not score a number on {kind} states, before or after: its weights are"
+            " too large. Train it again, or leave it out"
+        )
     alert = pack.alert_threshold.numpy()
     fired, fires = before > alert, after > alert
     return {
-        "states": kind, "n_states": len(hidden), "max_score_error": float(error.max()), "mean_score_error": float(error.mean()),
-        "p99_score_error": float(np.quantile(error, 0.99)), "n_fired": int(fired.sum()), "n_fired_changed": int((fired != fires).sum()),
-    }  # fmt: skip
+        "states": kind,
+        "n_states": len(hidden),
+        "max_score_error": float(error.max()),
+        "mean_score_error": float(error.mean()),
+        "p99_score_error": float(np.quantile(error, 0.99)),
+        "n_fired": int(fired.sum()),
+        "n_fired_changed": int((fired != fires).sum()),
+    }
 
 
 def _note(stated: Mapping[str, Any]) -> str:
     return (
-        f"\n## int8\n\nThe weights are int8 with a scale for each row. Against the weights they were made from, scores move by at most {stated['max_score_error']:.2g} "
-        f"(mean {stated['mean_score_error']:.2g}) on {stated['n_states']} {stated['states']} states; {stated['n_fired_changed']} (state, probe) pairs "
-        f"fire in one and not in the other, of {stated['n_fired']} that fired before. All other figures of this card are those of the weights before.\n"
+        "\n## int8\n\nThe weights are int8 with a scale for each row. Against the weights they were made from, scores"
+        f" move by at most {stated['max_score_error']:.2g} (mean {stated['mean_score_error']:.2g}) on"
+        f" {stated['n_states']} {stated['states']} states; {stated['n_fired_changed']} (state, probe) pairs fire in one"
+        f" and not in the other, of {stated['n_fired']} that fired before. All other figures of this card are those of"
+        " the weights before.\n"
     )

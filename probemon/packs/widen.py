@@ -3,7 +3,8 @@
     both = common([a.architecture, b.architecture])
     weights = embed(a.weights, both)                  # stacked tensors of the larger shape
 
-Exact: relu(z) - relu(-z) = z carries a logit through a hidden layer, relu(h) = h what is 0 or more already, and zeros fill the rest.
+Exact: relu(z) - relu(-z) = z carries a logit through a hidden layer, relu(h) = h what is 0 or more already, and zeros
+fill the rest.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from probemon.errors import PackError
 
 
 def common(architectures: Sequence[Architecture]) -> Architecture:
-    """The smallest architecture that has room for probes of each. Raises `PackError` where they read states of different sizes."""
+    """The smallest architecture that has room for probes of each. Raises `PackError` where they read states of
+    different sizes.
+    """
     sizes = sorted({architecture.hidden_size for architecture in architectures})
     if len(sizes) != 1:
-        raise PackError(f"probes that read states of {' and '.join(map(str, sizes))} values do not fit into one pack: they are for different hosts")
+        raise PackError(
+            f"probes that read states of {' and '.join(map(str, sizes))} values do not fit into one pack: they are for"
+            " different hosts"
+        )
     depth = max(len(architecture.hidden) for architecture in architectures)
     # Of fewer layers: two units carry a logit, its own units what is 0 or more.
     widths = [max(_width(architecture, i) for architecture in architectures) for i in range(depth)]
@@ -33,7 +39,9 @@ def _width(architecture: Architecture, i: int) -> int:
 
 
 def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
-    """Stacked weights `[P, ...]` as those of probes of `to`, in their dtype. Raises `PackError` where `to` is too small."""
+    """Stacked weights `[P, ...]` as those of probes of `to`, in their dtype. Raises `PackError` where `to` is too
+    small.
+    """
     found = Architecture.of(weights, "weights")
     if common([found, to]) != to:
         raise PackError(f"probes {found} over {found.hidden_size} values do not fit into {to} over {to.hidden_size}")
@@ -49,7 +57,11 @@ def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
     elif to.hidden:
         matrix, bias, scale = layers[0]
         assert matrix is not None and bias is not None
-        layers[0] = [torch.cat([matrix, -matrix], dim=1), torch.cat([bias, -bias], dim=1), None if scale is None else torch.cat([scale, scale], dim=1)]
+        layers[0] = [
+            torch.cat([matrix, -matrix], dim=1),
+            torch.cat([bias, -bias], dim=1),
+            None if scale is None else torch.cat([scale, scale], dim=1),
+        ]
         layers.append(_unscaled(torch.tensor([[1.0, -1.0]], dtype=torch.float32, device="cpu"), n, dtype))
     if len(layers) == 2 and len(to.hidden) == 2:
         first = layers[0][0]
@@ -60,7 +72,10 @@ def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
     for i, (matrix, bias, scale) in enumerate(layers):
         assert matrix is not None and bias is not None
         name = str(i + 1) if i + 1 < len(layers) else "3" if to.hidden else "1"
-        padded = {f"w{name}": _padded(matrix, (n, sizes[i + 1], sizes[i])), f"b{name}": _padded(bias, (n, sizes[i + 1]))}
+        padded = {
+            f"w{name}": _padded(matrix, (n, sizes[i + 1], sizes[i])),
+            f"b{name}": _padded(bias, (n, sizes[i + 1])),
+        }
         if scale is not None:
             padded[f"w{name}_scale"] = _padded(scale, (n, sizes[i + 1]), 1.0)
         made |= {key: value[:, 0] if name == "3" else value for key, value in padded.items()}

@@ -1,13 +1,15 @@
 """Write a pack probe by probe: the weights go to their place on disk as they come, and are never held together.
 
-    with PackWriter(path, name="mine", concepts=concepts, architecture=Architecture(2560, (128, 64)), dtype=torch.bfloat16, score_rule="independent",
-                    inputs=[{"site": "resid_post.15"}], host={}, licence="CC0-1.0", card="# mine\n") as writer:
-        for i, probe in enumerate(probes):                # in any order, each once
+    about = {"host": {}, "licence": "CC0-1.0", "card": "# mine\n", "inputs": [{"site": "resid_post.15"}]}
+    shape = {"architecture": Architecture(2560, (128, 64)), "dtype": torch.bfloat16, "score_rule": "independent"}
+    with PackWriter(path, name="mine", concepts=concepts, **shape, **about) as writer:
+        for i, probe in enumerate(probes):  # in any order, each once
             writer.put(i, {"w1": ..., "b1": ..., "w2": ..., "b2": ..., "w3": ..., "b3": ...})
     pack = writer.pack
 
-In memory are: what was put last (once more while it is written, in blocks of 16 MiB), the concepts, a few numbers a probe and the golden states. The file has its
-full size from the beginning, so that a disk that is too small says so before any work is done. The directory appears whole or not at all.
+In memory are: what was put last (once more while it is written, in blocks of 16 MiB), the concepts, a few numbers a
+probe and the golden states. The file has its full size from the beginning, so that a disk that is too small says so
+before any work is done. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -49,11 +51,19 @@ from probemon.packs.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERS
 from probemon.packs.pack import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, ProbePack, check_recommended, no_thresholds
 
 _BLOCK_BYTES = 16 << 20
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}  # of safetensors
+_CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.int64: "I64",
+}  # of safetensors
 
 
 def check_target(path: str | Path, overwrite: bool) -> Path:
-    """The path, where a pack may be written to it. Raises `PackError` where something is there already, and with `overwrite` where it is more than a pack."""
+    """The path, where a pack may be written to it. Raises `PackError` where something is there already, and with
+    `overwrite` where it is more than a pack.
+    """
     target = check_path("path", path)
     overwrite = check_bool("overwrite", overwrite)
     if os.path.lexists(target):
@@ -66,25 +76,48 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
 class PackWriter:
     """A pack in the making: enter it, put every probe once, leave it; then `pack` is the opened pack.
 
-    `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none; it need not grow along edges), and anything else JSON. What is `[P]` is in their order:
-    `input_index`, `alert_threshold`, `expand_threshold`, and `aggregated` (alert thresholds by `str()` of an aggregator). `golden_hidden [G, S, D]`: raw states at
-    the distinct sites of `inputs`, whose scores are kept. `card`, `provenance` and `quality` are attributes that may change until the block ends.
-    Raises `PackError`, `HierarchyError` or `ConfigError`; where the block or the writing fails, nothing is left on disk and an older pack stays.
+    `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none; it need not grow along
+    edges), and anything else JSON. What is `[P]` is in their order: `input_index`, `alert_threshold`,
+    `expand_threshold`, and `aggregated` (alert thresholds by `str()` of an aggregator). `golden_hidden [G, S, D]`: raw
+    states at the distinct sites of `inputs`, whose scores are kept. `card`, `provenance` and `quality` are attributes
+    that may change until the block ends. Raises `PackError`, `HierarchyError` or `ConfigError`; where the block or the
+    writing fails, nothing is left on disk and an older pack stays.
     """
 
     def __init__(
-        self, path: str | Path, *, name: str, concepts: Sequence[Mapping[str, Any]], architecture: Architecture, dtype: torch.dtype, score_rule: str,
-        inputs: Sequence[Mapping[str, Any]], host: Mapping[str, Any], licence: str, card: str, input_index: Tensor | None = None,
-        alert_threshold: Tensor | None = None, expand_threshold: Tensor | None = None, aggregated: Mapping[str, Tensor] | None = None,
-        golden_hidden: Tensor | None = None, recommended: Mapping[str, Any] | None = None, provenance: Mapping[str, Any] | None = None,
-        quality: Mapping[str, Any] | None = None, overwrite: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        *,
+        name: str,
+        concepts: Sequence[Mapping[str, Any]],
+        architecture: Architecture,
+        dtype: torch.dtype,
+        score_rule: str,
+        inputs: Sequence[Mapping[str, Any]],
+        host: Mapping[str, Any],
+        licence: str,
+        card: str,
+        input_index: Tensor | None = None,
+        alert_threshold: Tensor | None = None,
+        expand_threshold: Tensor | None = None,
+        aggregated: Mapping[str, Tensor] | None = None,
+        golden_hidden: Tensor | None = None,
+        recommended: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        quality: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
         self._target = check_target(path, overwrite)
         check_choice("score_rule", score_rule, SCORE_RULES)
         for key, text in (("licence", licence), ("card", card)):
             check_text(key, text, PackError)
         check_mapping("host", host, PackError)
-        for key, mapping in (("aggregated", aggregated), ("recommended", recommended), ("provenance", provenance), ("quality", quality)):
+        for key, mapping in (
+            ("aggregated", aggregated),
+            ("recommended", recommended),
+            ("provenance", provenance),
+            ("quality", quality),
+        ):
             if mapping is not None:
                 check_mapping(key, mapping, PackError)
         for key, mappings in (("concepts", concepts), ("inputs", inputs)):
@@ -97,12 +130,21 @@ class PackWriter:
             missing = [key for key in ("id", "name", "parents") if key not in concept]
             if missing:
                 raise PackError(f"concept {concept.get('id', concept)!r} lacks {', '.join(missing)}")
-        for what, text in [("the pack's name", name), *((f"a concept's {key}", concept[key]) for concept in concepts for key in ("id", "name"))]:
+        for what, text in [
+            ("the pack's name", name),
+            *((f"a concept's {key}", concept[key]) for concept in concepts for key in ("id", "name")),
+        ]:
             if not isinstance(text, str) or CONTROL.search(text):
-                raise PackError(f"{what} is {ascii(text)[:100]}: give a text without control characters, on which a terminal would act")
+                raise PackError(
+                    f"{what} is {ascii(text)[:100]}: give a text without control characters, on which a terminal"
+                    " would act"
+                )
         n = self._n = len(concepts)
         if not n or not architecture.hidden_size or 0 in architecture.hidden:
-            raise PackError(f"{n} concepts, whose probes read {architecture.hidden_size} values with layers of {list(architecture.hidden)}: a pack has one probe or more, and none is empty")
+            raise PackError(
+                f"{n} concepts, whose probes read {architecture.hidden_size} values with layers of"
+                f" {list(architecture.hidden)}: a pack has one probe or more, and none is empty"
+            )
         stated = [concept["level"] for concept in concepts if "level" in concept]
         if stated and len(stated) != n:
             raise PackError(f"{len(stated)} of {n} concepts state a level: state it on all or on none")
@@ -112,9 +154,16 @@ class PackWriter:
         self._specs = [InputSpec(**spec) for spec in inputs]
         self._architecture, self._dtype, self._score_rule = architecture, dtype, score_rule
         self.card, self.provenance, self.quality = card, dict(provenance or {}), dict(quality or {})
-        per_probe = {"input_index": input_index, "alert_threshold": alert_threshold, "expand_threshold": expand_threshold}
+        per_probe = {
+            "input_index": input_index,
+            "alert_threshold": alert_threshold,
+            "expand_threshold": expand_threshold,
+        }
         given = {key: tensor for key, tensor in per_probe.items() if tensor is not None}
-        for key, tensor in {**given, **{f"aggregated[{key!r}]": tensor for key, tensor in (aggregated or {}).items()}}.items():
+        for key, tensor in {
+            **given,
+            **{f"aggregated[{key!r}]": tensor for key, tensor in (aggregated or {}).items()},
+        }.items():
             check_tensor(key, tensor, (n,), PackError)
         at = torch.from_numpy(order)
         nan = torch.full((n,), math.nan, dtype=torch.float32, device="cpu")
@@ -122,26 +171,45 @@ class PackWriter:
             "child_ptr": torch.from_numpy(tree.child_ptr),
             "child_idx": torch.from_numpy(tree.child_idx),
             "level": torch.from_numpy(tree.level),
-            "input": torch.zeros(n, dtype=torch.int64, device="cpu") if input_index is None else input_index.to(torch.int64)[at],
+            "input": (
+                torch.zeros(n, dtype=torch.int64, device="cpu")
+                if input_index is None
+                else input_index.to(torch.int64)[at]
+            ),
             "alert_threshold": nan.clone() if alert_threshold is None else alert_threshold.to(torch.float32)[at],
             "expand_threshold": nan.clone() if expand_threshold is None else expand_threshold.to(torch.float32)[at],
         }
-        self._small |= {AGGREGATED + str(key): thresholds.to(torch.float32)[at] for key, thresholds in (aggregated or {}).items()}
+        self._small |= {
+            AGGREGATED + str(key): thresholds.to(torch.float32)[at] for key, thresholds in (aggregated or {}).items()
+        }
         for key in self._small:
             bad = no_thresholds(key, self._small[key]) if "threshold" in key else None
             if bad is not None:
-                raise PackError(f"the {key} of concept {self._ids[int(order[bad])]!r} is {float(self._small[key][bad]):g}: {THRESHOLDS}")
+                raise PackError(
+                    f"the {key} of concept {self._ids[int(order[bad])]!r} is {float(self._small[key][bad]):g}:"
+                    f" {THRESHOLDS}"
+                )
         check_recommended(recommended or {}, f"{name!r:.100}")
         if not (int(self._small["input"].min()) >= 0 and int(self._small["input"].max()) < len(self._specs)):
-            raise PackError(f"input_index must lie in 0..{len(self._specs) - 1}: it says which of the inputs a probe reads")
+            raise PackError(
+                f"input_index must lie in 0..{len(self._specs) - 1}: it says which of the inputs a probe reads"
+            )
         self._golden: list[Tensor] = []  # prepared, `[G, D]` for each input
         if golden_hidden is not None:
             golden = golden_hidden.to(torch.float32).contiguous()
             sites = list(dict.fromkeys(spec.site for spec in self._specs))
             if golden.dim() != 3 or tuple(golden.shape[1:]) != (len(sites), architecture.hidden_size):
-                raise PackError(f"golden_hidden has shape {tuple(golden.shape)}, expected (G, {len(sites)}, {architecture.hidden_size}): G states at each site")
-            self._golden = [prepare_input(golden[:, sites.index(spec.site)], spec, input_dtype(dtype)) for spec in self._specs]
-            self._small |= {"golden_hidden": golden, "golden_scores": torch.zeros(len(golden), n, dtype=torch.float32, device="cpu")}
+                raise PackError(
+                    f"golden_hidden has shape {tuple(golden.shape)}, expected (G, {len(sites)},"
+                    f" {architecture.hidden_size}): G states at each site"
+                )
+            self._golden = [
+                prepare_input(golden[:, sites.index(spec.site)], spec, input_dtype(dtype)) for spec in self._specs
+            ]
+            self._small |= {
+                "golden_hidden": golden,
+                "golden_scores": torch.zeros(len(golden), n, dtype=torch.float32, device="cpu"),
+            }
         self._lines = _concept_lines(concepts, order, tree)
         self._manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -154,7 +222,9 @@ class PackWriter:
             "recommended": dict(recommended or {}),
             "architecture": architecture.as_dict(),
             "dtype": next(key for key, value in DTYPES.items() if value is dtype),
-            "counts_per_level": {str(int(v)): int(c) for v, c in zip(*np.unique(tree.level, return_counts=True), strict=True)},
+            "counts_per_level": {
+                str(int(v)): int(c) for v, c in zip(*np.unique(tree.level, return_counts=True), strict=True)
+            },
         }
         self._shapes = _shapes(architecture, dtype)
         self._header, self._begins, self._size = self._layout()
@@ -175,7 +245,8 @@ class PackWriter:
         try:
             with self._writing():
                 self._target.parent.mkdir(parents=True, exist_ok=True)
-                # Named before it is there, and taken away at the latest when the program ends: a signal may come between any two steps, in __exit__ too.
+                # Named before it is there, and taken away at the latest when the program ends: a signal may come
+                # between any two steps, in __exit__ too.
                 self._made = self._target.parent / f".{self._target.name}-{secrets.token_hex(8)}"
                 self._tidy = weakref.finalize(self, shutil.rmtree, self._made, ignore_errors=True)
                 self._made.mkdir(mode=0o700)
@@ -188,7 +259,9 @@ class PackWriter:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self._finish()
@@ -200,17 +273,19 @@ class PackWriter:
         return self.put_slice(i, {key: tensor[None] for key, tensor in weights.items()})
 
     def put_slice(self, start: int, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """Write the probes of some concepts, from `start` on: `w1 [n, H1, D]`, `b1 [n, H1]` and so on, matrices in the pack's dtype.
+        """Write the probes of some concepts, from `start` on: `w1 [n, H1, D]`, `b1 [n, H1]` and so on, matrices in the
+        pack's dtype.
 
-        Their own scores `[G, n]` fp32 of the golden states, where there are any. Raises `PackError` for a probe that was put before, is not finite, or has
-        another shape or dtype than the pack.
+        Their own scores `[G, n]` fp32 of the golden states, where there are any. Raises `PackError` for a probe that
+        was put before, is not finite, or has another shape or dtype than the pack.
         """
         found = Architecture.of(weights, "weights")
         n = len(weights["w1"])
         if found != self._architecture or weights["w1"].dtype != self._dtype:
             raise PackError(
-                f"weights are {found} over {found.hidden_size} values in {weights['w1'].dtype}, the pack's {self._architecture} over "
-                f"{self._architecture.hidden_size} in {self._dtype}: embed or convert them first"
+                f"weights are {found} over {found.hidden_size} values in {weights['w1'].dtype}, the pack's"
+                f" {self._architecture} over {self._architecture.hidden_size} in {self._dtype}: embed or convert them"
+                " first"
             )
         if not 0 <= start <= start + n <= self._n:
             raise PackError(f"probes {start}..{start + n - 1} of {self._n}: there is a concept for each")
@@ -245,7 +320,10 @@ class PackWriter:
             finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
             if not bool(finite.all()):
                 bad = int((~finite).nonzero()[0])
-                raise PackCorrupt(f"{key} of concept {self._ids[int(concepts[bad])]!r} is not finite: its training diverged. Train it again, or leave it out")
+                raise PackCorrupt(
+                    f"{key} of concept {self._ids[int(concepts[bad])]!r} is not finite: its training diverged. Train it"
+                    " again, or leave it out"
+                )
 
     def _write_rows(self, key: str, numbers: np.ndarray, tensor: Tensor) -> None:
         """Rows of a parameter to their places: those side by side in one go."""
@@ -258,7 +336,9 @@ class PackWriter:
             self._file.write(raw[a * row_bytes : b * row_bytes])
 
     def _score(self, block: Mapping[str, Tensor], numbers: np.ndarray) -> Tensor:
-        """Own scores `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at a time."""
+        """Own scores `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at
+        a time.
+        """
         inputs = self._small["input"][torch.from_numpy(numbers)]
         scores = torch.empty(len(self._golden[0]), len(numbers), dtype=torch.float32, device="cpu")
         for i, states in enumerate(self._golden):
@@ -268,8 +348,13 @@ class PackWriter:
         return scores
 
     def _layout(self) -> tuple[bytes, dict[str, int], int]:
-        """Header of the safetensors file, where each tensor begins, and the size of the file. Larger items first, so that all are aligned."""
-        described = {key: (self._dtype if key in MATRICES else torch.float32, (self._n, *shape)) for key, shape in self._shapes.items()}
+        """Header of the safetensors file, where each tensor begins, and the size of the file. Larger items first, so
+        that all are aligned.
+        """
+        described = {
+            key: (self._dtype if key in MATRICES else torch.float32, (self._n, *shape))
+            for key, shape in self._shapes.items()
+        }
         described |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self._small.items()}
         offset, entries, offsets = 0, {}, {}
         for key, (dtype, shape) in sorted(described.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
@@ -287,12 +372,18 @@ class PackWriter:
         missing = np.flatnonzero(~self._put)
         if len(missing):
             names = ", ".join(repr(self._ids[i]) for i in missing[:5].tolist())
-            raise PackError(f"{len(missing)} of {self._n} probes were not put ({names}{', ...' if len(missing) > 5 else ''}): put each once")
+            raise PackError(
+                f"{len(missing)} of {self._n} probes were not put ({names}{', ...' if len(missing) > 5 else ''}): put"
+                " each once"
+            )
         if self._golden:
             scores = self._small["golden_scores"]
             unscored = (~torch.isfinite(scores)).any(dim=0).nonzero()[:, 0].tolist()
             if unscored:
-                raise PackCorrupt(f"{self._lines[unscored[0]]['id']!r} does not score a number on the golden states: its weights are too large. Train it again, or leave it out")
+                raise PackCorrupt(
+                    f"{self._lines[unscored[0]]['id']!r} does not score a number on the golden states: its weights are"
+                    " too large. Train it again, or leave it out"
+                )
             if self._score_rule == "path":
                 self._small["golden_scores"] = torch.from_numpy(self._tree.times_best_parent(scores.numpy()))
         manifest = {**self._manifest, "provenance": self.provenance, "quality": self.quality}
@@ -306,7 +397,8 @@ class PackWriter:
             (self._made / CARD).write_text(self.card, encoding="utf-8", errors="replace")
             (self._made / CONCEPTS).write_bytes(concepts)
             manifest["files"] = {
-                file: {"sha256": sha256(self._made / file), "size": (self._made / file).stat().st_size} for file in (CONCEPTS, PROBES, CARD)
+                file: {"sha256": sha256(self._made / file), "size": (self._made / file).stat().st_size}
+                for file in (CONCEPTS, PROBES, CARD)
             }
             (self._made / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
             self._made.chmod(0o755)  # private until now
@@ -327,7 +419,10 @@ class PackWriter:
         try:
             yield
         except OSError as error:
-            raise PackError(f"{self._target} cannot be written ({error.strerror}: {error.filename or self._made}): make room, or choose another path") from error
+            raise PackError(
+                f"{self._target} cannot be written ({error.strerror}: {error.filename or self._made}): make room, or"
+                " choose another path"
+            ) from error
 
 
 def _shapes(architecture: Architecture, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
@@ -358,12 +453,17 @@ def _json(what: str, value: object, indent: int | None = None) -> bytes:
     try:
         return (json.dumps(value, ensure_ascii=False, indent=indent) + "\n").encode()
     except (RecursionError, TypeError, ValueError) as error:
-        raise PackError(f"{what} cannot be written as JSON in UTF-8 ({str(error)[:200]}): give numbers, texts, lists and dicts of these") from error
+        raise PackError(
+            f"{what} cannot be written as JSON in UTF-8 ({str(error)[:200]}): give numbers, texts, lists and dicts of"
+            " these"
+        ) from error
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")  # of one value alone, torch calls any stride contiguous, and will not view it
+    flat = torch.empty(
+        tensor.numel(), dtype=tensor.dtype, device="cpu"
+    )  # of one value alone, torch calls any stride contiguous, and will not view it
     raw: Any = flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(raw)

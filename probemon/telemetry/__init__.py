@@ -1,7 +1,7 @@
 """Telemetry: it asks what it measures; what is measured does not know of it.
 
-    from probemon.telemetry import RoutingMonitor, RoutingParquet         # routers
-    from probemon.telemetry.metrics import RunMetrics                     # a run of probes
+from probemon.telemetry import RoutingMonitor, RoutingParquet         # routers
+from probemon.telemetry.metrics import RunMetrics                     # a run of probes
 """
 
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
@@ -9,4 +9,13 @@ from probemon.telemetry.monitor import RoutingMonitor
 from probemon.telemetry.recorder import RoutingSettings
 from probemon.telemetry.records import RoutingJsonLines, RoutingParquet, RoutingRecord
 
-__all__ = ["DEFAULT_RULES", "Alert", "RoutingJsonLines", "RoutingMonitor", "RoutingParquet", "RoutingRecord", "RoutingSettings", "Rule"]
+__all__ = [
+    "DEFAULT_RULES",
+    "Alert",
+    "RoutingJsonLines",
+    "RoutingMonitor",
+    "RoutingParquet",
+    "RoutingRecord",
+    "RoutingSettings",
+    "Rule",
+]

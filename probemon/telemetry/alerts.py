@@ -1,13 +1,15 @@
-"""Alerts on routing: raised where a metric is past one threshold, cleared where it is back over another, neither for a moment's sake.
+"""Alerts on routing: raised where a metric is past one threshold, cleared where it is back over another, neither for a
+moment's sake.
 
     alerts = Alerts(DEFAULT_RULES, streams, n_experts=8, n_chosen=2, window=256)
-    for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...       # Alert(raised=True, kind="collapse", ...)
+    for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...  # Alert(raised=True, kind="collapse", ...)
     alerts.raised                                                               # what holds now
 
-A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row, but for a rule of one token,
-`at_once`. Between its two thresholds it leaves things as they are, so that a metric near one does not flap. A window is full when it holds enough tokens of those
-that its metric is over: decisions that are not finite fill none, codes that steer nothing fill none of how codes vary. A rule whose windows
-do not fill is silent since it sees nothing, and is `unjudged`.
+A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row, but for a rule
+of one token, `at_once`. Between its two thresholds it leaves things as they are, so that a metric near one does not
+flap. A window is full when it holds enough tokens of those that its metric is over: decisions that are not finite fill
+none, codes that steer nothing fill none of how codes vary. A rule whose windows do not fill is silent since it sees
+nothing, and is `unjudged`.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and toke
 
 @dataclass(frozen=True)
 class Rule:
-    """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at > clear_at, else below.
+    """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at
+    > clear_at, else below.
 
-    Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is compared is the distance of the metric from
-    its median over the first five windows in which no alert of the stream held, or from a baseline that is given.
-    `each_expert`: windows hold a hundred choices for each expert at least. `at_once`: it is raised by what there is of
-    a
-    window too, with the tokens of the batch that passed the threshold; it is cleared by full ones alone. For streams of `sources`, and of `levels` where any are
-    named. Raises `ConfigError`.
+    Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is
+    compared is the distance of the metric from its median over the first five windows in which no alert of the stream
+    held, or from a baseline that is given. `each_expert`: windows hold a hundred choices for each expert at least.
+    `at_once`: it is raised by what there is of a window too, with the tokens of the batch that passed the threshold; it
+    is cleared by full ones alone. For streams of `sources`, and of `levels` where any are named. Raises `ConfigError`.
     """
 
     kind: str
@@ -61,16 +63,29 @@ class Rule:
         if not isinstance(self.kind, str) or not self.kind:
             raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
         if self.metric not in (*METRICS, MEMORY):
-            raise ConfigError(f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are {', '.join((*METRICS, MEMORY))}")
+            raise ConfigError(
+                f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are"
+                f" {', '.join((*METRICS, MEMORY))}"
+            )
         if not is_number(self.raise_at) or not is_number(self.clear_at) or self.raise_at == self.clear_at:
-            raise ConfigError(f"rule {self.kind!r}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two numbers that differ, else it flaps")
+            raise ConfigError(
+                f"rule {self.kind!r}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two"
+                " numbers that differ, else it flaps"
+            )
         if not is_int(self.window) or not is_int(self.in_a_row) or self.window < 1 or self.in_a_row < 1:
-            raise ConfigError(f"rule {self.kind!r}: window is {shown(self.window)}, in_a_row {shown(self.in_a_row)}: give 1 or more")
+            raise ConfigError(
+                f"rule {self.kind!r}: window is {shown(self.window)}, in_a_row {shown(self.in_a_row)}: give 1 or more"
+            )
         if self.at_once and (self.in_a_row > 1 or self.drift or self.each_expert or self.of_all):
-            raise ConfigError(f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a metric of each router")
+            raise ConfigError(
+                f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
+                " metric of each router"
+            )
         for name, given, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
             if not isinstance(given, (tuple, list)) or not all(one in choices for one in given):
-                raise ConfigError(f"rule {self.kind!r}: {name} is {given!r}: give a tuple of some of {', '.join(choices)}")
+                raise ConfigError(
+                    f"rule {self.kind!r}: {name} is {given!r}: give a tuple of some of {', '.join(choices)}"
+                )
         if not self.sources:
             raise ConfigError(f"rule {self.kind!r}: it is for no sources: give some of {', '.join(_ALL)}")
 
@@ -99,7 +114,8 @@ class Rule:
 
 
 DEFAULT_RULES = (
-    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),  # one is enough; a window without any clears it
+    Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
+     # one is enough; a window without any clears it
     Rule("collapse", "spread", 0.2, 0.35),
     Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
     Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
@@ -110,7 +126,8 @@ DEFAULT_RULES = (
     Rule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
     Rule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
     Rule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
-    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=("chunk", "token")),
+    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=("chunk",
+    "token")),
     Rule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
     Rule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
     Rule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),
@@ -119,7 +136,9 @@ DEFAULT_RULES = (
 
 @dataclass(frozen=True)
 class Alert:
-    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`. `stream`: None where it is of all; `drift`: value is a distance."""
+    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`. `stream`:
+    None where it is of all; `drift`: value is a distance.
+    """
 
     raised: bool
     kind: str
@@ -132,12 +151,17 @@ class Alert:
 
     def __str__(self) -> str:
         what = f"{self.metric}{' moved by' if self.drift else ''} {self.value:.3g}"
-        return f"{self.kind}{'' if self.raised else ' is over'}: {f'{self.stream}, ' if self.stream else ''}{what} (threshold {self.threshold:g}) at token {self.at}"
+        return (
+            f"{self.kind}{'' if self.raised else ' is over'}: {f'{self.stream}, ' if self.stream else ''}{what}"
+            f" (threshold {self.threshold:g}) at token {self.at}"
+        )
 
 
 @dataclass
 class _Watch:
-    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, of how many something is known, and what it was at first."""
+    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, of
+    how many something is known, and what it was at first.
+    """
 
     number: int
     rule: Rule
@@ -221,11 +245,15 @@ class Alerts:
 
     @property
     def unjudged(self) -> list[tuple[Rule, int]]:
-        """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their silence says nothing."""
+        """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their
+        silence says nothing.
+        """
         return [
             (watch.rule, watch.rule.needs(*self._sizes) - (watch.size * _BASELINE if watch.given.all() else 0))
-            for watches in self._watches.values() for watch in watches if (watch.n_judged < watch.rule.n_windows).any()
-        ]  # fmt: skip
+            for watches in self._watches.values()
+            for watch in watches
+            if (watch.n_judged < watch.rule.n_windows).any()
+        ]
 
     def baseline(self) -> dict[tuple[Stream, str, int], float]:
         """What drifts are measured from, where it is known by now."""
@@ -237,8 +265,10 @@ class Alerts:
         ]
         return {
             (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
-            for watch in drifts for stream, value in zip(watch.which, watch.baseline, strict=True) if not math.isnan(value)
-        }  # fmt: skip
+            for watch in drifts
+            for stream, value in zip(watch.which, watch.baseline, strict=True)
+            if not math.isnan(value)
+        }
 
     def reset_baseline(self) -> list[Alert]:
         """Measure drifts anew, from the windows that begin now. Alerts of drift are over with it, and are given back
@@ -331,7 +361,16 @@ class Alerts:
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]
-            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, float(values[i]), float(threshold[i]), at, rule.drift)
+            alert = Alert(
+                bool(watch.raised[i]),
+                rule.kind,
+                rule.metric,
+                stream,
+                float(values[i]),
+                float(threshold[i]),
+                at,
+                rule.drift,
+            )
             if alert.raised:
                 self._now[watch.number, i] = alert
             else:

@@ -1,7 +1,7 @@
 """Baselines of drift: what metrics of routing were where all was well, saved by one run and given to another.
 
-    monitor.save_baseline("healthy.json")                       # or json.dump(monitor.report(), ...), which has it too
-    RoutingMonitor(model, baseline="healthy.json")              # or that report, as a dict
+monitor.save_baseline("healthy.json")                       # or json.dump(monitor.report(), ...), which has it too
+RoutingMonitor(model, baseline="healthy.json")              # or that report, as a dict
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_baseline(given: object) -> dict[tuple[Stream, str, int], float]:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(
             f"{what} has none: give what report() returned once drifts were judged, or the file that save_baseline "
-            f"wrote"
+            "wrote"
         )
     found: dict[tuple[Stream, str, int], float] = {}
     for entry in given:
@@ -83,7 +83,7 @@ def read_baseline(given: object) -> dict[tuple[Stream, str, int], float]:
         ):
             raise ConfigError(
                 f"{what} has an entry of another form: give {', '.join(_KINDS)} of each, as report()['baseline'] has "
-                f"them"
+                "them"
             )
         stream = Stream(entry["source"], entry["site"], int(entry["layer"]), entry["level"])
         key = (stream, entry["metric"], int(entry["tokens"]))
@@ -115,7 +115,7 @@ def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterabl
         if stream not in known:
             raise ConfigError(
                 f"the baseline is of other routers: it has {stream}, here are {', '.join(map(str, list(known)[:4]))}. "
-                f"Give one that was saved of this model"
+                "Give one that was saved of this model"
             )
         if (metric, tokens) not in known[stream]:
             looked_at = ", ".join(f"{name} over {n}" for name, n in sorted(known[stream])) or "none"

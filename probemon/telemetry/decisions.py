@@ -30,7 +30,9 @@ SAME = 1e-4  # codes that differ by less, relative to their size, are one: a pro
 
 @dataclass(frozen=True)
 class Stream:
-    """One router: its `source` ("moe", "xlora", "bem"), the site it is read at, the host layer (-1: none in particular), the level of a BEM code ("" elsewhere)."""
+    """One router: its `source` ("moe", "xlora", "bem"), the site it is read at, the host layer (-1: none in
+    particular), the level of a BEM code ("" elsewhere).
+    """
 
     source: str
     site: str
@@ -45,10 +47,12 @@ class Stream:
 class Decisions:
     """What S streams decided about n tokens, over E experts, or as codes of E dimensions.
 
-    `raw [S, n, E]` fp32: as the router gave it (logits, scalings, a code); `weights [S, n, E]` fp64: its distribution, each sums to 1; None of codes,
-    which are none. `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it, most first. `decided [S, n]`: False where the decision of a
-    token before it was used again. `steering [S, n]`: of codes, False where no site takes that level there, and in a row's first chunk, whose code is a learned
-    constant (None: True for all). `chunk [n]`: of codes, which chunk the token is in. `confidence`, `sigma1`, `delta_rel_norm` `[n]` (NaN: not told), `fallback [n]`.
+    `raw [S, n, E]` fp32: as the router gave it (logits, scalings, a code); `weights [S, n, E]` fp64: its distribution,
+    each sums to 1; None of codes, which are none. `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it,
+    most first. `decided [S, n]`: False where the decision of a token before it was used again. `steering [S, n]`: of
+    codes, False where no site takes that level there, and in a row's first chunk, whose code is a learned constant
+    (None: True for all). `chunk [n]`: of codes, which chunk the token is in. `confidence`, `sigma1`, `delta_rel_norm`
+    `[n]` (NaN: not told), `fallback [n]`.
     """
 
     raw: Singles
@@ -68,7 +72,13 @@ class Decisions:
         """With what a router without chunks, confidence and updates does not tell."""
         n_streams, n = raw.shape[:2]
         unknown = np.full(n, np.nan, dtype=np.float32)
-        told = {"confidence": unknown, "sigma1": unknown, "delta_rel_norm": unknown, "decided": np.ones((n_streams, n), bool), "fallback": np.zeros(n, bool)}
+        told = {
+            "confidence": unknown,
+            "sigma1": unknown,
+            "delta_rel_norm": unknown,
+            "decided": np.ones((n_streams, n), bool),
+            "fallback": np.zeros(n, bool),
+        }
         return cls(raw, weights, top_idx, top_w, **{**told, **more})  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -83,7 +93,10 @@ class Decisions:
         """Those about some of the tokens."""
         by_stream = {name: getattr(self, name)[:, which] for name in ("raw", "top_idx", "top_w", "decided")}
         by_token = {name: getattr(self, name)[which] for name in ("confidence", "sigma1", "delta_rel_norm", "fallback")}
-        weights, chunk = None if self.weights is None else self.weights[:, which], None if self.chunk is None else self.chunk[which]
+        weights, chunk = (
+            None if self.weights is None else self.weights[:, which],
+            None if self.chunk is None else self.chunk[which],
+        )
         steering = None if self.steering is None else self.steering[:, which]
         return dataclasses.replace(self, **by_stream, **by_token, weights=weights, chunk=chunk, steering=steering)
 
@@ -97,7 +110,19 @@ class Decisions:
             values = [getattr(part, name) for part in parts]
             return None if values[0] is None else np.concatenate(values, axis=axis)
 
-        axes = {"raw": 1, "weights": 1, "top_idx": 1, "top_w": 1, "decided": 1, "confidence": 0, "sigma1": 0, "delta_rel_norm": 0, "fallback": 0, "chunk": 0, "steering": 1}
+        axes = {
+            "raw": 1,
+            "weights": 1,
+            "top_idx": 1,
+            "top_w": 1,
+            "decided": 1,
+            "confidence": 0,
+            "sigma1": 0,
+            "delta_rel_norm": 0,
+            "fallback": 0,
+            "chunk": 0,
+            "steering": 1,
+        }
         return Decisions(**{name: together(name, axis) for name, axis in axes.items()})  # type: ignore[arg-type]
 
     @cached_property
@@ -111,10 +136,11 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Told:
-    """Beside decisions, against the token before each: `flips [S, n]`: 1 where another expert comes first now, 0 where not, -1 where no token went before, or what was
-    decided about it or this one is not finite.
+    """Beside decisions, against the token before each: `flips [S, n]`: 1 where another expert comes first now, 0 where
+    not, -1 where no token went before, or what was decided about it or this one is not finite.
 
-    `changed [S, n]`: the code is another one though nothing was decided, so that keys and values before it were computed with an older one.
+    `changed [S, n]`: the code is another one though nothing was decided, so that keys and values before it were
+    computed with an older one.
     """
 
     flips: npt.NDArray[np.int8]
@@ -140,7 +166,9 @@ class History:
 
     def tell(self, rows: Ints, decisions: Decisions) -> Told:
         """Of tokens that stand in `rows [n]`."""
-        first = np.where(decisions.finite, decisions.top_idx[:, :, 0], -1)  # what comes first of no numbers says nothing
+        first = np.where(
+            decisions.finite, decisions.top_idx[:, :, 0], -1
+        )  # what comes first of no numbers says nothing
         before = np.empty_like(first)
         before[:, :1] = self._top[rows[:1]].T
         new_row = rows[1:] != rows[:-1]
@@ -167,7 +195,9 @@ class History:
 def entropy(shares: Numbers) -> Numbers:
     """In nats, of distributions along the last axis; NaN of what is no number."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Numbers = 0.0 - np.where(shares == 0, 0.0, shares * np.log(shares)).sum(axis=-1)  # not -0.0 where one is sure
+        found: Numbers = 0.0 - np.where(shares == 0, 0.0, shares * np.log(shares)).sum(
+            axis=-1
+        )  # not -0.0 where one is sure
     return found
 
 

@@ -6,7 +6,8 @@
         start_http_server(9464)                       # http://localhost:9464/metrics
         model.generate(**inputs)
 
-Counts are added up as tokens are scored; arena, gaps and times are asked of what has them when somebody scrapes. Needs the extra `metrics`.
+Counts are added up as tokens are scored; arena, gaps and times are asked of what has them when somebody scrapes. Needs
+the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ _ARENA = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
 class RunMetrics:
     """A collector of `prometheus_client` over one run, registered while its `with` block is open.
 
-    `concepts` are counted by name (each is a series of its own, so name few); `registry`: the client's default one, or yours. Raises `UnknownConcept`,
-    `MissingExtra`; `ConfigError` where a registry holds these series already.
+    `concepts` are counted by name (each is a series of its own, so name few); `registry`: the client's default one, or
+    yours. Raises `UnknownConcept`, `MissingExtra`; `ConfigError` where a registry holds these series already.
     """
 
-    def __init__(self, run: MonitorRun, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
+    def __init__(
+        self, run: MonitorRun, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None
+    ) -> None:
         try:
             import prometheus_client
         except ImportError as error:
@@ -58,10 +61,14 @@ class RunMetrics:
         try:
             self._registry.register(self)
         except ValueError as error:
-            raise ConfigError(f"this registry has metrics of another run: leave its block first, or give registry= ({error})") from error
+            raise ConfigError(
+                f"this registry has metrics of another run: leave its block first, or give registry= ({error})"
+            ) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._registry.unregister(self)
 
     def _add(self, placed: PlacedTokens, scores: Scores) -> None:
@@ -82,29 +89,52 @@ class RunMetrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
         with self._lock:
-            tokens, pairs, fired, audit = dict(self._tokens), dict(self._pairs), self._fired[self._probes].tolist(), self._audit
+            tokens, pairs, fired, audit = (
+                dict(self._tokens),
+                dict(self._pairs),
+                self._fired[self._probes].tolist(),
+                self._audit,
+            )
         arena, seconds = self._run.manager.arena.stats(), list(self._run.forward_seconds)
-        yield InfoMetricFamily("probemon", "What is watched", {"pack": self._pack.name, "probes": str(self._pack.n_probes), "kernel": self._run.manager.impl})
+        yield InfoMetricFamily(
+            "probemon",
+            "What is watched",
+            {"pack": self._pack.name, "probes": str(self._pack.n_probes), "kernel": self._run.manager.impl},
+        )
         family: Metric
-        family = CounterMetricFamily("probemon_tokens", "Tokens of the host, by phase and why one has no scores (empty: it has)", labels=["phase", "unseen"])
+        family = CounterMetricFamily(
+            "probemon_tokens",
+            "Tokens of the host, by phase and why one has no scores (empty: it has)",
+            labels=["phase", "unseen"],
+        )
         for (phase, reason), count in sorted(tokens.items()):
             family.add_metric([phase, reason], count)
         yield family
-        family = CounterMetricFamily("probemon_probes", "Pairs of token and probe, by what became of them", labels=["what"])
+        family = CounterMetricFamily(
+            "probemon_probes", "Pairs of token and probe, by what became of them", labels=["what"]
+        )
         for name, count in pairs.items():
             family.add_metric([name], count)
         yield family
         if self._probes:
-            family = CounterMetricFamily("probemon_fired", "Tokens at which a concept exceeded its alert threshold", labels=["concept"])
+            family = CounterMetricFamily(
+                "probemon_fired", "Tokens at which a concept exceeded its alert threshold", labels=["concept"]
+            )
             for probe, count in zip(self._probes, fired, strict=True):
                 family.add_metric([self._pack.concepts[probe]["id"]], count)
             yield family
-        family = CounterMetricFamily("probemon_audit", "Sums over audited tokens: see probemon.engine.audit.Audit", labels=["sum"])
+        family = CounterMetricFamily(
+            "probemon_audit", "Sums over audited tokens: see probemon.engine.audit.Audit", labels=["sum"]
+        )
         for name, value in audit.as_dict().items():
             if name != "n_probes":
                 family.add_metric([name.removeprefix("n_")], value)
         yield family
-        family = GaugeMetricFamily("probemon_audit_recall", "Mean share found on audited tokens; low and high: 95 % interval", labels=["of", "bound"])
+        family = GaugeMetricFamily(
+            "probemon_audit_recall",
+            "Mean share found on audited tokens; low and high: 95 % interval",
+            labels=["of", "bound"],
+        )
         for of, found in (("firing", audit.firing_recall), ("top", audit.top_recall)):
             for bound in ("value", "low", "high") if found is not None else ():
                 family.add_metric([of, bound], getattr(found, bound))
@@ -117,9 +147,17 @@ class RunMetrics:
         for name in ("slots", "free", "pinned"):
             family.add_metric([name], getattr(arena, f"n_{name}"))
         yield family
-        family = GaugeMetricFamily("probemon_hook_seconds", "Time inside our hooks, a forward of the host, over the newest 10,000", labels=["percentile"])
+        family = GaugeMetricFamily(
+            "probemon_hook_seconds",
+            "Time inside our hooks, a forward of the host, over the newest 10,000",
+            labels=["percentile"],
+        )
         for percentile in _PERCENTILES if seconds else ():
             family.add_metric([str(percentile)], float(np.percentile(seconds, percentile)))
         yield family
-        yield GaugeMetricFamily("probemon_gaps", "Forwards that our hooks did not see (the newest 1,000 are kept)", value=len(self._run.gaps))
+        yield GaugeMetricFamily(
+            "probemon_gaps",
+            "Forwards that our hooks did not see (the newest 1,000 are kept)",
+            value=len(self._run.gaps),
+        )
         yield CounterMetricFamily("probemon_failures", "Callbacks and sinks that failed", value=self._run.n_failures)

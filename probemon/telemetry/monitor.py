@@ -10,8 +10,8 @@
     run.routing.report()
     with manager.attach(model, tokenizer, routing=RoutingSettings(bem=bem)) as run: ...   # and those of a BEM adapter
 
-Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which those are is found out
-by what watches for probes (`probemon.tracking.watcher`): a router is one more site of it.
+Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which
+those are is found out by what watches for probes (`probemon.tracking.watcher`): a router is one more site of it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,21 @@ LOG = logging.getLogger("probemon")
 
 
 class RoutingMonitor(RoutingRecorder):
-    """Alone, without probes. What a sink, listener or action on an alert raises is raised as `CallbackFailed` when the block ends.
+    """Alone, without probes. What a sink, listener or action on an alert raises is raised as `CallbackFailed` when the
+    block ends.
 
-    `settings`: rules of alerts, a BEM adapter, ...; also by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: as of `manager.attach`.
-    Raises `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo).
+    `settings`: rules of alerts, a BEM adapter, ...; also by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: as of
+    `manager.attach`. Raises `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo).
     """
 
-    def __init__(self, model: Any, settings: RoutingSettings | None = None, *, on_gap: str | Callable[[Gap], object] = "raise", **by_name: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: RoutingSettings | None = None,
+        *,
+        on_gap: str | Callable[[Gap], object] = "raise",
+        **by_name: Any,
+    ) -> None:
         if settings is not None and by_name:
             raise ConfigError(f"settings and {', '.join(by_name)} beside them: give either")
         if not callable(on_gap) and on_gap != "raise":
@@ -60,14 +68,21 @@ class RoutingMonitor(RoutingRecorder):
         self._entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._watcher.__exit__(kind, error, trace)
         self.failures += self.close()
-        self.failures += [failed if isinstance(failed, Exception) else RuntimeError(repr(failed)) for failed in self._watcher.batch_errors]
+        self.failures += [
+            failed if isinstance(failed, Exception) else RuntimeError(repr(failed))
+            for failed in self._watcher.batch_errors
+        ]
         if self.failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
-                f"{len(self.failures)} callbacks or sinks failed while routing was watched, the first with {type(first).__name__}: {first}", self.failures
+                f"{len(self.failures)} callbacks or sinks failed while routing was watched, the first with"
+                f" {type(first).__name__}: {first}",
+                self.failures,
             ) from first
 
     @property
@@ -75,7 +90,9 @@ class RoutingMonitor(RoutingRecorder):
         """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
         return list(self._watcher.forward_seconds)
 
-    def _forget(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> None:
+    def _forget(
+        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
+    ) -> None:
         """Of tokens nothing is kept, so that nothing grows; they are numbered all the same."""
         with self._lock:
             recording.n_entries += len(placed)

@@ -31,15 +31,18 @@ from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entro
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """N decisions of the routers of one source, about tokens of one generation. Arrays `[N]`, `top_idx` and `top_w` `[N, k]`.
+    """N decisions of the routers of one source, about tokens of one generation. Arrays `[N]`, `top_idx` and `top_w`
+    `[N, k]`.
 
-    `run_id`; `request_id`: of continuous batching, else the generation's number; `row`, `pos_start`: where in the output of `generate` the decision's
-    first token stands, `n_tokens`: how many after one another it was used for in this batch. `step`: 0 for a prompt, n for the n-th generated token;
-    `phase` "prompt" or "generated". `layer`: of the host, -1 for none in particular; `site`, `source`, `level`: see `Stream`. `boundary`: it was
-    decided at this token, `reused`: it is one of an earlier line. `h_decision`: entropy in units of log E, NaN of codes and of what is not finite. `code_norm`: of a code or of scalings.
-    `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not tell them. `flip`: another expert (or dimension of a code) comes first than at the
-    token before. `fallback`: of all its tokens. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch. `dropped`: decisions before
-    this batch that are in no record: their token was not seen, or this sink was too slow.
+    `run_id`; `request_id`: of continuous batching, else the generation's number; `row`, `pos_start`: where in the
+    output of `generate` the decision's first token stands, `n_tokens`: how many after one another it was used for in
+    this batch. `step`: 0 for a prompt, n for the n-th generated token; `phase` "prompt" or "generated". `layer`: of the
+    host, -1 for none in particular; `site`, `source`, `level`: see `Stream`. `boundary`: it was decided at this token,
+    `reused`: it is one of an earlier line. `h_decision`: entropy in units of log E, NaN of codes and of what is not
+    finite. `code_norm`: of a code or of scalings. `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does
+    not tell them. `flip`: another expert (or dimension of a code) comes first than at the token before. `fallback`: of
+    all its tokens. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch.
+    `dropped`: decisions before this batch that are in no record: their token was not seen, or this sink was too slow.
     """
 
     run_id: str
@@ -93,9 +96,19 @@ class RoutingRecord:
 
     @classmethod
     def of(
-        cls, decisions: Decisions, told: Told, streams: Sequence[Stream], *, rows: Ints, positions: Ints, steps: Ints, has_norm: bool, **scalars: Any
+        cls,
+        decisions: Decisions,
+        told: Told,
+        streams: Sequence[Stream],
+        *,
+        rows: Ints,
+        positions: Ints,
+        steps: Ints,
+        has_norm: bool,
+        **scalars: Any,
     ) -> RoutingRecord:
-        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and share a decision, and whether it fell back, are one.
+        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and
+        share a decision, and whether it fell back, are one.
 
         `has_norm`: whether what the routers gave has a norm worth telling; `scalars`: the other columns.
         """
@@ -113,12 +126,26 @@ class RoutingRecord:
         norm = norms(raw).astype(np.float32) if has_norm else np.full(len(stream), np.nan, dtype=np.float32)
         decided = decisions.decided[stream, token]
         return cls(
-            row=rows[token], step=steps[token], layer=np.array([s.layer for s in streams])[stream], site=np.array([s.site for s in streams])[stream],
-            level=np.array([s.level for s in streams])[stream], pos_start=positions[token], n_tokens=end_of - (stream * len(rows) + token), boundary=decided,
-            top_idx=decisions.top_idx[stream, token], top_w=decisions.top_w[stream, token], h_decision=h, code_norm=norm,
-            delta_rel_norm=decisions.delta_rel_norm[token], sigma1=decisions.sigma1[token], confidence=decisions.confidence[token],
-            flip=told.flips[stream, token] == 1, reused=~decided, fallback=decisions.fallback[token], **scalars,
-        )  # fmt: skip
+            row=rows[token],
+            step=steps[token],
+            layer=np.array([s.layer for s in streams])[stream],
+            site=np.array([s.site for s in streams])[stream],
+            level=np.array([s.level for s in streams])[stream],
+            pos_start=positions[token],
+            n_tokens=end_of - (stream * len(rows) + token),
+            boundary=decided,
+            top_idx=decisions.top_idx[stream, token],
+            top_w=decisions.top_w[stream, token],
+            h_decision=h,
+            code_norm=norm,
+            delta_rel_norm=decisions.delta_rel_norm[token],
+            sigma1=decisions.sigma1[token],
+            confidence=decisions.confidence[token],
+            flip=told.flips[stream, token] == 1,
+            reused=~decided,
+            fallback=decisions.fallback[token],
+            **scalars,
+        )
 
 
 COLUMNS = tuple(field.name for field in fields(RoutingRecord))
@@ -141,7 +168,9 @@ class RoutingJsonLines(_FileSink):
 
 
 class RoutingParquet(_FileSink):
-    """A line for each decision, in row groups of `rows_per_group`; null for what is not told. Needs the extra `corpus`."""
+    """A line for each decision, in row groups of `rows_per_group`; null for what is not told. Needs the extra
+    `corpus`.
+    """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
         try:
@@ -160,10 +189,14 @@ class RoutingParquet(_FileSink):
         text, whole, number, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
         kinds = {
             **dict.fromkeys(("run_id", "request_id", "phase", "site", "source", "level"), text),
-            **dict.fromkeys(("row", "step", "layer", "pos_start", "n_tokens"), whole), "dropped": pa.int64(), "t_capture_us": pa.float64(),
-            **dict.fromkeys(("boundary", "flip", "reused", "fallback"), truth), "top_idx": pa.list_(whole), "top_w": pa.list_(number),
+            **dict.fromkeys(("row", "step", "layer", "pos_start", "n_tokens"), whole),
+            "dropped": pa.int64(),
+            "t_capture_us": pa.float64(),
+            **dict.fromkeys(("boundary", "flip", "reused", "fallback"), truth),
+            "top_idx": pa.list_(whole),
+            "top_w": pa.list_(number),
             **dict.fromkeys(("h_decision", "code_norm", "delta_rel_norm", "sigma1", "confidence"), number),
-        }  # fmt: skip
+        }
         self._schema = pa.schema([(name, kinds[name]) for name in COLUMNS])
         return pq.ParquetWriter(partial, self._schema)
 

@@ -6,7 +6,8 @@
         source.sites                                # for the Watcher, which knows whose each token is
         source.decisions({site: states})            # states [n, K] of accepted tokens
 
-What is read is what the router itself gave and what was applied: its logits, chosen experts and their weights; scalings; codes.
+What is read is what the router itself gave and what was applied: its logits, chosen experts and their weights;
+scalings; codes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _SHOWN = 4  # largest weights or dimensions told of a router that chooses none
 
 
 class Source(Protocol):
-    """Routers that decide about the same tokens. `n_experts`: 0 where decisions tell; `n_chosen`: how many experts a token is sent to; `codes`: they give codes, no distribution."""
+    """Routers that decide about the same tokens. `n_experts`: 0 where decisions tell; `n_chosen`: how many experts a
+    token is sent to; `codes`: they give codes, no distribution.
+    """
 
     kind: str
     sites: list[Site]
@@ -64,9 +67,10 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
         found.append(BemController(bem, model))
     if not found:
         raise NotSupportedHost(
-            f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight [experts, hidden size] and top_k) nor X-LoRA. "
-            "A BEM adapter is watched where it is named, as what attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model, bem=bem), "
-            "on the command line --bem FOLDER"
+            f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight"
+            " [experts, hidden size] and top_k) nor X-LoRA. A BEM adapter is watched where it is named, as what"
+            " attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model,"
+            " bem=bem), on the command line --bem FOLDER"
         )
     return found
 
@@ -77,40 +81,63 @@ def _routers(model: Any) -> list[tuple[str, int, Any]]:
     found = []
     for number, layer in enumerate(layers):
         here = [(name, module) for name, module in layer.named_modules() if _routes(module)]
-        found += [(f"router.{number}" if len(here) == 1 else f"router.{number}.{name}", number, module) for name, module in here]
+        found += [
+            (f"router.{number}" if len(here) == 1 else f"router.{number}.{name}", number, module)
+            for name, module in here
+        ]
     return found
 
 
 def _routes(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     n_experts = getattr(module, "num_experts", None) or getattr(module, "n_routed_experts", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and n_experts == weight.shape[0] > 1 and isinstance(getattr(module, "top_k", None), int)
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and n_experts == weight.shape[0] > 1
+        and isinstance(getattr(module, "top_k", None), int)
+    )
 
 
 class ExpertRouters:
-    """Routers of a mixture of experts, E experts and k chosen in each: mixtral, qwen3_moe, gpt_oss and what is made like them.
+    """Routers of a mixture of experts, E experts and k chosen in each: mixtral, qwen3_moe, gpt_oss and what is made
+    like them.
 
-    Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is the softmax of its logits
-    over all experts (some versions of transformers give that itself, as "logits": rows that are distributions are left as they are). Of a router
-    that scores each expert by itself, by a sigmoid (deepseek_v3, glm4_moe), it is that softmax all the same, which such a router does not use: entropies are those of
-    the softmax, while the chosen experts and their weights, and all that is of the load, are what the router itself took, with its bias and groups.
+    Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is
+    the softmax of its logits over all experts (some versions of transformers give that itself, as "logits": rows that
+    are distributions are left as they are). Of a router that scores each expert by itself, by a sigmoid (deepseek_v3,
+    glm4_moe), it is that softmax all the same, which such a router does not use: entropies are those of the softmax,
+    while the chosen experts and their weights, and all that is of the load, are what the router itself took, with its
+    bias and groups.
     """
 
     kind, codes = MOE, False
 
     def __init__(self, routers: Sequence[tuple[str, int, nn.Module]], n_experts: int, n_chosen: int) -> None:
         self.n_experts, self.n_chosen = n_experts, n_chosen
-        self.sites = [Site(name, module, self._reader(name), width=n_experts + 2 * n_chosen, flat=True) for name, _, module in routers]
+        self.sites = [
+            Site(name, module, self._reader(name), width=n_experts + 2 * n_chosen, flat=True)
+            for name, _, module in routers
+        ]
         self.streams = [Stream(MOE, name, layer) for name, layer, _ in routers]
 
     def _reader(self, name: str) -> Any:
         e, k = self.n_experts, self.n_chosen
 
         def read(output: Any) -> Tensor:
-            shapes = [x.shape if isinstance(x, Tensor) else type(x).__name__ for x in output] if isinstance(output, tuple) else []
+            shapes = (
+                [x.shape if isinstance(x, Tensor) else type(x).__name__ for x in output]
+                if isinstance(output, tuple)
+                else []
+            )
             if [len(shape) == 2 and shape[1] for shape in shapes[:3]] != [e, k, k]:
-                given = [tuple(shape) if isinstance(shape, torch.Size) else shape for shape in shapes] or type(output).__name__
-                raise NotSupportedHost(f"{name} gives {given}: expected logits [tokens, {e}], weights and experts [tokens, {k}], so what it decided is unknown")
+                given = [tuple(shape) if isinstance(shape, torch.Size) else shape for shape in shapes] or type(
+                    output
+                ).__name__
+                raise NotSupportedHost(
+                    f"{name} gives {given}: expected logits [tokens, {e}], weights and experts [tokens, {k}], so what"
+                    " it decided is unknown"
+                )
             logits, weights, experts = output[:3]
             return torch.cat([logits.float(), weights.float(), experts.float()], dim=-1)[None]
 
@@ -132,17 +159,23 @@ class ExpertRouters:
 
 
 class XLoraClassifier:
-    """PEFT's X-LoRA: how much of each adapter every token gets, the same in all layers or by layer (`layerwise_scalings`).
+    """PEFT's X-LoRA: how much of each adapter every token gets, the same in all layers or by layer
+    (`layerwise_scalings`).
 
-    Its distribution is each adapter's part of the scalings as they are applied, without their signs; where all are 0, all alike. It runs before the forward that
-    its scalings are of, after one without adapters, whose tokens are not counted.
+    Its distribution is each adapter's part of the scalings as they are applied, without their signs; where all are 0,
+    all alike. It runs before the forward that its scalings are of, after one without adapters, whose tokens are not
+    counted.
     """
 
     kind, codes = XLORA, False
 
     def __init__(self, xlora: Any) -> None:
         classifier = xlora.internal_xlora_classifier
-        self._config, self.n_experts, self._s = classifier.config, int(classifier.n_classes), int(classifier.n_layers) if classifier.config.layerwise_scalings else 1
+        self._config, self.n_experts, self._s = (
+            classifier.config,
+            int(classifier.n_classes),
+            int(classifier.n_layers) if classifier.config.layerwise_scalings else 1,
+        )
         if self.n_experts < 2:
             raise NotSupportedHost(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
         self.n_chosen = int(self._config.top_k_lora or 1)
@@ -173,11 +206,13 @@ class XLoraClassifier:
 
 
 class BemController:
-    """A BEM controller, whose forward returns the codes it has made for all sites: `prefix`, `chunk`, `token` `[B, T, r]` (None: not in use), `confidence`
-    `[B, T]`, `chunk_index` `[B, T]`, `boundary` `[B, T]`; where it tells them, also `sigma1`, `delta_rel_norm`, `fallback` `[B, T]`.
+    """A BEM controller, whose forward returns the codes it has made for all sites: `prefix`, `chunk`, `token` `[B, T,
+    r]` (None: not in use), `confidence` `[B, T]`, `chunk_index` `[B, T]`, `boundary` `[B, T]`; where it tells them,
+    also `sigma1`, `delta_rel_norm`, `fallback` `[B, T]`.
 
-    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where it tells the `level [B, T]` that sites take, a stream's codes
-    steer the tokens of its own (chunk codes all if queries, keys or values are sites); none of the first chunk, but for token codes.
+    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where it
+    tells the `level [B, T]` that sites take, a stream's codes steer the tokens of its own (chunk codes all if queries,
+    keys or values are sites); none of the first chunk, but for token codes.
     """
 
     kind, codes, n_experts, n_chosen = BEM, True, 0, 1
@@ -189,7 +224,10 @@ class BemController:
             raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
         host = getattr(bem, "host", None)  # a controller alone does not know it
         if host is not None and find_layers(host)[0] is not find_layers(model)[0]:
-            raise ConfigError(f"bem is the adapter of another {type(host).__name__} than this {type(model).__name__}: give the one that is attached to the model that is watched")
+            raise ConfigError(
+                f"bem is the adapter of another {type(host).__name__} than this {type(model).__name__}: give the one"
+                " that is attached to the model that is watched"
+            )
         if not getattr(bem, "open", True):
             raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
         # Of a whole adapter, where what is applied is known too.
@@ -207,10 +245,15 @@ class BemController:
     def _read(self, codes: Any) -> Tensor:
         levels = tuple(level for level in self._LEVELS if getattr(codes, level, None) is not None)
         beside = tuple(name for name in self._BESIDE if getattr(codes, name, None) is not None)
-        if not levels or not {"chunk_index", "boundary"} <= set(beside) or (self._levels and (levels, beside) != (self._levels, self._beside)):
+        if (
+            not levels
+            or not {"chunk_index", "boundary"} <= set(beside)
+            or (self._levels and (levels, beside) != (self._levels, self._beside))
+        ):
             raise NotSupportedHost(
-                f"the BEM controller gave codes {levels} and {beside}, expected {self._levels or 'prefix, chunk or token'}, with {self._beside or 'chunk_index and boundary'}: "
-                "which decisions these are is unknown"
+                f"the BEM controller gave codes {levels} and {beside}, expected"
+                f" {self._levels or 'prefix, chunk or token'}, with {self._beside or 'chunk_index and boundary'}: which"
+                " decisions these are is unknown"
             )
         self._levels, self._beside = levels, beside
         parts = [getattr(codes, level) for level in levels] + [getattr(codes, name)[:, :, None] for name in beside]
@@ -225,15 +268,33 @@ class BemController:
         top = largest(np.abs(raw), min(r, _SHOWN))
         boundary = beside["boundary"] != 0
         decided = np.stack([np.ones_like(boundary) if level == "token" else boundary for level in self._levels])
-        more: dict[str, Any] = {name: beside[name] for name in ("confidence", "sigma1", "delta_rel_norm") if name in beside}
+        more: dict[str, Any] = {
+            name: beside[name] for name in ("confidence", "sigma1", "delta_rel_norm") if name in beside
+        }
         if "fallback" in beside:
             more["fallback"] = beside["fallback"] != 0
         chunk = beside["chunk_index"].astype(np.int64)
-        steering = np.stack([
-            (np.ones_like(boundary) if "level" not in beside or level == self._always else beside["level"] == self._LEVELS.index(level)) & ((chunk > 0) | (level == "token"))
-            for level in self._levels
-        ])  # fmt: skip
-        return Decisions.of(raw, None, top, np.take_along_axis(raw, top, axis=-1), decided=decided, chunk=chunk, steering=steering, **more)
+        steering = np.stack(
+            [
+                (
+                    np.ones_like(boundary)
+                    if "level" not in beside or level == self._always
+                    else beside["level"] == self._LEVELS.index(level)
+                )
+                & ((chunk > 0) | (level == "token"))
+                for level in self._levels
+            ]
+        )
+        return Decisions.of(
+            raw,
+            None,
+            top,
+            np.take_along_axis(raw, top, axis=-1),
+            decided=decided,
+            chunk=chunk,
+            steering=steering,
+            **more,
+        )
 
 
 def _softmax(logits: Numbers) -> Numbers:

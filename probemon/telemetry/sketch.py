@@ -6,8 +6,8 @@
     sketch.quantile(0.99)                  # within 1 % of the number of that rank
     sketch.merge(other)                    # as if all had been added to one
 
-Buckets are wider by a constant factor each (Masson, Rim and Lee, "DDSketch", VLDB 2019), so counts alone are kept, and what is
-merged or added in any order gives the same.
+Buckets are wider by a constant factor each (Masson, Rim and Lee, "DDSketch", VLDB 2019), so counts alone are kept, and
+what is merged or added in any order gives the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LEAST = 1e-9  # what is less counts as 0
 
 
 class LogSketch:
-    """`quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x sorted; numbers under 1e-9 count as 0. Raises `ConfigError`."""
+    """`quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x sorted; numbers under 1e-9 count as 0. Raises
+    `ConfigError`.
+    """
 
     def __init__(self, relative_error: float = 0.01) -> None:
         if not 0 < relative_error < 1:
@@ -50,7 +52,10 @@ class LogSketch:
     def merge(self, other: LogSketch) -> None:
         """Take in what another one has seen. Raises `ConfigError` where its error is another."""
         if other.relative_error != self.relative_error:
-            raise ConfigError(f"a sketch of error {other.relative_error} into one of {self.relative_error}: their buckets differ, make both with one error")
+            raise ConfigError(
+                f"a sketch of error {other.relative_error} into one of {self.relative_error}: their buckets differ,"
+                " make both with one error"
+            )
         for bucket, count in other._counts.items():
             self._counts[bucket] = self._counts.get(bucket, 0) + count
         self.n += other.n
@@ -69,7 +74,8 @@ class LogSketch:
         for bucket in sorted(self._counts):
             before += self._counts[bucket]
             if rank < before:
-                # Twice the bucket's upper end over (gamma + 1) is as far from both its ends; made from the lower one, which does not overflow.
+                # Twice the bucket's upper end over (gamma + 1) is as far from both its ends; made from the lower one,
+                # which does not overflow.
                 middle = math.exp((bucket - 1) * self._log_gamma) * (2 * self._gamma / (self._gamma + 1))
                 return min(max(middle, self.least), self.most)
         raise AssertionError("counts do not add up")

@@ -5,11 +5,12 @@
     statistics.merge(others)                            # as if both had been one stream
     statistics.metric("mutual_information")             # [S]
 
-Every number is rounded to a fixed binary place and summed as a whole one, so that sums do not depend on how a stream was cut or
-merged, to the last bit. Codes may be small, and their products are smaller by far: what rounding leaves of them is summed beside them,
-rounded in its turn, so that codes of a norm from about 1e-4 on have their true rank. Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their
-difference is the mutual information of token and expert. Codes are no distribution (a softmax over clamped ones is never
-peaked), so of them the covariance over tokens is kept: its effective rank (Roy and Vetterli, 2007) and each dimension's variance.
+Every number is rounded to a fixed binary place and summed as a whole one, so that sums do not depend on how a stream
+was cut or merged, to the last bit. Codes may be small, and their products are smaller by far: what rounding leaves of
+them is summed beside them, rounded in its turn, so that codes of a norm from about 1e-4 on have their true rank.
+Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their difference is
+the mutual information of token and expert. Codes are no distribution (a softmax over clamped ones is never peaked), so
+of them the covariance over tokens is kept: its effective rank (Roy and Vetterli, 2007) and each dimension's variance.
 """
 
 from __future__ import annotations
@@ -31,24 +32,47 @@ _FLAT = 1e-6  # a code's variance over its mean square under which it does not v
 
 
 class RoutingStatistics:
-    """Of S routers over E experts, or over codes of E dimensions (`codes`). `n_chosen`: how many of a token's `top_idx` count as load.
+    """Of S routers over E experts, or over codes of E dimensions (`codes`). `n_chosen`: how many of a token's `top_idx`
+    count as load.
 
-    A decision that is not finite is left out and counted in `n_bad [S]`. How codes vary, and are reused, is of the tokens that they steer (`Decisions.steering`), `n_steering [S]`.
-    Of codes of one dimension there is no rank to speak of.
+    A decision that is not finite is left out and counted in `n_bad [S]`. How codes vary, and are reused, is of the
+    tokens that they steer (`Decisions.steering`), `n_steering [S]`. Of codes of one dimension there is no rank to speak
+    of.
     """
 
     def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
         if n_streams < 1 or n_experts < (1 if codes else 2) or not 1 <= n_chosen <= n_experts:
-            raise ConfigError(f"{n_streams} streams of {n_experts} experts, {n_chosen} chosen: give 1 or more, 2 or more, and 1 to as many as there are experts")
+            raise ConfigError(
+                f"{n_streams} streams of {n_experts} experts, {n_chosen} chosen: give 1 or more, 2 or more, and 1 to as"
+                " many as there are experts"
+            )
         self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
-        self._log_e = math.log(max(2, n_experts))  # of one dimension, which is no distribution, nothing that is divided by it is told
+        self._log_e = math.log(
+            max(2, n_experts)
+        )  # of one dimension, which is no distribution, nothing that is divided by it is told
         one, each = (n_streams,), (n_streams, n_experts)
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
         shapes = {
-            "n": one, "n_bad": one, "n_steering": one, "n_reused": one, "n_pairs": one, "n_flips": one, "n_invalidated": one, "n_fallback": one, "n_confident": one,
-            "load": each, "_entropy": one, "_weights": each, "_confidence": one, "_codes": each, "_codes_left": each, "_products": pairs, "_products_left": pairs,
-            "_norm": one, "_norm_left": one,
-        }  # fmt: skip
+            "n": one,
+            "n_bad": one,
+            "n_steering": one,
+            "n_reused": one,
+            "n_pairs": one,
+            "n_flips": one,
+            "n_invalidated": one,
+            "n_fallback": one,
+            "n_confident": one,
+            "load": each,
+            "_entropy": one,
+            "_weights": each,
+            "_confidence": one,
+            "_codes": each,
+            "_codes_left": each,
+            "_products": pairs,
+            "_products_left": pairs,
+            "_norm": one,
+            "_norm_left": one,
+        }
         self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
         self.norm_max: Numbers = np.zeros(n_streams)
         self.latency = LogSketch()
@@ -80,13 +104,18 @@ class RoutingStatistics:
         sums["_confidence"] += _whole(np.where(confident, decisions.confidence, 0.0), _SHARE).sum(axis=1)
         stream = np.arange(self.n_streams)[:, None, None] * self.n_experts
         chosen = (stream + decisions.top_idx[:, :, : self.n_chosen])[good]
-        sums["load"] += np.bincount(chosen.ravel(), minlength=self.n_streams * self.n_experts).reshape(self.n_streams, self.n_experts)
+        sums["load"] += np.bincount(chosen.ravel(), minlength=self.n_streams * self.n_experts).reshape(
+            self.n_streams, self.n_experts
+        )
         if decisions.weights is not None:
             weights = decisions.weights if good.all() else np.where(good[:, :, None], decisions.weights, 0.0)
             sums["_entropy"] += _whole(entropy(weights) / self._log_e, _SHARE).sum(axis=1)
             sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
         if self.codes:
-            codes, norm = np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64), norms(np.where(good[:, :, None], decisions.raw, 0.0))
+            codes, norm = (
+                np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64),
+                norms(np.where(good[:, :, None], decisions.raw, 0.0)),
+            )
             self._add_exactly("_codes", codes)
             for begin in range(0, codes.shape[1], 128):  # a prompt's products are many
                 some = codes[:, begin : begin + 128]
@@ -109,9 +138,15 @@ class RoutingStatistics:
 
     def merge(self, other: RoutingStatistics) -> None:
         """Take in another stream of the same routers. Raises `ConfigError`."""
-        mine, theirs = (self.n_streams, self.n_experts, self.n_chosen, self.codes), (other.n_streams, other.n_experts, other.n_chosen, other.codes)
+        mine, theirs = (
+            (self.n_streams, self.n_experts, self.n_chosen, self.codes),
+            (other.n_streams, other.n_experts, other.n_chosen, other.codes),
+        )
         if mine != theirs:
-            raise ConfigError(f"statistics of {theirs} (streams, experts, chosen, codes) into those of {mine}: they are of other routers")
+            raise ConfigError(
+                f"statistics of {theirs} (streams, experts, chosen, codes) into those of {mine}: they are of other"
+                " routers"
+            )
         for name, values in other._sums.items():
             self._sums[name] += values
         self.norm_max = np.maximum(self.norm_max, other.norm_max)
@@ -140,7 +175,9 @@ class RoutingStatistics:
         return found
 
     def not_finite_rate(self) -> Numbers:
-        """Share of the decisions that were left out, since they are no numbers, or codes of a norm beyond what limits allow."""
+        """Share of the decisions that were left out, since they are no numbers, or codes of a norm beyond what limits
+        allow.
+        """
         return _ratio(self.n_bad, self.n + self.n_bad)
 
     def decision_entropy(self) -> Numbers:
@@ -195,7 +232,9 @@ class RoutingStatistics:
         return found
 
     def flip_rate(self) -> Numbers:
-        """Of tokens after another one, both of finite decisions, the share whose first expert is another than that one's."""
+        """Of tokens after another one, both of finite decisions, the share whose first expert is another than that
+        one's.
+        """
         return _ratio(self.n_flips, self.n_pairs)
 
     def code_reuse_rate(self) -> Numbers:
@@ -203,7 +242,9 @@ class RoutingStatistics:
         return self._code(_ratio(self.n_reused, self.n_steering))
 
     def kv_invalidations(self) -> Numbers:
-        """Tokens whose code was another though nothing was decided: keys and values before them were computed with an older one."""
+        """Tokens whose code was another though nothing was decided: keys and values before them were computed with an
+        older one.
+        """
         return self._code(self.n_invalidated.astype(np.float64))
 
     def fallback_rate(self) -> Numbers:
@@ -241,7 +282,9 @@ class RoutingStatistics:
         return np.where(self.n_steering > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
 
     def effective_rank(self) -> Numbers:
-        """exp of the entropy of the covariance's eigenvalues: in how many dimensions the codes vary; 0 where they do not."""
+        """exp of the entropy of the covariance's eigenvalues: in how many dimensions the codes vary; 0 where they do
+        not.
+        """
         if not self.codes or self.n_experts == 1:
             return np.full(self.n_streams, np.nan)
         eigenvalues = np.maximum(np.linalg.eigvalsh(self.covariance()), 0.0)
@@ -265,13 +308,24 @@ class RoutingStatistics:
         for i in range(self.n_streams):
             known = {name: numbers[i] for name, numbers in values.items() if not math.isnan(numbers[i])}
             more = {"variances": variances[i]} if self.codes else {}
-            found.append({"n_tokens": int(self.n[i]), "n_not_finite": int(self.n_bad[i]), **({"n_steering": int(self.n_steering[i])} if self.codes else {}), **known, **more, "load": self.load[i].tolist()})
+            found.append(
+                {
+                    "n_tokens": int(self.n[i]),
+                    "n_not_finite": int(self.n_bad[i]),
+                    **({"n_steering": int(self.n_steering[i])} if self.codes else {}),
+                    **known,
+                    **more,
+                    "load": self.load[i].tolist(),
+                }
+            )
         return found
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _add_exactly(self, name: str, values: Numbers) -> None:
-        """Numbers of codes `[S, n, ...]` to a sum, and to the one beside it what rounding leaves of them: a difference that is exact."""
+        """Numbers of codes `[S, n, ...]` to a sum, and to the one beside it what rounding leaves of them: a difference
+        that is exact.
+        """
         scaled = values * _CODE
         whole = np.rint(scaled)
         self._sums[name] += whole.astype(np.int64).sum(axis=1)
@@ -295,19 +349,24 @@ class RoutingStatistics:
 
 
 METRICS = (
-    "decision_entropy", "marginal_entropy", "mutual_information", "effective_experts", "spread", "load_spread", "max_vio", "least_load", "least_weight", "gini", "flip_rate",
-    "code_reuse_rate", "kv_invalidations", "fallback_rate", "confidence", "code_norm", "code_norm_max", "variation", "effective_rank", "rank_entropy",
+    "decision_entropy", "marginal_entropy", "mutual_information", "effective_experts", "spread", "load_spread",
+    "max_vio", "least_load", "least_weight", "gini", "flip_rate",
+    "code_reuse_rate", "kv_invalidations", "fallback_rate", "confidence", "code_norm", "code_norm_max", "variation",
+    "effective_rank", "rank_entropy",
     "latency_p95_us", "not_finite_rate",
 )  # fmt: skip
 _ALL = "all"  # tokens, whatever was decided about them
 _OVER = {
-    **dict.fromkeys(("code_reuse_rate", "variation", "effective_rank", "rank_entropy"), "n_steering"), "flip_rate": "n_pairs", "confidence": "n_confident",
+    **dict.fromkeys(("code_reuse_rate", "variation", "effective_rank", "rank_entropy"), "n_steering"),
+    "flip_rate": "n_pairs", "confidence": "n_confident",
     **dict.fromkeys(("latency_p95_us", "not_finite_rate"), _ALL),
 }  # fmt: skip
 
 
 def over(metric: str) -> str:
-    """Which tokens a metric is over: "n", those with a finite decision, or fewer of them, or "all"; all of what is no metric of routers."""
+    """Which tokens a metric is over: "n", those with a finite decision, or fewer of them, or "all"; all of what is no
+    metric of routers.
+    """
     return _OVER.get(metric, "n") if metric in METRICS else _ALL
 
 

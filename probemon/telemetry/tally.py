@@ -1,9 +1,9 @@
 """Tally: one kind of router's decisions as they come, into statistics of all, of windows, and alerts.
 
-    tally = Tally(streams, n_experts=8, n_chosen=2)
-    alerts = tally.add(decisions, told, latency_us=3.1)           # what was raised or cleared
-    tally.total()                                                 # RoutingStatistics of everything so far
-    tally.alerts.raised
+tally = Tally(streams, n_experts=8, n_chosen=2)
+alerts = tally.add(decisions, told, latency_us=3.1)           # what was raised or cleared
+tally.total()                                                 # RoutingStatistics of everything so far
+tally.alerts.raised
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ class Tally:
     """
 
     def __init__(
-        self, streams: Sequence[Stream], n_experts: int, n_chosen: int = 1, *, codes: bool = False, rules: Sequence[Rule] = DEFAULT_RULES,
-        window: int = WINDOW, memory: Memory = lambda: (0, 0), baseline: Baseline | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        streams: Sequence[Stream],
+        n_experts: int,
+        n_chosen: int = 1,
+        *,
+        codes: bool = False,
+        rules: Sequence[Rule] = DEFAULT_RULES,
+        window: int = WINDOW,
+        memory: Memory = lambda: (0, 0),
+        baseline: Baseline | None = None,
+    ) -> None:
         self.streams = list(streams)
         self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window, baseline)
         self.memory_watermark_bytes = 0
@@ -39,7 +47,9 @@ class Tally:
         self._window = self._past.empty()
 
     def add(self, decisions: Decisions, told: Told, latency_us: float) -> list[Alert]:
-        """Decisions about n tokens, each made in so many microseconds; a window ends where it is full, wherever in a batch that is."""
+        """Decisions about n tokens, each made in so many microseconds; a window ends where it is full, wherever in a
+        batch that is.
+        """
         found: list[Alert] = []
         begin, n = 0, len(decisions)
         while begin < n:
@@ -68,5 +78,7 @@ class Tally:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """How to ask for the memory in use, and how much there is: a GPU's, without what torch holds and does not use, or this process's and the machine's (or its group's)."""
+    """How to ask for the memory in use, and how much there is: a GPU's, without what torch holds and does not use, or
+    this process's and the machine's (or its group's).
+    """
     return gpu_memory(device) if device.type == "cuda" else process_memory

@@ -3,7 +3,7 @@
     columns = SequenceColumns(prompt_columns=12)
     placed = columns.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
     placed.rows, placed.columns, placed.offsets, placed.phase
-    columns.ended(done)                                           # what the stopping criteria said of the token just sampled
+    columns.ended(done)  # what the stopping criteria said of the token just sampled
 
 A column is a position of the padded sequence: cache length before the forward plus offset in it. Only
 columns not seen before are placed (without a cache every forward repeats the old ones).
@@ -27,7 +27,9 @@ NO_ID = -1  # of a token that was given as an embedding
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of the host: ids [B, T]; `start` columns are in the cache; mask [B, >= start + T] or None (no padding)."""
+    """One forward of the host: ids [B, T]; `start` columns are in the cache; mask [B, >= start + T] or None (no
+    padding).
+    """
 
     start: int
     ids: Ints
@@ -36,7 +38,8 @@ class Forward:
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
+    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in
+    it.
 
     `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
     """
@@ -96,7 +99,9 @@ class SequenceColumns:
             self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
 
     def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[PlacedTokens]:
-        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`. Goes on after them."""
+        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`.
+        Goes on after them.
+        """
         self.begin(0, len(ids))
         first, found = self.frontier, []
         prompt = column if self.prompt_columns is None else self.prompt_columns
@@ -110,7 +115,9 @@ class SequenceColumns:
                 self.mask = mask
             rows, at = np.nonzero(real)
             at_ids = at + begin - ids_begin
-            found.append(PlacedTokens(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase))
+            found.append(
+                PlacedTokens(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase)
+            )
         return found
 
     def place(self, forward: Forward) -> list[PlacedTokens]:
@@ -118,22 +125,31 @@ class SequenceColumns:
         n_rows, width = forward.ids.shape
         self.begin(forward.start, n_rows)
         if n_rows != self.n_rows:
-            raise AlignmentError(f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart")
+            raise AlignmentError(
+                f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart"
+            )
         end = forward.start + width
         if forward.start > self.frontier or end <= self.frontier:
             raise AlignmentError(
                 f"a forward covers columns {forward.start}..{end - 1}, expected one that goes on at {self.frontier}"
             )
-        if forward.mask is not None and (forward.mask.ndim != 2 or forward.mask.shape[0] != n_rows or forward.mask.shape[1] < end):
+        if forward.mask is not None and (
+            forward.mask.ndim != 2 or forward.mask.shape[0] != n_rows or forward.mask.shape[1] < end
+        ):
             raise AlignmentError(
-                f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding cannot be told apart"
+                f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding"
+                " cannot be told apart"
             )
         limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
         found = []
         for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
             if first == stop:
                 continue
-            real = np.ones((n_rows, stop - first), dtype=bool) if forward.mask is None else forward.mask[:, first:stop] != 0
+            real = (
+                np.ones((n_rows, stop - first), dtype=bool)
+                if forward.mask is None
+                else forward.mask[:, first:stop] != 0
+            )
             if phase == GENERATED:
                 if self.speculative:
                     rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
@@ -141,9 +157,13 @@ class SequenceColumns:
                     found.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
                     continue
                 if stop - first > 1:
-                    raise AlignmentError(f"{stop - first} generated columns in one forward: this decoding mode is not understood")
+                    raise AlignmentError(
+                        f"{stop - first} generated columns in one forward: this decoding mode is not understood"
+                    )
                 if self._n_sampled <= first - (self.prompt_columns or 0):
-                    raise AlignmentError(f"column {first} was forwarded before the stopping criteria saw it: rows that ended are unknown")
+                    raise AlignmentError(
+                        f"column {first} was forwarded before the stopping criteria saw it: rows that ended are unknown"
+                    )
                 real &= (first <= self.last_column)[:, None]
             rows, at = np.nonzero(real)
             offsets = at + (first - forward.start)

@@ -24,7 +24,9 @@ Key = tuple[int, bytes]
 
 @dataclass
 class Beams:
-    """`running`: entry and row of every hypothesis of the newest forward; `children`: entry by parent entry and token."""
+    """`running`: entry and row of every hypothesis of the newest forward; `children`: entry by parent entry and
+    token.
+    """
 
     n_beams: int
     begin: int
@@ -61,9 +63,13 @@ class Beams:
             self.finished.add((i // each, np.ascontiguousarray(ids[i, self.begin :]).tobytes()))
 
     def follow(self, b: int, generated: Ints) -> tuple[list[int], int]:
-        """Entries of the tokens of a returned sequence that ran, in order, and how many of its tokens are not padding."""
+        """Entries of the tokens of a returned sequence that ran, in order, and how many of its tokens are not
+        padding.
+        """
         generated = np.ascontiguousarray(generated)
-        n = next((i for i in range(1, len(generated) + 1) if (b, generated[:i].tobytes()) in self.finished), len(generated))
+        n = next(
+            (i for i in range(1, len(generated) + 1) if (b, generated[:i].tobytes()) in self.finished), len(generated)
+        )
         entries, at = [], root(b)
         for token in generated[:n].tolist():
             if (at, token) not in self.children:

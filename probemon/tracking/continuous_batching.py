@@ -58,16 +58,24 @@ class Request:
 class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
-    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that columns
-    before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of `generate_batch` run; `errors`
-    of forwards: in a thread of transformers' they would only fail the requests.
+    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that
+    columns before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of
+    `generate_batch` run; `errors` of forwards: in a thread of transformers' they would only fail the requests.
     """
 
     def __init__(
-        self, model: Any, new_recording: Callable[[SequenceColumns], Recording], seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        self,
+        model: Any,
+        new_recording: Callable[[SequenceColumns], Recording],
+        seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._model, self._new_recording, self._seen_up_to, self._take_stop = model, new_recording, seen_up_to, take_stop
+    ) -> None:
+        self._model, self._new_recording, self._seen_up_to, self._take_stop = (
+            model,
+            new_recording,
+            seen_up_to,
+            take_stop,
+        )
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
         # A manager and its cache go when its user lets go of them.
@@ -108,10 +116,18 @@ class ContinuousBatches:
         manager = original(*args, **kwargs)
         try:
             if self._opened(manager):
-                shadow(self._stack, owner, manager.output_router, "deliver_batch", partial(self._delivered, weakref.ref(manager)))
+                shadow(
+                    self._stack,
+                    owner,
+                    manager.output_router,
+                    "deliver_batch",
+                    partial(self._delivered, weakref.ref(manager)),
+                )
         except NotSupportedDecoding:
             before = getattr(manager, "_original_attn_impl", None)
-            if before is not None:  # making a manager changes the host's attention; stopping one that never started does not undo it
+            if (
+                before is not None
+            ):  # making a manager changes the host's attention; stopping one that never started does not undo it
                 self._model.set_attn_implementation(before)
             raise
         return manager
@@ -140,15 +156,21 @@ class ContinuousBatches:
         return original(outputs)
 
     def _opened(self, manager: Any) -> bool:
-        """A manager was made; False if it is known (a persistent one is handed out again). Raises `NotSupportedDecoding` where forwards would not pass our hooks."""
+        """A manager was made; False if it is known (a persistent one is handed out again). Raises
+        `NotSupportedDecoding` where forwards would not pass our hooks.
+        """
         config = getattr(manager, "continuous_batching_config", None)
         graphs = getattr(config, "cuda_graph_booleans", None)
         if config is None or graphs is None or not hasattr(getattr(manager, "output_router", None), "deliver_batch"):
-            raise NotSupportedDecoding("continuous batching of this version of transformers keeps its requests where we do not look: use a newer one, or detach")
+            raise NotSupportedDecoding(
+                "continuous batching of this version of transformers keeps its requests where we do not look: use a"
+                " newer one, or detach"
+            )
         if any(graphs) or config.varlen_compile_config is not None or config.decode_compile_config is not None:
             raise NotSupportedDecoding(
-                "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks do not run in a replay. "
-                "Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs, or detach"
+                "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks"
+                " do not run in a replay. Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs,"
+                " or detach"
             )
         with self._lock:
             if manager in self._live:
@@ -160,10 +182,15 @@ class ContinuousBatches:
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
         """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
-        managers = [m for m in list(self._live) if m.batch_processor is not None and m.batch_processor.cache is given.get("cache")]
+        managers = [
+            m
+            for m in list(self._live)
+            if m.batch_processor is not None and m.batch_processor.cache is given.get("cache")
+        ]
         if given.get("cache") is None or len(managers) != 1:
             raise NotSupportedDecoding(
-                "a packed forward of a continuous batching that was opened before probemon was attached: its requests are unknown. Open it inside the with block, or detach"
+                "a packed forward of a continuous batching that was opened before probemon was attached: its requests"
+                " are unknown. Open it inside the with block, or detach"
             )
         [manager] = managers
         io = manager.batch_processor.inputs_and_outputs
@@ -175,19 +202,38 @@ class ContinuousBatches:
         bounds = [0, *itertools.accumulate(future.query_length for future in batch)]
         lengths, ids, positions = given["cu_seq_lens_q"].tolist(), given["input_ids"], given["position_ids"]
         told = lengths[: len(bounds)] == bounds and all(at == bounds[-1] for at in lengths[len(bounds) :])
-        known = len({future.state.request_id for future in batch}) == len(batch) and threading.current_thread() is manager._generation_thread
-        if not told or not known or ids.dim() != 2 or len(ids) != 1 or positions.shape != ids.shape or bounds[-1] > ids.shape[1]:
+        known = (
+            len({future.state.request_id for future in batch}) == len(batch)
+            and threading.current_thread() is manager._generation_thread
+        )
+        if (
+            not told
+            or not known
+            or ids.dim() != 2
+            or len(ids) != 1
+            or positions.shape != ids.shape
+            or bounds[-1] > ids.shape[1]
+        ):
             raise AlignmentError(
-                f"a packed forward of {tuple(ids.shape)} tokens with bounds {lengths} does not hold the requests that transformers names, which end at {bounds[1:]}"
+                f"a packed forward of {tuple(ids.shape)} tokens with bounds {lengths} does not hold the requests that"
+                f" transformers names, which end at {bounds[1:]}"
             )
         # Copied at once: the manager writes the next batch into the same memory.
-        token_ids, columns = ids[0].detach().cpu().numpy().astype(np.int64), positions[0].detach().cpu().numpy().astype(np.int64)
+        token_ids, columns = (
+            ids[0].detach().cpu().numpy().astype(np.int64),
+            positions[0].detach().cpu().numpy().astype(np.int64),
+        )
         self._let_go(manager)
         found = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
             if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
                 generation = self._request(manager, future.state).generation
-                found += [(generation, placed) for placed in self._segment(manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin)]
+                found += [
+                    (generation, placed)
+                    for placed in self._segment(
+                        manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
+                    )
+                ]
         return found
 
     def _finish(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
@@ -198,7 +244,11 @@ class ContinuousBatches:
                 continue
             request = live.pop(output.request_id, None)
             # None: no forward of it was seen at all.
-            generation = self._new_request(live, output.request_id, list(output.prompt_ids)) if request is None else request.generation
+            generation = (
+                self._new_request(live, output.request_id, list(output.prompt_ids))
+                if request is None
+                else request.generation
+            )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
             generation.recording.output, generation.recording.ids, generation.recording.done = output, ids, True
             ended.append((generation, ids))
@@ -207,7 +257,9 @@ class ContinuousBatches:
     # -- inside ----------------------------------------------------------------------------------
 
     def _let_go(self, manager: Any) -> None:
-        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any more."""
+        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any
+        more.
+        """
         live = self._live[manager]
         for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
             live.pop(request_id).generation.recording.done = True
@@ -217,7 +269,9 @@ class ContinuousBatches:
         known = live.get(state.request_id)
         if known is not None and known.state() is state:
             return known
-        if known is not None and state._true_initial_tokens:  # preempted: it runs again from its beginning, with what it had generated
+        if (
+            known is not None and state._true_initial_tokens
+        ):  # preempted: it runs again from its beginning, with what it had generated
             if state.initial_tokens[: len(known.prompt)] != known.prompt:
                 raise AlignmentError(f"request {state.request_id} runs again with another prompt than it began with")
             known.follow(state)
@@ -233,21 +287,32 @@ class ContinuousBatches:
         parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
         if parent is not None and parent.prompt == prompt:
             recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
-        return Generation(recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new)
+        return Generation(
+            recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new
+        )
 
     def _shared(self, manager: Any, n_columns: int) -> bool:
         """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
-        return bool(manager.batch_processor.cache.use_prefix_sharing) and n_columns % int(manager.continuous_batching_config.page_size) == 0
+        return (
+            bool(manager.batch_processor.cache.use_prefix_sharing)
+            and n_columns % int(manager.continuous_batching_config.page_size) == 0
+        )
 
-    def _segment(self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int) -> list[PlacedTokens]:
+    def _segment(
+        self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int
+    ) -> list[PlacedTokens]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens]
         told = sequence[first : first + len(ids)]
         if columns.tolist() != list(range(first, first + len(ids))) or told != ids[: len(told)].tolist():
-            raise AlignmentError(f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request")
+            raise AlignmentError(
+                f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request"
+            )
         if call.first_column >= 0 and first + len(ids) <= call.frontier:
             return []  # run again after preemption: these have their scores
-        if first > max(call.frontier, 0) and not (call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)):
+        if first > max(call.frontier, 0) and not (
+            call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)
+        ):
             self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:

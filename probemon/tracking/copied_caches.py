@@ -1,4 +1,5 @@
-"""Whether one key-value cache begins as another does: a deep copy of a prompt's cache holds what the run saw being computed.
+"""Whether one key-value cache begins as another does: a deep copy of a prompt's cache holds what the run saw being
+computed.
 
     if same_columns(cache, other, 12): ...       # their first 12 columns are the same, bit for bit
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 
 def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
-    """Whether keys and values of two caches are the same in their first `n_columns`; False where a cache does not show them."""
+    """Whether keys and values of two caches are the same in their first `n_columns`; False where a cache does not show
+    them.
+    """
     ours, theirs = _deepest(cache), _deepest(other)
     if ours is None or theirs is None or ours[0] != theirs[0]:
         return False
@@ -22,7 +25,12 @@ def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
         # The newest column first: it is almost always enough to tell two caches apart.
         for begin in (n_columns - 1, 0):
             one, two = a[:, :, begin:n_columns], b[:, :, begin:n_columns]
-            if one.shape[2] != n_columns - begin or one.dtype != two.dtype or one.device != two.device or not torch.equal(one, two):
+            if (
+                one.shape[2] != n_columns - begin
+                or one.dtype != two.dtype
+                or one.device != two.device
+                or not torch.equal(one, two)
+            ):
                 return False
     return True
 
@@ -33,6 +41,11 @@ def _deepest(cache: Any) -> tuple[int, Tensor, Tensor] | None:
     for number in reversed(range(len(layers) if isinstance(layers, list) else 0)):
         layer = cache.layers[number]
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == 4 and not getattr(layer, "is_sliding", False):
+        if (
+            isinstance(keys, Tensor)
+            and isinstance(values, Tensor)
+            and keys.dim() == 4
+            and not getattr(layer, "is_sliding", False)
+        ):
             return number, keys, values
     return None

@@ -1,12 +1,12 @@
 """DecoderHooks: the hooks on one host's decoder, which recording each forward belongs to, and that none escapes.
 
-    hooks = DecoderHooks(model, sites, n_probes, score)    # score(generation, recording, placed, states): called in order
+    hooks = DecoderHooks(model, sites, n_probes, score)  # score(generation, recording, placed, states): called in order
     with ExitStack() as stack:
         hooks.attach(stack)
         model(input_ids)                                    # hooks.recordings grows
 
-Before the decoder runs, the tokens of the forward are placed; at each tapped layer their hidden states are copied out, and
-handed on at the last one; after the decoder, a forward that escaped a tap is an error. State is kept per thread.
+Before the decoder runs, the tokens of the forward are placed; at each tapped layer their hidden states are copied out,
+and handed on at the last one; after the decoder, a forward that escaped a tap is an error. State is kept per thread.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from probemon.tracking.recording import GAP, Recording
 
 LOG = logging.getLogger("probemon")
 
-# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports their scores,
-# to be called at the end of the forward: with False where they turned out not to be the tokens' and are to be thrown away.
+# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports
+# their scores, to be called at the end of the forward: with False where they turned out not to be the tokens' and are
+# to be thrown away.
 Report = Callable[[bool], None]
 ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str], Report | None]
 
@@ -52,14 +53,22 @@ ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str
 class DecoderHooks:
     """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
 
-    `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an error.
+    `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an
+    error.
     """
 
     def __init__(
-        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *,
-        scores: bool = True, on_gap: Callable[[Gap], None] | None = None, take_stop: Callable[[], bool] = lambda: False,
+        self,
+        model: Any,
+        sites: Sequence[str | Site],
+        n_probes: int,
+        score: ScoreTokens,
+        *,
+        scores: bool = True,
+        on_gap: Callable[[Gap], None] | None = None,
+        take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.scores, self.open = model, scores, False  # scores: of several ranks only one does
         self.recordings: list[Recording] = []
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
@@ -85,7 +94,9 @@ class DecoderHooks:
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
-        if torch._dynamo.config.skip_nnmodule_hook_guards:  # then it would run a graph again that was made without our hooks
+        if (
+            torch._dynamo.config.skip_nnmodule_hook_guards
+        ):  # then it would run a graph again that was made without our hooks
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch._dynamo.reset()
         forget_compiled(self.model)
@@ -101,11 +112,16 @@ class DecoderHooks:
             stack.enter_context(self._tap)
             if self.model is not self.decoder and self.abilities.drops_mask():
                 stack.callback(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True).remove)
-            stack.callback(self.decoder.register_forward_pre_hook(self._bracket.unless(self._before), with_kwargs=True).remove)
+            stack.callback(
+                self.decoder.register_forward_pre_hook(self._bracket.unless(self._before), with_kwargs=True).remove
+            )
             self._bracket.shadow(stack, self, self.model, self.decoder)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedHost("a watched model holds our hooks, so it cannot be copied, pickled or saved whole: do that outside the with block")
+        raise NotSupportedHost(
+            "a watched model holds our hooks, so it cannot be copied, pickled or saved whole: do that outside the with"
+            " block"
+        )
 
     def seen_up_to(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
         """Blindness is loud: columns before `end` have passed the taps, or an error (by choice a `Gap`) says not.
@@ -118,15 +134,20 @@ class DecoderHooks:
             return
         given = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
         if given is None:
-            raise AlignmentError(f"a forward begins at column {end}, the taps saw {call.frontier}, and which tokens came between is unknown")
+            raise AlignmentError(
+                f"a forward begins at column {end}, the taps saw {call.frontier}, and which tokens came between is"
+                " unknown"
+            )
         self.begin(generation, generation.prompt.cached, len(given))
         whose = f"request {recording.request}" if recording.request else "generate()"
         self._blind(
-            recording, call.frontier, end - 1,
+            recording,
+            call.frontier,
+            end - 1,
             f"{whose} is at column {end}, the taps saw {call.frontier}: the host ran forwards past our hooks "
             "(was it compiled before probemon was attached?), so nothing is reported",
             possible=recording.beams is None,
-        )  # fmt: skip
+        )
         for placed in call.missed(given, ids_begin, end, generation.mask):
             self.hand(generation, self._ready(recording, generation), placed, GAP)
 
@@ -157,21 +178,26 @@ class DecoderHooks:
         if self._rehearses():
             return
         generation, foreign, mine.foreign = mine.generation, mine.foreign, False
-        # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a document.
+        # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a
+        # document.
         if kwargs is None or foreign or (generation is not None and generation.drafting):
             return
         if generation is None and FOLLOWING.models[id(self.model)]:
             if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:
                 raise NotSupportedDecoding(
-                    "another run follows this generation, and this one does not, so its rules would never fire and its sinks hear nothing: look generate() up after "
-                    "both are attached, and open run.generating of both for a loop by hand"
+                    "another run follows this generation, and this one does not, so its rules would never fire and its"
+                    " sinks hear nothing: look generate() up after both are attached, and open run.generating of both"
+                    " for a loop by hand"
                 )
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
             with self.batches.reporting():
                 packed = self.batches.place(given)
-            mine.waiting = [PendingTokens(generation, self._ready(generation.recording, generation), placed) for generation, placed in packed]
+            mine.waiting = [
+                PendingTokens(generation, self._ready(generation.recording, generation), placed)
+                for generation, placed in packed
+            ]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             if self._closing.id not in self.decoder._forward_hooks:
@@ -182,11 +208,18 @@ class DecoderHooks:
             return
         if generation is None or generation.by_hand:
             n_tokens, mask = forward.ids.shape[1], "" if given.get("attention_mask") is None else "masked"
-            if forward.mask is not None and (np.diff(forward.mask[:, : forward.start + n_tokens].astype(np.int8), axis=1) > 0).any():
+            if (
+                forward.mask is not None
+                and (np.diff(forward.mask[:, : forward.start + n_tokens].astype(np.int8), axis=1) > 0).any()
+            ):
                 mask = "padded"
             self.abilities.check_forward(
-                used=forward.start > 0, several=n_tokens > 1, positions=given.get("position_ids") is not None, mask=mask, length=forward.start + n_tokens
-            )  # fmt: skip
+                used=forward.start > 0,
+                several=n_tokens > 1,
+                positions=given.get("position_ids") is not None,
+                mask=mask,
+                length=forward.start + n_tokens,
+            )
         if generation is None:
             recording = self._document(forward, cache)
         else:
@@ -233,12 +266,15 @@ class DecoderHooks:
         return recording
 
     def _document(self, forward: Forward, cache: Any) -> Recording:
-        """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a new one."""
+        """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a
+        new one.
+        """
         known = self._known(cache, len(forward.ids), forward.start)
         if self._acts() and self._decodes(forward):
             raise NotSupportedDecoding(
-                "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says that it was generated: rules would never "
-                "fire and sinks be told of a prompt. Put the loop into `with run.generating(from_column=...) as loop:` and tell it what was sampled"
+                "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says"
+                " that it was generated: rules would never fire and sinks be told of a prompt. Put the loop into `with"
+                " run.generating(from_column=...) as loop:` and tell it what was sampled"
             )
         if known is not None and known.call.prompt_columns is None and known.call.frontier == forward.start > 0:
             if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
@@ -251,25 +287,38 @@ class DecoderHooks:
         return document
 
     def _of_another_head(self, forward: Forward, cache: Any) -> bool:
-        """Whether a plain forward is of a `generate()` that was under way when we came. Of any other that cannot be followed it is an error."""
+        """Whether a plain forward is of a `generate()` that was under way when we came. Of any other that cannot be
+        followed it is an error.
+        """
         mine, around = self.thread, generate_around(self.decoder)
         if around is None:
             mine.under_way = None
             return False
         frame, owner = around
         if frame is not mine.under_way:
-            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know had begun.
-            if forward.start == 0 or forward.ids.shape[1] > 1 or self._known(cache, len(forward.ids), forward.start) is not None:
+            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know
+            # had begun.
+            if (
+                forward.start == 0
+                or forward.ids.shape[1] > 1
+                or self._known(cache, len(forward.ids), forward.start) is not None
+            ):
                 raise NotSupportedDecoding(
-                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached to {type(self.model).__name__}: which "
-                    "tokens are generated, and where rows end, is unknown here, and rules would never fire. Attach to the very model whose generate() is called"
+                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
+                    f" to {type(self.model).__name__}: which tokens are generated, and where rows end, is unknown here,"
+                    " and rules would never fire. Attach to the very model whose generate() is called"
                 )
-            LOG.warning("a generate() of %s began before probemon was attached to its decoder, and is not watched", type(owner).__name__)
+            LOG.warning(
+                "a generate() of %s began before probemon was attached to its decoder, and is not watched",
+                type(owner).__name__,
+            )
             mine.under_way = frame
         return True
 
     def _decodes(self, forward: Forward) -> bool:
-        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a forward not long before it."""
+        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a
+        forward not long before it.
+        """
         if forward.start > 0:
             return forward.ids.shape[1] == 1
         decodes = any(_goes_on(forward.ids, before) for before in self._shown)
@@ -282,8 +331,17 @@ class DecoderHooks:
             return None
         known = self.by_cache.get(cache)
         if known is None:
-            seen = (reference() for reference in reversed(self.by_cache.keyrefs()))  # a list: other threads may add to it meanwhile
-            known = next((self.by_cache.get(other) for other in seen if other is not None and same_columns(cache, other, n_columns)), None)
+            seen = (
+                reference() for reference in reversed(self.by_cache.keyrefs())
+            )  # a list: other threads may add to it meanwhile
+            known = next(
+                (
+                    self.by_cache.get(other)
+                    for other in seen
+                    if other is not None and same_columns(cache, other, n_columns)
+                ),
+                None,
+            )
         return known if known is not None and known.call.n_rows == n_rows else None
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
@@ -314,8 +372,9 @@ class DecoderHooks:
                     continue
                 rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (one.placed.rows, one.placed.offsets))
                 one.states[site] = hidden[rows, offsets]
-            # A device may begin now, beside the layers that are left. What it finds is reported once the forward has ended, since
-            # only then it is known that each site ran once; several batches of tokens begin with one another's retained sets.
+            # A device may begin now, beside the layers that are left. What it finds is reported once the forward has
+            # ended, since only then it is known that each site ran once; several batches of tokens begin with one
+            # another's retained sets.
             if mine.recording is not None and len(mine.waiting) == 1 and self._complete():
                 self._hand_on()
         mine.seconds += time.perf_counter() - begin
@@ -324,11 +383,14 @@ class DecoderHooks:
         """A layer ran, and no forward of the decoder is open."""
         if self.thread.generation is not None or self.batches.open:  # what they sample says which tokens were not seen
             return
-        if torch._C._current_graph_task_id() != -1:  # a backward pass, in which gradient checkpointing runs layers again: no new token
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # a backward pass, in which gradient checkpointing runs layers again: no new token
             return
         what = (
-            f"the layer of {site} ran outside of a forward of {type(self.decoder).__name__}, and its tokens are not watched: something calls .forward() of the decoder, "
-            "or another model has the same layers. Call the model itself, and attach to the one that is called"
+            f"the layer of {site} ran outside of a forward of {type(self.decoder).__name__}, and its tokens are not"
+            " watched: something calls .forward() of the decoder, or another model has the same layers. Call the model"
+            " itself, and attach to the one that is called"
         )
         if self._acts():
             raise NotSupportedDecoding(f"{what}. Rules would never fire and sinks hear nothing")
@@ -354,7 +416,9 @@ class DecoderHooks:
                 one.generation.drafts.append((one.placed, unseen or one.states))
             else:
                 self.hand(one.generation, one.recording, one.placed, unseen or one.states)
-            if one.generation is not None and one.generation.end is not None:  # continuous batching has no criteria to stop at
+            if (
+                one.generation is not None and one.generation.end is not None
+            ):  # continuous batching has no criteria to stop at
                 self.finish()
                 if one.generation.raising is not None:
                     raise one.generation.raising
@@ -362,7 +426,9 @@ class DecoderHooks:
                     one.generation.end()
         mine.waiting = []
 
-    def hand(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str) -> None:
+    def hand(
+        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
+    ) -> None:
         self.finish()  # its retained sets are what this one begins with
         self.thread.unfinished = self._score(generation, recording, placed, states)
 
@@ -379,7 +445,9 @@ class DecoderHooks:
         self._tap.buffers.abandon()
 
     def ended(self) -> None:
-        """The forward that was open has ended, or will end unnoticed: its tokens are handed on, or were not seen at every site."""
+        """The forward that was open has ended, or will end unnoticed: its tokens are handed on, or were not seen at
+        every site.
+        """
         mine = self.thread
         if not self.open:  # detached meanwhile, by another thread
             mine.waiting = []
@@ -397,9 +465,12 @@ class DecoderHooks:
                 if not len(columns):  # padding alone
                     continue
                 self._blind(
-                    one.recording, int(columns.min()), int(columns.max()),
-                    f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was skipped or compiled",
-                )  # fmt: skip
+                    one.recording,
+                    int(columns.min()),
+                    int(columns.max()),
+                    f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was"
+                    " skipped or compiled",
+                )
         mine.waiting = waiting
         self._hand_on(f"the host did not run through {', '.join(missing)}")
 
@@ -427,8 +498,8 @@ def _refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and not bool((mask != 0).all()):
         raise NotSupportedDecoding(
-            f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as tokens: its own answer is wrong, and "
-            "so would be ours. Give rows of one length, or one by one"
+            f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as"
+            " tokens: its own answer is wrong, and so would be ours. Give rows of one length, or one by one"
         )
 
 

@@ -1,6 +1,6 @@
 """What one forward of a decoder is going to run, read from its arguments: ids, columns and padding.
 
-    forward, cache = read_forward(given, generation)      # raises NotSupportedDecoding where columns would be a guess
+forward, cache = read_forward(given, generation)      # raises NotSupportedDecoding where columns would be a guess
 """
 
 from __future__ import annotations
@@ -23,17 +23,26 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):
-            raise NotSupportedDecoding("a plain forward with inputs_embeds has no token ids to place: give input_ids (a host with images makes embeddings of them by itself: use generate()), or detach")
+            raise NotSupportedDecoding(
+                "a plain forward with inputs_embeds has no token ids to place: give input_ids (a host with images makes"
+                " embeddings of them by itself: use generate()), or detach"
+            )
         ids = generation.ids_of_embeds(given["inputs_embeds"], start)
     if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
         if generation is None or (generation.ids is None and not generation.by_hand):
-            raise NotSupportedDecoding("a plain forward on a recurrent state does not say which tokens went before: use generate(), or no cache")
+            raise NotSupportedDecoding(
+                "a plain forward on a recurrent state does not say which tokens went before: use generate(), or no"
+                " cache"
+            )
         if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
             raise NotSupportedDecoding(
-                "beam search on a recurrent state is not supported with this version of transformers: it does not reorder the "
-                "state with its beams, so the host's own answer is wrong too. Upgrade transformers, or use_cache=False"
+                "beam search on a recurrent state is not supported with this version of transformers: it does not"
+                " reorder the state with its beams, so the host's own answer is wrong too. Upgrade transformers, or"
+                " use_cache=False"
             )
-        if generation.ids is None:  # of a loop by hand, before its first token: the state is said to hold what the loop has shown
+        if (
+            generation.ids is None
+        ):  # of a loop by hand, before its first token: the state is said to hold what the loop has shown
             start = max(0, generation.recording.call.frontier)
         else:
             start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
@@ -56,5 +65,3 @@ def _plain_mask(mask: Any) -> Ints | None:
         raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
     found: Ints = mask.detach().cpu().numpy()
     return found
-
-

@@ -40,9 +40,10 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.AS
 class GenerateCall:
     """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
 
-    `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in pieces.
-    `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and how many columns are in it.
-    `ways`: what the host must be able to do for it, of `probemon.host.abilities.WAYS`; `length`: columns there may be in the end.
+    `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in
+    pieces. `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and
+    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.abilities.WAYS`;
+    `length`: columns there may be in the end.
     """
 
     columns: int
@@ -62,14 +63,24 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
     attention = str(getattr(model.config, "_attn_implementation", ""))
-    _refuse("generate() while continuous batching runs on the model, whose attention it has changed,", attention.startswith("paged"))
+    _refuse(
+        "generate() while continuous batching runs on the model, whose attention it has changed,",
+        attention.startswith("paged"),
+    )
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
     given = {**bound, **extra}
     _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
     _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
-    guided = any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in given.get("logits_processor") or ())
-    _refuse("classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on another prompt beside,", guided)
+    guided = any(
+        isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+        for processor in given.get("logits_processor") or ()
+    )
+    _refuse(
+        "classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on another"
+        " prompt beside,",
+        guided,
+    )
     cache = given.get("past_key_values")
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
@@ -77,39 +88,64 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
     mode = _check_config(config, given)
     kind: dict[str, Any] = {
-        "speculative": mode == GenerationMode.ASSISTED_GENERATION, "chunked": config.prefill_chunk_size is not None,
-        "n_beams": int(config.num_beams) if mode in _BEAMS else 1, "n_sequences": int(config.num_return_sequences or 1),
-        "cached": counted_columns(cache), "cache": cache, "ways": _ways(config, mode, given, is_encoder_decoder(model)), "length": _length(config, given),
-    }  # fmt: skip
+        "speculative": mode == GenerationMode.ASSISTED_GENERATION,
+        "chunked": config.prefill_chunk_size is not None,
+        "n_beams": int(config.num_beams) if mode in _BEAMS else 1,
+        "n_sequences": int(config.num_return_sequences or 1),
+        "cached": counted_columns(cache),
+        "cache": cache,
+        "ways": _ways(config, mode, given, is_encoder_decoder(model)),
+        "length": _length(config, given),
+    }
     if is_encoder_decoder(model):
-        # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own sequence.
+        # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own
+        # sequence.
         _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", kind["chunked"])
         return GenerateCall(_decoder_columns(config, given), 0, **kind)
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
     if embeds is not None and embeds.shape[1] == 0:
-        raise ConfigError(f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token")
+        raise ConfigError(
+            f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token"
+        )
     if embeds is not None and n_ids == 0:
-        return GenerateCall(int(embeds.shape[1]), int(embeds.shape[1]), **kind)  # the output holds only what is generated
+        return GenerateCall(
+            int(embeds.shape[1]), int(embeds.shape[1]), **kind
+        )  # the output holds only what is generated
     _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
     if ids is None:
         return GenerateCall(1, 0, **kind)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])
     if ids.numel() == 0:
-        raise ConfigError(f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token")
+        raise ConfigError(
+            f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token"
+        )
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
         return GenerateCall(width, 0, **kind)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
-        raise ConfigError(f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token")
+        raise ConfigError(
+            f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token"
+        )
     return GenerateCall(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
 
 
 def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
-    width = max((int(given[name].shape[1]) for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask") if isinstance(given.get(name), Tensor)), default=1)
-    return width + int(config.max_new_tokens) if config.max_new_tokens is not None else max(width, int(config.max_length or 0))
+    width = max(
+        (
+            int(given[name].shape[1])
+            for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask")
+            if isinstance(given.get(name), Tensor)
+        ),
+        default=1,
+    )
+    return (
+        width + int(config.max_new_tokens)
+        if config.max_new_tokens is not None
+        else max(width, int(config.max_length or 0))
+    )
 
 
 def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:
@@ -123,17 +159,21 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
         after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
         if after:
             raise NotSupportedDecoding(
-                f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the padding: the host's own answer is wrong. "
-                'Pad on the left: tokenizer.padding_side = "left"'
+                f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the"
+                ' padding: the host\'s own answer is wrong. Pad on the left: tokenizer.padding_side = "left"'
             )
     if config.use_cache is False:
         return frozenset({"padded, no cache"} if padded else ())
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
     asked = {
-        "steps": not static, "static": static, "padded": padded, "beams": mode in _BEAMS, "speculative": mode == GenerationMode.ASSISTED_GENERATION,
+        "steps": not static,
+        "static": static,
+        "padded": padded,
+        "beams": mode in _BEAMS,
+        "speculative": mode == GenerationMode.ASSISTED_GENERATION,
         "chunked": config.prefill_chunk_size is not None,
         "turn": any(_is_used(given.get(name)) for name in CACHES),
-    }  # fmt: skip
+    }
     return frozenset(way for way, present in asked.items() if present)
 
 
@@ -144,11 +184,15 @@ def _is_used(cache: Any) -> bool:
     if not isinstance(cache, Cache):
         return cache is not None
     held = [value for layer in cache.layers for value in vars(layer).values()]
-    return any(isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,)))
+    return any(
+        isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,))
+    )
 
 
 def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
-    """Columns of an encoder-decoder's decoder prompt: the start token, put before `decoder_input_ids` where these lack it."""
+    """Columns of an encoder-decoder's decoder prompt: the start token, put before `decoder_input_ids` where these lack
+    it.
+    """
     ids = given.get("decoder_input_ids")
     if ids is None and given.get("inputs") is not None:
         ids = given.get("input_ids")  # beside inputs that are no ids, such as sound
@@ -172,6 +216,6 @@ def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> Generat
 def _refuse(mode: str, present: bool) -> None:
     if present:
         raise NotSupportedDecoding(
-            f"{mode} is not supported while probemon is attached: which row and token a hidden state belongs to would be "
-            "a guess. Use greedy decoding or sampling, or detach"
+            f"{mode} is not supported while probemon is attached: which row and token a hidden state belongs to would"
+            " be a guess. Use greedy decoding or sampling, or detach"
         )

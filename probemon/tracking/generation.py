@@ -1,10 +1,10 @@
 """Generation: one `generate()` that is being followed, from its prompt to its last token.
 
-    generation = Generation(recording, prompt)
-    generation.check_ids(forward)                       # the host runs the sequence's tokens at their own columns
-    placed = generation.beam_tokens(placed)             # with beams: which row each one's history ran in
-    generation.drafts.append((placed, states))          # proposed tokens wait ...
-    for placed, states in generation.accepted(ids): ... # ... until the stopping criteria are shown the sequence
+generation = Generation(recording, prompt)
+generation.check_ids(forward)                       # the host runs the sequence's tokens at their own columns
+placed = generation.beam_tokens(placed)             # with beams: which row each one's history ran in
+generation.drafts.append((placed, states))          # proposed tokens wait ...
+for placed, states in generation.accepted(ids): ... # ... until the stopping criteria are shown the sequence
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Generation:
 
     `stop [B]`: rows an action stopped; `stop_all`: every row is to end; `raising`: what an action raises.
 
-    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were scored, from
-    `blind_column` on not all. `on_failure`: called when `generate` raises.
+    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were
+    scored, from `blind_column` on not all. `on_failure`: called when `generate` raises.
 
     `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
     before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
-    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an action
-    is being called. `end`: of continuous batching, ends the request with the token that is sampled now. `by_hand`: a loop of the user's.
-    `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given; `sampled`: a token was just now, and which rows it ended is not told yet.
+    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an
+    action is being called. `end`: of continuous batching, ends the request with the token that is sampled now.
+    `by_hand`: a loop of the user's. `prompt_checked`: the first token was sampled, and what was run before is the
+    prompt that was given; `sampled`: a token was just now, and which rows it ended is not told yet.
     """
 
     recording: Recording
@@ -73,7 +74,9 @@ class Generation:
     sampled: bool = False
 
     def sequence(self, ids: Any, mask: Any) -> None:
-        """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None where there is none."""
+        """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None
+        where there is none.
+        """
         before, given = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
         self.ids, self.begin = given, self.prompt.offset
         if self.prompt.chunked and given is not None and given.shape[1] + self.begin <= self.prompt.columns:
@@ -83,7 +86,9 @@ class Generation:
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
-        """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where not."""
+        """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where
+        not.
+        """
         if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.begin:
             known = self.ids[:, max(0, start - self.begin) :]
             if known.shape[1] == embeds.shape[1]:
@@ -91,12 +96,16 @@ class Generation:
         return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
 
     def check_prompt(self, n_columns: int) -> None:
-        """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the one that was run."""
+        """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the
+        one that was run.
+        """
         expected = self.prompt.columns + 1
         if not self.prompt_checked and (n_columns < expected if self.prompt.speculative else n_columns != expected):
             raise AlignmentError(
-                f"generate() was given a prompt of {self.prompt.columns} columns, and ran one of {n_columns - 1}: something around it changes the prompt (a generate() "
-                "patched on the instance?), so which tokens are generated would be a guess. Change the prompt before generate() is called, or attach first and patch then"
+                f"generate() was given a prompt of {self.prompt.columns} columns, and ran one of {n_columns - 1}:"
+                " something around it changes the prompt (a generate() patched on the instance?), so which tokens are"
+                " generated would be a guess. Change the prompt before generate() is called, or attach first and patch"
+                " then"
             )
         self.prompt_checked = True
 
@@ -110,19 +119,27 @@ class Generation:
 
     def showable_columns(self) -> int:
         """Columns before this one have scores at which no rule stopped."""
-        return min(column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None)
+        return min(
+            column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None
+        )
 
     def check_ids(self, forward: Forward) -> None:
-        """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers does not)."""
+        """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers
+        does not).
+        """
         ids, begin = self.ids, self.begin
         if ids is None:
             return
         end = forward.start + forward.ids.shape[1]
-        if ids.shape[1] + begin != end or not np.array_equal(ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]):
+        if ids.shape[1] + begin != end or not np.array_equal(
+            ids[:, max(0, forward.start - begin) :], forward.ids[:, max(0, begin - forward.start) :]
+        ):
             raise AlignmentError(
-                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of {ids.shape[1] + begin}: these are not the "
-                "sequence's tokens at their own places. Either something runs the model inside generate() (a logits processor, a criterion, a callback): leave it "
-                "out; or the cache holds other columns than the sequence, so that the host's own answer is wrong too: start with an empty one"
+                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of"
+                f" {ids.shape[1] + begin}: these are not the sequence's tokens at their own places. Either something"
+                " runs the model inside generate() (a logits processor, a criterion, a callback): leave it out; or the"
+                " cache holds other columns than the sequence, so that the host's own answer is wrong too: start with"
+                " an empty one"
             )
 
     def beam_tokens(self, placed: PlacedTokens) -> PlacedTokens:
@@ -133,7 +150,9 @@ class Generation:
             return placed.take(np.flatnonzero(placed.rows % beams.n_beams == 0))
         self.origin = beams.advance(self.ids, self.recording.n_entries)
         for number, before in self.rule_states.items():
-            self.rule_states[number] = {row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}
+            self.rule_states[number] = {
+                row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before
+            }
         return dataclasses.replace(placed, provisional=True)
 
     def accepted(self, ids: Tensor) -> Iterator[tuple[PlacedTokens, States | str]]:
@@ -149,7 +168,8 @@ class Generation:
                     break
                 if kept[0, column - offset] != placed.ids[i]:
                     raise AlignmentError(
-                        f"column {column}: a draft had token {placed.ids[i]}, the sequence has {kept[0, column - offset]}, yet it was kept"
+                        f"column {column}: a draft had token {placed.ids[i]}, the sequence has"
+                        f" {kept[0, column - offset]}, yet it was kept"
                     )
                 one = dataclasses.replace(placed.take(np.array([i])), draft=False)
                 yield one, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
@@ -187,7 +207,9 @@ class PendingTokens:
 
 
 class Inside(threading.local):
-    """By model, how many runs are following the generation that this thread is in, and when the newest of them began."""
+    """By model, how many runs are following the generation that this thread is in, and when the newest of them
+    began.
+    """
 
     def __init__(self) -> None:
         self.models: Counter[int] = Counter()
@@ -216,13 +238,17 @@ class ThreadState(threading.local):
 
 
 class FollowedCriteria(StoppingCriteriaList):
-    """generate's own criteria; `sampled(ids, done)` is told which rows have ended, and may end more; `ended(ids, done, pads)` is told which have in the end.
+    """generate's own criteria; `sampled(ids, done)` is told which rows have ended, and may end more; `ended(ids, done,
+    pads)` is told which have in the end.
 
     Of several runs each is around those that were attached before it, and what one of them ends has ended for all.
     """
 
     def __init__(
-        self, criteria: StoppingCriteriaList, sampled: Callable[[Tensor, Tensor], Tensor], ended: Callable[[Tensor, Tensor, bool], None]
+        self,
+        criteria: StoppingCriteriaList,
+        sampled: Callable[[Tensor, Tensor], Tensor],
+        ended: Callable[[Tensor, Tensor, bool], None],
     ) -> None:
         super().__init__(criteria)
         self._inner, self._sampled, self._ended = criteria, sampled, ended
@@ -239,5 +265,7 @@ class FollowedCriteria(StoppingCriteriaList):
 
     def _ask(self, ids: Tensor, scores: Any, more: dict[str, Any]) -> Tensor:
         inner = self._inner
-        done: Tensor = inner._ask(ids, scores, more) if isinstance(inner, FollowedCriteria) else inner(ids, scores, **more)
+        done: Tensor = (
+            inner._ask(ids, scores, more) if isinstance(inner, FollowedCriteria) else inner(ids, scores, **more)
+        )
         return self._sampled(ids, done)

@@ -1,14 +1,15 @@
-"""A decode loop of one's own, followed as `generate()` is: its prompt, its generated tokens, rows that end, rules and stops.
+"""A decode loop of one's own, followed as `generate()` is: its prompt, its generated tokens, rows that end, rules and
+stops.
 
-    with run.generating(from_column=ids.shape[1]) as loop:
-        out = model(ids, past_key_values=cache)
-        while True:
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            ids = torch.cat([ids, token], dim=1)
-            if loop.sampled(ids, ended=token[:, 0] == eos).all():
-                break
-            out = model(token, past_key_values=cache)
-    result = run.result(ids)
+with run.generating(from_column=ids.shape[1]) as loop:
+    out = model(ids, past_key_values=cache)
+    while True:
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, token], dim=1)
+        if loop.sampled(ids, ended=token[:, 0] == eos).all():
+            break
+        out = model(token, past_key_values=cache)
+result = run.result(ids)
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Sampled = Callable[[Generation, Tensor, Tensor, bool], Tensor]
 
 
 class HandLoop:
-    """What a loop tells the run after each token it samples. `run.generating` makes it; it is used in the thread that made it."""
+    """What a loop tells the run after each token it samples. `run.generating` makes it; it is used in the thread that
+    made it.
+    """
 
     def __init__(self, generation: Generation, sampled: Sampled, current: Callable[[], Generation | None]) -> None:
         self._generation, self._sampled, self._current = generation, sampled, current
@@ -37,31 +40,41 @@ class HandLoop:
         self._ended: Tensor | None = None
 
     def sampled(self, ids: Tensor, ended: Tensor | None = None) -> Tensor:
-        """The whole sequence `ids [B, L]`, its last column just sampled; returns the rows `[B]` (bool) that are to end with it.
+        """The whole sequence `ids [B, L]`, its last column just sampled; returns the rows `[B]` (bool) that are to end
+        with it.
 
-        `ended [B]`: rows whose last token this is, by the loop's own rule (the end of the sequence, say). Rows that an action, or
-        `run.stop()`, stopped are in what is returned too. From its end on a row is padding, and not scored. Call it once for each new column, before
-        the forward that runs it: tokens of the forwards so far have their scores then, and rules have been asked.
-        Raises `ConceptRaised` for the action "raise", `AlignmentError` where `ids` do not go on by one column.
+        `ended [B]`: rows whose last token this is, by the loop's own rule (the end of the sequence, say). Rows that an
+        action, or `run.stop()`, stopped are in what is returned too. From its end on a row is padding, and not scored.
+        Call it once for each new column, before the forward that runs it: tokens of the forwards so far have their
+        scores then, and rules have been asked. Raises `ConceptRaised` for the action "raise", `AlignmentError` where
+        `ids` do not go on by one column.
         """
         generation, previous = self._generation, self.ids
         if self._current() is not generation:
             raise ConfigError("loop.sampled is for the block of run.generating, in the thread that opened it")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or ids.device.type == "meta":
+        if (
+            not isinstance(ids, Tensor)
+            or ids.dim() != 2
+            or ids.dtype not in (torch.int64, torch.int32)
+            or ids.device.type == "meta"
+        ):
             raise ConfigError(f"ids is {described(ids)}: give the token ids of the whole sequence, [rows, columns]")
         expected = generation.prompt.columns + 1 if previous is None else previous.shape[1] + 1
         if ids.shape[1] != expected or (previous is not None and len(ids) != len(previous)):
             raise AlignmentError(
-                f"ids have shape {tuple(ids.shape)}, expected {expected} columns{'' if previous is None else f' of {len(previous)} rows'}: "
-                "loop.sampled is called once for each new column, with the whole sequence"
+                f"ids have shape {tuple(ids.shape)}, expected {expected}"
+                f" columns{'' if previous is None else f' of {len(previous)} rows'}: loop.sampled is called once for"
+                " each new column, with the whole sequence"
             )
         if previous is not None and not torch.equal(ids[:, :-1], previous):
             raise NotSupportedDecoding(
-                "a row goes on from another sequence than it had (beams, or tokens that were edited): which token a hidden state belongs to "
-                "would be a guess. Generate with num_beams in generate(), which is followed"
+                "a row goes on from another sequence than it had (beams, or tokens that were edited): which token a"
+                " hidden state belongs to would be a guess. Generate with num_beams in generate(), which is followed"
             )
         if self._ended is not None and bool(self._ended.all()):
-            raise AlignmentError("every row has ended, and the loop goes on: leave it where loop.sampled(...).all() says so")
+            raise AlignmentError(
+                "every row has ended, and the loop goes on: leave it where loop.sampled(...).all() says so"
+            )
         if ended is None:
             ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         elif not isinstance(ended, Tensor) or tuple(ended.shape) != (len(ids),) or ended.dtype != torch.bool:
@@ -74,7 +87,9 @@ class HandLoop:
 
 
 def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
-    """The `generate()` that the calling thread is in and that runs `decoder`: its frame, and the model it is of; None where there is none."""
+    """The `generate()` that the calling thread is in and that runs `decoder`: its frame, and the model it is of; None
+    where there is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate":
@@ -87,4 +102,8 @@ def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
 
 def described(value: Any) -> str:
     """What was given where ids were expected, for an error."""
-    return f"a tensor {value.dtype} of shape {tuple(value.shape)} on {value.device.type}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"a tensor {value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )

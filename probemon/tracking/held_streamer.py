@@ -37,14 +37,21 @@ class HeldStreamer(BaseStreamer):
         """The prompt first, then tokens as they are generated."""
         generation = self._current()
         if generation is None:
-            raise ConfigError("a held streamer shows tokens whose scores are known, and no run watches this generate(): use it inside the with block")
+            raise ConfigError(
+                "a held streamer shows tokens whose scores are known, and no run watches this generate(): use it inside"
+                " the with block"
+            )
         if generation is not self._generation:
             if value.dim() > 1 and len(value) > 1:
-                raise ConfigError(f"a held streamer shows one sequence, this generate() has {len(value)}: score a batch without a streamer")
+                raise ConfigError(
+                    f"a held streamer shows one sequence, this generate() has {len(value)}: score a batch without a"
+                    " streamer"
+                )
             if generation.by_hand and (value.shape[-1] != generation.prompt.columns or generation.ids is not None):
                 raise ConfigError(
-                    f"a held streamer is given the prompt first, {generation.prompt.columns} ids, and then token by token what was sampled; this is {tuple(value.shape)}. "
-                    "Put the prompt before the first loop.sampled"
+                    f"a held streamer is given the prompt first, {generation.prompt.columns} ids, and then token by"
+                    f" token what was sampled; this is {tuple(value.shape)}. Put the prompt before the first"
+                    " loop.sampled"
                 )
             self._generation, self._waiting, self.withheld = generation, [], []
             self._column = generation.prompt.columns
@@ -60,7 +67,12 @@ class HeldStreamer(BaseStreamer):
         if generation is None:
             raise ConfigError("a held streamer ends after it was given a prompt: this one was given nothing")
         self._show(generation)
-        if self._show_last and generation.showable_columns() == self._column and len(self._waiting) == 1 and generation.stop_column is None:
+        if (
+            self._show_last
+            and generation.showable_columns() == self._column
+            and len(self._waiting) == 1
+            and generation.stop_column is None
+        ):
             self._streamer.put(self._waiting.pop())
         generation.on_failure.remove(self.failed)
         self._keep_back()
@@ -71,7 +83,9 @@ class HeldStreamer(BaseStreamer):
         self._waiting = []
 
     def failed(self) -> None:
-        """generate() raises, or was refused before its prompt came: whoever reads the inner streamer must not wait for ever."""
+        """generate() raises, or was refused before its prompt came: whoever reads the inner streamer must not wait for
+        ever.
+        """
         self._keep_back()
         try:
             self._streamer.end()

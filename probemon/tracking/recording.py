@@ -1,9 +1,9 @@
 """Recording: what one generation, or one document of plain forwards, showed.
 
-    recording = Recording(SequenceColumns(prompt_columns=12), offset=0, n_probes=363)
-    recording.add(placed, scores)
-    tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
-    recording.forget(n)                           # drops the scores of up to n of its oldest tokens
+recording = Recording(SequenceColumns(prompt_columns=12), offset=0, n_probes=363)
+recording.add(placed, scores)
+tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
+recording.forget(n)                           # drops the scores of up to n of its oldest tokens
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SHARED = "its keys and values were shared with another request, so the host did 
 GAP = "no forward of the host showed it"
 FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
 _AGE = itertools.count()
-_PIECES = 256  # batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
+# batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
+_PIECES = 256
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,16 @@ class Tokens:
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
         """Several recordings of one row each: the i-th becomes row i."""
         row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
-        position, token_id, phase = (np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase"))
-        return Tokens(row, position, token_id, phase, Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k))
+        position, token_id, phase = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase")
+        )
+        return Tokens(
+            row,
+            position,
+            token_id,
+            phase,
+            Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k),
+        )
 
 
 @dataclass(eq=False)
@@ -53,8 +62,8 @@ class Recording:
     """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
 
     `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
-    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all of columns
-    before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
+    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all
+    of columns before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
     """
 
     call: SequenceColumns
@@ -105,7 +114,9 @@ class Recording:
 
     @property
     def host_changed(self) -> bool:
-        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens are of."""
+        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens
+        are of.
+        """
         hosts, one = [self.host_after], self.earlier
         while one is not None:
             hosts, one = [*hosts, one.host, one.host_after], one.earlier
@@ -121,7 +132,9 @@ class Recording:
         return self.mismatch(sequences) is None
 
     def tokens(self, sequences: Ints) -> Tokens:
-        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands there."""
+        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands
+        there.
+        """
         wrong = self.mismatch(sequences)
         if wrong is not None:
             raise AlignmentError(wrong)
@@ -144,7 +157,15 @@ class Recording:
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
             is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
             at_column = at[i] + self.offset
-            reasons[i] = LAST if is_last else FORGOTTEN if at_column < forgotten else self.before if at_column < self.call.first_column else GAP
+            reasons[i] = (
+                LAST
+                if is_last
+                else FORGOTTEN
+                if at_column < forgotten
+                else self.before
+                if at_column < self.call.first_column
+                else GAP
+            )
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
@@ -156,7 +177,9 @@ class Recording:
             n += 1
         self._n_small = 0
         placed = self.placed[-n:]
-        rows, columns, offsets, ids = (np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids"))
+        rows, columns, offsets, ids = (
+            np.concatenate([getattr(p, name) for p in placed]) for name in ("rows", "columns", "offsets", "ids")
+        )
         self.placed[-n:] = [PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional)]
         del self.ages[len(self.ages) - n + 1 :]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
@@ -171,7 +194,9 @@ class Recording:
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
     ) -> tuple[Mask, Ints]:
-        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's last is."""
+        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's
+        last is.
+        """
         n_rows, length = sequences.shape
         each = n_rows // (self.call.n_rows // beams.n_beams)
         real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
@@ -183,7 +208,9 @@ class Recording:
             index[r, column[mine] - self.offset] = mine
             entries, n = beams.follow(b, sequences[r, beams.begin :])
             # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
-            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1)
+            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(
+                np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1
+            )
             last[r] = beams.begin + n - 1
             real[r, : beams.begin] = padding[b * beams.n_beams, : beams.begin]
             real[r, beams.begin : beams.begin + n] = True
@@ -200,7 +227,9 @@ class Recording:
         return real & (np.arange(length) <= last[:, None])
 
     def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
-        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left out."""
+        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left
+        out.
+        """
         placed, scores = list(self.placed), list(self.scores)
         begin, before = self, self.call.first_column
         limits = [length + self.offset] * len(placed)
@@ -224,18 +253,28 @@ class Recording:
         """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
         n_rows, length = sequences.shape
         if self.ids is not None and self.ids.shape[1] != length:
-            return f"the output has {length} columns, the watched generate() returned {self.ids.shape[1]}: give its output whole"
+            return (
+                f"the output has {length} columns, the watched generate() returned {self.ids.shape[1]}: give its output"
+                " whole"
+            )
         if self.beams is not None:
             return self._beam_mismatch(self.beams, sequences)
         if n_rows != self.call.n_rows:
-            return f"the output has {n_rows} rows, {self.call.n_rows} were watched: give the output of the watched generate()"
+            return (
+                f"the output has {n_rows} rows, {self.call.n_rows} were watched: give the output of the watched"
+                " generate()"
+            )
         if self.call.frontier < length + self.offset - 1:
             return (
-                f"the output has {length} columns, the watched forwards end at column {self.call.frontier - self.offset}: either "
-                "this is not the output of the watched generate(), or the host ran forwards past our hooks (a compiled graph?)"
+                f"the output has {length} columns, the watched forwards end at column"
+                f" {self.call.frontier - self.offset}: either this is not the output of the watched generate(), or the"
+                " host ran forwards past our hooks (a compiled graph?)"
             )
         if self.call.prompt_columns is None and self.call.frontier > length + self.offset:
-            return f"the ids have {length} columns, {self.call.frontier - self.offset} were watched: give the document's ids whole"
+            return (
+                f"the ids have {length} columns, {self.call.frontier - self.offset} were watched: give the document's"
+                " ids whole"
+            )
         row, column, ids, _, _ = self._joined(length)
         inside = column >= self.offset
         row, column, ids = row[inside], column[inside] - self.offset, ids[inside]
@@ -243,28 +282,36 @@ class Recording:
         if len(wrong):
             i = wrong[0]
             return (
-                f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward had "
-                f"{ids[i]}: this is not the output of the watched generate(), or it was edited"
+                f"row {row[i]}, position {column[i]}: the output has token {sequences[row[i], column[i]]}, the forward"
+                f" had {ids[i]}: this is not the output of the watched generate(), or it was edited"
             )
         return self._edited(sequences)
 
     def _edited(self, sequences: Ints) -> str | None:
-        """Where an output differs from what was returned, which no forward may have shown: the last token of each row, and padding."""
+        """Where an output differs from what was returned, which no forward may have shown: the last token of each row,
+        and padding.
+        """
         if self.ids is None:
             return None
         if self.ids.shape != sequences.shape:
-            return f"the output has {len(sequences)} rows, the watched generate() returned {len(self.ids)}: give its output whole"
+            return (
+                f"the output has {len(sequences)} rows, the watched generate() returned {len(self.ids)}: give its"
+                " output whole"
+            )
         for row, column in np.argwhere(self.ids != sequences)[:1].tolist():
             return (
-                f"row {row}, position {column}: the output has token {sequences[row, column]}, the watched generate() returned "
-                f"{self.ids[row, column]}: this is not its output, or it was edited"
+                f"row {row}, position {column}: the output has token {sequences[row, column]}, the watched generate()"
+                f" returned {self.ids[row, column]}: this is not its output, or it was edited"
             )
         return None
 
     def _beam_mismatch(self, beams: Beams, sequences: Ints) -> str | None:
         n_rows, n_prompts = len(sequences), self.call.n_rows // beams.n_beams
         if n_rows % n_prompts or n_rows > self.call.n_rows:
-            return f"the output has {n_rows} rows, {n_prompts} prompts were watched with {beams.n_beams} beams: give the output of that generate()"
+            return (
+                f"the output has {n_rows} rows, {n_prompts} prompts were watched with {beams.n_beams} beams: give the"
+                " output of that generate()"
+            )
         each = n_rows // n_prompts
         row, column, ids, phase, _ = self._joined(sequences.shape[1])
         for i in np.flatnonzero((phase == PROMPT) & (column >= self.offset)).tolist():
@@ -275,44 +322,71 @@ class Recording:
             entries, n = beams.follow(r // each, sequences[r, beams.begin :])
             if len(entries) < n - 1:
                 return (
-                    f"row {r}, position {beams.begin + len(entries)}: no beam had this sequence: this is not the output of the "
-                    "watched generate(), or it was edited"
+                    f"row {r}, position {beams.begin + len(entries)}: no beam had this sequence: this is not the output"
+                    " of the watched generate(), or it was edited"
                 )
         return self._edited(sequences)
 
 
 def find_recording(
-    recordings: Sequence[Recording], ids: Ints, out: Any, request: str = "", *, generation: int | None = None, keep_tokens: int | None = None
+    recordings: Sequence[Recording],
+    ids: Ints,
+    out: Any,
+    request: str = "",
+    *,
+    generation: int | None = None,
+    keep_tokens: int | None = None,
 ) -> Recording:
-    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B, L]`. Raises `AlignmentError`."""
+    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B,
+    L]`. Raises `AlignmentError`.
+    """
     watched = [recording for recording in recordings if recording.request == request]
     if not watched:
-        raise AlignmentError(f"request {request!r} was not watched" if request else "nothing was watched: call model.generate() inside the with block")
+        raise AlignmentError(
+            f"request {request!r} was not watched"
+            if request
+            else "nothing was watched: call model.generate() inside the with block"
+        )
     if generation is not None:
         watched = [recording for recording in watched if recording.number == generation]
         if not watched:
-            raise AlignmentError(f"generation {generation} was not watched, or is no longer kept: run.recordings has {_numbers(recordings)}")
+            raise AlignmentError(
+                f"generation {generation} was not watched, or is no longer kept: run.recordings has"
+                f" {_numbers(recordings)}"
+            )
     same = next((recording for recording in watched[::-1] if recording.output is out), None)
     if same is not None:
         return same
     watched = [recording for recording in watched if recording.n_entries]  # not one whose only forward failed
     agreeing = [recording for recording in watched if recording.matches(ids)]
-    # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the only one.
-    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.prompt_columns is None] or agreeing
-    agreeing = [recording for recording in agreeing if recording.ids is not None or recording.call.frontier == ids.shape[1]] or agreeing
+    # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the
+    # only one.
+    agreeing = [
+        recording for recording in agreeing if recording.ids is not None or recording.call.prompt_columns is None
+    ] or agreeing
+    agreeing = [
+        recording for recording in agreeing if recording.ids is not None or recording.call.frontier == ids.shape[1]
+    ] or agreeing
     if len(agreeing) == 1:
         return agreeing[0]
     if agreeing:
         raise AlignmentError(
-            f"generations {_numbers(agreeing)} of this run have these ids, and which of them is meant is unknown: give the very object that generate() "
-            f"returned, or its number, as in run.result(out, generation={agreeing[-1].number})"
+            f"generations {_numbers(agreeing)} of this run have these ids, and which of them is meant is unknown: give"
+            " the very object that generate() returned, or its number, as in run.result(out,"
+            f" generation={agreeing[-1].number})"
         )
     if keep_tokens is not None:
-        raise AlignmentError(f"no generation of which scores are kept has these ids: they may have been forgotten (keep_tokens={keep_tokens}), or it is not an output of this run")
+        raise AlignmentError(
+            "no generation of which scores are kept has these ids: they may have been forgotten"
+            f" (keep_tokens={keep_tokens}), or it is not an output of this run"
+        )
     if not watched:
         raise AlignmentError("no token was watched: every forward failed, or none was run")
     if len(watched) > 1:
-        raise AlignmentError(f"none of the generations {_numbers(watched)} of this run has these ids. Of the newest: {watched[-1].mismatch(ids)}")
+        raise AlignmentError(
+            f"none of the generations {_numbers(watched)} of this run has these ids. Of the newest:"
+            f" {watched[-1].mismatch(ids)}"
+        )
     return watched[0]
 
 
@@ -322,10 +396,14 @@ def _numbers(recordings: Sequence[Recording]) -> str:
 
 
 def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
-    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is left."""
+    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is
+    left.
+    """
     surplus = sum(recording.n_kept for recording in recordings) - n_tokens
     while surplus > 0 and any(recording.n_kept for recording in recordings):
-        oldest = min((recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0])
+        oldest = min(
+            (recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0]
+        )
         forgotten = oldest.forget(surplus)
         if not forgotten:
             break

@@ -4,9 +4,9 @@
     with watcher:
         model.generate(...)                         # `watcher.recordings` grows
 
-The hooks on its decoder are `probemon.tracking.decoder_hooks`. Three methods are shadowed on the instance: `generate` tells where
-the prompt ends, `prepare_inputs_for_generation` what is padding, and `_get_stopping_criteria` which rows have ended and which
-drafts were accepted. State is kept per thread, so threads may generate on one model at once.
+The hooks on its decoder are `probemon.tracking.decoder_hooks`. Three methods are shadowed on the instance: `generate`
+tells where the prompt ends, `prepare_inputs_for_generation` what is padding, and `_get_stopping_criteria` which rows
+have ended and which drafts were accepted. State is kept per thread, so threads may generate on one model at once.
 """
 
 from __future__ import annotations
@@ -48,15 +48,27 @@ _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one num
 
 
 class Watcher:
-    """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`, `ConfigError`."""
+    """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`,
+    `ConfigError`.
+    """
 
     def __init__(
-        self, model: Any, sites: Sequence[str | Site], n_probes: int, score: ScoreTokens, *, check: Callable[[GenerateCall], None] = lambda prompt: None,
-        on_gap: Callable[[Gap], None] | None = None, on_end: Callable[[Recording], None] | None = None, acts: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        sites: Sequence[str | Site],
+        n_probes: int,
+        score: ScoreTokens,
+        *,
+        check: Callable[[GenerateCall], None] = lambda prompt: None,
+        on_gap: Callable[[Gap], None] | None = None,
+        on_end: Callable[[Recording], None] | None = None,
+        acts: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
-        self._forwards = DecoderHooks(model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts)
+        self._forwards = DecoderHooks(
+            model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts
+        )
         self._running: list[Generation] = []
         self._acts = acts
         self._attaching_thread = 0
@@ -146,8 +158,8 @@ class Watcher:
         if outer is not None:
             if not outer.prompt.speculative or outer.acting:
                 raise NotSupportedDecoding(
-                    "generate() inside generate() (from an action or a criterion), or inside run.generating: whose tokens a forward shows would be a "
-                    "guess. Generate after the first has ended"
+                    "generate() inside generate() (from an action or a criterion), or inside run.generating: whose"
+                    " tokens a forward shows would be a guess. Generate after the first has ended"
                 )
             outer.drafting += 1  # the model proposes tokens to itself: nothing of that is in the output
             try:
@@ -157,20 +169,26 @@ class Watcher:
                 outer.prepared = False
         try:
             prompt = read_call(self.model, args, kwargs)
-            self._forwards.abilities.check_generate(prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length)
+            self._forwards.abilities.check_generate(
+                prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length
+            )
             self._check(prompt)
         except BaseException:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
                 kwargs["streamer"].failed()
             raise
-        recording = self._forwards.new_recording(SequenceColumns(prompt.columns, speculative=prompt.speculative), prompt.offset)
+        recording = self._forwards.new_recording(
+            SequenceColumns(prompt.columns, speculative=prompt.speculative), prompt.offset
+        )
         if prompt.n_beams > 1:
             recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = Generation(recording, prompt)
         with self._following(generation):
             out = original(*args, **kwargs)
             sequences = getattr(out, "sequences", out)
-            self._forwards.seen_up_to(recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation)
+            self._forwards.seen_up_to(
+                recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
+            )
         self._returned(recording, sequences)
         return out
 
@@ -180,7 +198,10 @@ class Watcher:
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
         if self._forwards.thread.generation is not None:
-            raise ConfigError("run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a forward shows would be a guess")
+            raise ConfigError(
+                "run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a"
+                " forward shows would be a guess"
+            )
         prompt = GenerateCall(from_column, 0)
         self._check(prompt)
         self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
@@ -193,8 +214,9 @@ class Watcher:
             seen = generation.recording.call.frontier
             if loop.ids is None and 0 < seen < from_column and self._acts():
                 raise ConfigError(
-                    f"run.generating ended at column {seen}, before from_column={from_column}, and loop.sampled was never called: nothing was said to be "
-                    "generated, so rules and sinks were asked of nothing. from_column is the prompt's length"
+                    f"run.generating ended at column {seen}, before from_column={from_column}, and loop.sampled was"
+                    " never called: nothing was said to be generated, so rules and sinks were asked of nothing."
+                    " from_column is the prompt's length"
                 )
             if loop.ids is not None:
                 self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
@@ -233,9 +255,13 @@ class Watcher:
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._forwards.thread.generation
-        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched. Outside of a generate()
-        # somebody prepares the inputs of a loop by hand.
-        self._forwards.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)] and generate_around(self._forwards.decoder) is not None
+        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
+        # Outside of a generate() somebody prepares the inputs of a loop by hand.
+        self._forwards.thread.foreign = (
+            generation is None
+            and not FOLLOWING.models[id(self.model)]
+            and generate_around(self._forwards.decoder) is not None
+        )
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
             generation.prepared = True
@@ -246,13 +272,20 @@ class Watcher:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._forwards.thread.generation
         self._forwards.called = True
-        if generation is None and not FOLLOWING.models[id(self.model)]:  # else another run follows it, which was there first
-            if threading.get_ident() != self._attaching_thread and not self._acts():  # it may have been running when this run attached
-                LOG.warning("a generate() of another thread began before probemon was attached, was looked up before, or called on the class: it is not watched")
+        if (
+            generation is None and not FOLLOWING.models[id(self.model)]
+        ):  # else another run follows it, which was there first
+            if (
+                threading.get_ident() != self._attaching_thread and not self._acts()
+            ):  # it may have been running when this run attached
+                LOG.warning(
+                    "a generate() of another thread began before probemon was attached, was looked up before, or called"
+                    " on the class: it is not watched"
+                )
                 return criteria
             raise NotSupportedDecoding(
-                "this generate() was looked up before probemon was attached, or called on the class, and cannot be followed: "
-                "call model.generate(...) inside the with block"
+                "this generate() was looked up before probemon was attached, or called on the class, and cannot be"
+                " followed: call model.generate(...) inside the with block"
             )
         if generation is None or generation.drafting:
             return criteria
@@ -285,7 +318,11 @@ class Watcher:
         self._forwards.seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
         if self.ranks is not None:
-            verdict = self.ranks.agree(stopped.to(torch.int32) if generation.raising is None else torch.full_like(stopped, RAISE, dtype=torch.int32))
+            verdict = self.ranks.agree(
+                stopped.to(torch.int32)
+                if generation.raising is None
+                else torch.full_like(stopped, RAISE, dtype=torch.int32)
+            )
             stopped = verdict != 0
             if generation.raising is None and bool((verdict == RAISE).any()):
                 raise ConceptRaised("an action raised on rank 0, which scores", None)

@@ -2,9 +2,9 @@
 
     found = measure(torch.device("cuda"))          # rows and claims; raises WrongScores before anything is timed
 
-Times are the device's own, between two events around a call, the chip's cache swept before each, the methods in turns. Random
-weights. `kernel_read_fraction` is the weights' bytes over the kernel's time, over the rate at which this GPU was seen to read.
-On a CPU (for a dry run at small sizes) times are the host's and nothing is captured.
+Times are the device's own, between two events around a call, the chip's cache swept before each, the methods in turns.
+Random weights. `kernel_read_fraction` is the weights' bytes over the kernel's time, over the rate at which this GPU was
+seen to read. On a CPU (for a dry run at small sizes) times are the host's and nothing is captured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ OURS, INT8, REPAIRED = "ours (triton)", "ours (triton), int8 copies", "stacked b
 
 
 class Timer:
-    """Seconds of a call on a device, after its caches were swept: by reading, since what was written would be written back meanwhile."""
+    """Seconds of a call on a device, after its caches were swept: by reading, since what was written would be written
+    back meanwhile.
+    """
 
     def __init__(self, device: torch.device, sweep_bytes: int = SWEEP_BYTES) -> None:
         self.device, self._sweep = device, torch.ones(sweep_bytes // 4, dtype=torch.int32, device=device)
@@ -61,11 +63,18 @@ class Timer:
 
 def in_turns(methods: dict[str, Callable[[int], object]], n_rounds: int, timer: Timer) -> dict[str, list[float]]:
     """Every method on the device's clock, set after set."""
-    return interleaved({name: (lambda at, call=call: call(at % N_SETS)) for name, call in methods.items()}, n_rounds, timer=timer, n_warm=3)  # type: ignore[misc]
+    return interleaved(
+        {name: lambda at, call=call: call(at % N_SETS) for name, call in methods.items()},
+        n_rounds,
+        timer=timer,
+        n_warm=3,
+    )  # type: ignore[misc]
 
 
 def captured(device: torch.device, call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a graph, so that launching it from Python is not what is timed; the replay returns what the call returned."""
+    """The call as a graph, so that launching it from Python is not what is timed; the replay returns what the call
+    returned.
+    """
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream()
@@ -93,10 +102,13 @@ def random_bank(n: int, cell: Cell, device: torch.device) -> dict[str, Tensor]:
         return torch.randn(size, generator=generator, device=device) * scale
 
     return {
-        "w1": torch.cat([(random(64, H1, cell.hidden, scale=cell.hidden**-0.5)).to(dtype) for _ in range(n // 64)]), "b1": random(n // 64 * 64, H1, scale=0.1),
-        "w2": random(n // 64 * 64, H2, H1, scale=H1**-0.5).to(dtype), "b2": random(n // 64 * 64, H2, scale=0.1),
-        "w3": random(n // 64 * 64, H2, scale=H2**-0.5).to(dtype), "b3": random(n // 64 * 64, scale=0.1),
-    }  # fmt: skip
+        "w1": torch.cat([(random(64, H1, cell.hidden, scale=cell.hidden**-0.5)).to(dtype) for _ in range(n // 64)]),
+        "b1": random(n // 64 * 64, H1, scale=0.1),
+        "w2": random(n // 64 * 64, H2, H1, scale=H1**-0.5).to(dtype),
+        "b2": random(n // 64 * 64, H2, scale=0.1),
+        "w3": random(n // 64 * 64, H2, scale=H2**-0.5).to(dtype),
+        "b3": random(n // 64 * 64, scale=0.1),
+    }
 
 
 def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_bank: int = 512) -> list[dict[str, Any]]:
@@ -104,8 +116,12 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
     bank = random_bank(n_bank, cell, device)
     n_bank = len(bank["w1"])
     rng = np.random.default_rng(0)
-    x = torch.randn(N_SETS, cell.batch, cell.hidden, device=device, generator=torch.Generator(device).manual_seed(0)).to(bank["w1"].dtype)
-    sets = [torch.from_numpy(np.sort(rng.choice(n_bank, cell.n_probes, replace=False))).to(device) for _ in range(N_SETS)]
+    x = torch.randn(
+        N_SETS, cell.batch, cell.hidden, device=device, generator=torch.Generator(device).manual_seed(0)
+    ).to(bank["w1"].dtype)
+    sets = [
+        torch.from_numpy(np.sort(rng.choice(n_bank, cell.n_probes, replace=False))).to(device) for _ in range(N_SETS)
+    ]
     rows = torch.arange(cell.batch, device=device).repeat(cell.n_probes)
     slots = [chosen.repeat_interleave(cell.batch) for chosen in sets]
     stacks = [{name: w[chosen].contiguous() for name, w in bank.items()} for chosen in sets]
@@ -135,10 +151,14 @@ def scoring(cell: Cell, device: torch.device, timer: Timer, n_rounds: int, n_ban
             if not torch.equal(replayed, eagerly):
                 raise WrongScores(f"{name} at {cell}: a captured graph gives other scores")
     everything = torch.arange(n_bank, device=device)
-    methods: dict[str, Callable[[int], object]] = {f"{name}, launched from Python": method for name, method in eager.items()}
-    methods |= {name: (lambda at, calls=calls: calls[at]()) for name, calls in graphs.items()}  # type: ignore[misc]
+    methods: dict[str, Callable[[int], object]] = {
+        f"{name}, launched from Python": method for name, method in eager.items()
+    }
+    methods |= {name: lambda at, calls=calls: calls[at]() for name, calls in graphs.items()}  # type: ignore[misc]
     if cell.batch == 1:
-        methods["every probe of the bank"] = lambda at: score_probes(x[at], bank, torch.zeros_like(everything), everything, impl="triton")
+        methods["every probe of the bank"] = lambda at: score_probes(
+            x[at], bank, torch.zeros_like(everything), everything, impl="triton"
+        )
     taken = in_turns(methods, n_rounds, timer)
     n_bytes = sum(w[0].numel() * w.element_size() for w in bank.values()) * cell.n_probes
     found = rows_of(taken, {"part": "scoring", **asdict(cell), "weight_bytes": n_bytes}, ours=OURS, floor=None)
@@ -152,9 +172,16 @@ def read_rate(device: torch.device, timer: Timer, n_bytes: int = 4 << 30) -> flo
 
 
 def step(
-    device: torch.device, timer: Timer, n_rounds: int, n_probes: int = 8000, hidden: int = 4096, n_layers: int = 32, wide: int = 14336
+    device: torch.device,
+    timer: Timer,
+    n_rounds: int,
+    n_probes: int = 8000,
+    hidden: int = 4096,
+    n_layers: int = 32,
+    wide: int = 14336,
 ) -> list[dict[str, Any]]:
-    """A resident step of a large random cascade, device only, as one graph, by itself and beside a decode step of a random host.
+    """A resident step of a large random cascade, device only, as one graph, by itself and beside a decode step of a
+    random host.
 
     First the sets must be those of the host's cascade.
     """
@@ -164,9 +191,13 @@ def step(
     parents = [[] if i < 14 else [str(rng.integers(0, max(14, i // 8)))] for i in range(n_probes)]
     order, tree = ConceptTree.build([str(i) for i in range(n_probes)], parents)
     bank = {name: tensor[torch.from_numpy(order).to(device)] for name, tensor in bank.items()}
-    x = torch.randn(N_SETS, 1, hidden, device=device, generator=torch.Generator(device).manual_seed(0)).to(bank["w1"].dtype)
+    x = torch.randn(N_SETS, 1, hidden, device=device, generator=torch.Generator(device).manual_seed(0)).to(
+        bank["w1"].dtype
+    )
     zero = torch.zeros(n_probes, dtype=torch.int64, device=device)
-    own = [score_probes(one, bank, zero, torch.arange(n_probes, device=device), impl="triton").cpu().numpy() for one in x]
+    own = [
+        score_probes(one, bank, zero, torch.arange(n_probes, device=device), impl="triton").cpu().numpy() for one in x
+    ]
     threshold = np.full(n_probes, np.quantile(np.stack(own), 0.9), np.float32)  # a tenth of the probes open
     plan = CascadePlan.of(tree, "independent", CascadeConfig(max_loaded_probes=min(512, n_probes)), threshold, [])
     cascade = DeviceCascade(plan, bank, np.zeros(n_probes))
@@ -175,18 +206,28 @@ def step(
         found = cascade.descend(x[at], 1, None)
         expected = descend(plan, 1, None, lambda rows, probes, at=at: own[at][probes])  # type: ignore[misc]
         n = int(found.count[0])
-        if int(found.overflowed[0]) or set(found.ids[0, :n].tolist()) != set(np.flatnonzero(expected.active[0]).tolist()):
+        if int(found.overflowed[0]) or set(found.ids[0, :n].tolist()) != set(
+            np.flatnonzero(expected.active[0]).tolist()
+        ):
             raise WrongScores(f"the device's cascade is not the host's at state {at}")
         evaluated.append(n)
-    # A whole step: the host's state normalised and rounded, retained sets that are on the device, the descent, results to pinned memory.
-    raw = torch.randn(N_SETS, 1, hidden, device=device, generator=torch.Generator(device).manual_seed(1)).to(torch.bfloat16)
+    # A whole step: the host's state normalised and rounded, retained sets that are on the device, the descent, results
+    # to pinned memory.
+    raw = torch.randn(N_SETS, 1, hidden, device=device, generator=torch.Generator(device).manual_seed(1)).to(
+        torch.bfloat16
+    )
     kept = cascade.descend(x[0], 1, None).kept
     first = cascade.descend(x[0], 1, kept)
-    pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=device.type == "cuda") for r in (first.count, first.ids, first.scores, first.kept, first.overflowed)]
+    pinned = [
+        torch.empty(r.shape, dtype=r.dtype, pin_memory=device.type == "cuda")
+        for r in (first.count, first.ids, first.scores, first.kept, first.overflowed)
+    ]
 
     def whole_step(at: int) -> None:
         found = cascade.descend(normalise_triton(raw[at], "rmsnorm", 1e-6, x.dtype), 1, kept)
-        for there, here in zip((found.count, found.ids, found.scores, found.kept, found.overflowed), pinned, strict=True):
+        for there, here in zip(
+            (found.count, found.ids, found.scores, found.kept, found.overflowed), pinned, strict=True
+        ):
             here.copy_(there, non_blocking=True)
 
     graphs = [captured(device, partial(whole_step, at)) for at in range(N_SETS)]
@@ -209,30 +250,52 @@ def step(
             under_way = buffers.enqueue(x[at], state)
         state = under_way.wait().kept
 
-    by_host = interleaved({"a step, from Python to results on the host": lambda at: whole(at % N_SETS)}, n_rounds, n_warm=N_SETS)
-    steps += rows_of(by_host, {"part": "step, the host's clock", **where}, ours="a step, from Python to results on the host", floor=None)
+    by_host = interleaved(
+        {"a step, from Python to results on the host": lambda at: whole(at % N_SETS)}, n_rounds, n_warm=N_SETS
+    )
+    steps += rows_of(
+        by_host,
+        {"part": "step, the host's clock", **where},
+        ours="a step, from Python to results on the host",
+        floor=None,
+    )
     layers = [_layer(hidden, wide, x.dtype, device, seed) for seed in range(n_layers)]
     counts: list[Tensor] = []
     timed = -1
     while not counts or int(counts[-1][0]) <= len(plan.start):  # a small cascade opens at some states only
         timed += 1
         if timed == N_SETS:
-            raise WrongScores(f"beside the host the cascade evaluates its {len(plan.start)} base probes alone: its states are none")
+            raise WrongScores(
+                f"beside the host the cascade evaluates its {len(plan.start)} base probes alone: its states are none"
+            )
         _decode(layers, x[timed], cascade, counts)
     where["evaluated_beside_the_host"] = int(counts[-1][0])
-    hosts = {name: captured(device, partial(_decode, layers, x[timed], watched)) for name, watched in (("bare", None), ("watched", cascade))}
-    taken = in_turns({name: (lambda at, call=call: call()) for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
-    return steps + rows_of(taken, {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where}, ours="watched", floor=None)
+    hosts = {
+        name: captured(device, partial(_decode, layers, x[timed], watched))
+        for name, watched in (("bare", None), ("watched", cascade))
+    }
+    taken = in_turns({name: lambda at, call=call: call() for name, call in hosts.items()}, n_rounds, timer)  # type: ignore[misc]
+    return steps + rows_of(
+        taken,
+        {"part": "decode, random weights of an 8B shape", "n_layers": n_layers, **where},
+        ours="watched",
+        floor=None,
+    )
 
 
-def paging(device: torch.device, timer: Timer, n_rounds: int, hidden: int = 2560, n_probes: int = 256, n_missing: int = 20) -> list[dict[str, Any]]:
+def paging(
+    device: torch.device, timer: Timer, n_rounds: int, hidden: int = 2560, n_probes: int = 256, n_missing: int = 20
+) -> list[dict[str, Any]]:
     """Bringing missing probes from RAM to their slots: siblings as one copy, scattered ones, and as people write it."""
     cell = Cell(hidden, "bfloat16", 1, n_missing)
     host = {name: w.cpu() for name, w in random_bank(n_probes, cell, device).items()}
     layout, slots = Layout.of(host), list(range(n_missing))
     n_probes = len(host["w1"])
     slab = Slab(layout, n_probes, register=device.type == "cuda")
-    records = [Record.of(layout, {name: w[i] for name, w in host.items()}, memory) for i, memory in enumerate(slab.take(n_probes))]
+    records = [
+        Record.of(layout, {name: w[i] for name, w in host.items()}, memory)
+        for i, memory in enumerate(slab.take(n_probes))
+    ]
     weights = {name: torch.empty_like(w, device=device) for name, w in host.items()}
     upload = Staged(weights)
     starts = np.random.default_rng(0).integers(0, n_probes - n_missing, N_SETS)
@@ -250,10 +313,17 @@ def paging(device: torch.device, timer: Timer, n_rounds: int, hidden: int = 2560
     }
     methods["ours, siblings"](0)
     upload.wait()
-    if not all(torch.equal(weights[name][:n_missing].cpu(), w[starts[0] : starts[0] + n_missing]) for name, w in host.items()):
+    if not all(
+        torch.equal(weights[name][:n_missing].cpu(), w[starts[0] : starts[0] + n_missing]) for name, w in host.items()
+    ):
         raise WrongScores("uploaded weights are not those of the host")
     n_bytes = n_missing * sum(w[0].numel() * w.element_size() for w in host.values())
-    return rows_of(in_turns(methods, n_rounds, timer), {"part": "paging", **asdict(cell), "weight_bytes": n_bytes}, ours="ours, siblings", floor=None)
+    return rows_of(
+        in_turns(methods, n_rounds, timer),
+        {"part": "paging", **asdict(cell), "weight_bytes": n_bytes},
+        ours="ours, siblings",
+        floor=None,
+    )
 
 
 def _layer(hidden: int, wide: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
@@ -267,8 +337,12 @@ def _rms(h: Tensor) -> Tensor:
     return h / h.float().square().mean(dim=-1, keepdim=True).add(1e-6).sqrt().to(h.dtype)
 
 
-def _decode(layers: list[list[Tensor]], x: Tensor, cascade: DeviceCascade | None, counts: list[Tensor] | None = None) -> None:
-    """The matrix products of one decode step; halfway the cascade is forked onto a stream of its own, and joined at the end."""
+def _decode(
+    layers: list[list[Tensor]], x: Tensor, cascade: DeviceCascade | None, counts: list[Tensor] | None = None
+) -> None:
+    """The matrix products of one decode step; halfway the cascade is forked onto a stream of its own, and joined at the
+    end.
+    """
     h, cuda = x, x.is_cuda
     side = torch.cuda.Stream() if cuda and cascade is not None else None
     for i, (query, key_value, output, gate_up, down) in enumerate(layers):
@@ -299,10 +373,12 @@ def measure(device: torch.device) -> dict[str, Any]:
     found = {(row["hidden"], row["method"]): row["median_us"] for row in rows if row["batch"] == 1}
     size = {row["hidden"]: row["weight_bytes"] for row in rows}
     return {
-        "rows": rows + steps + uploads, "read_gb_per_s": round(rate / 1e9, 1),
+        "rows": rows + steps + uploads,
+        "read_gb_per_s": round(rate / 1e9, 1),
         "claims": {
-            "kernel_read_fraction": min(size[d] / (found[d, OURS] / 1e6) / rate for d in size), "step_us": steps[0]["median_us"],
+            "kernel_read_fraction": min(size[d] / (found[d, OURS] / 1e6) / rate for d in size),
+            "step_us": steps[0]["median_us"],
             "decode_overhead_pct": 100 * (watched / bare - 1),
             "vs_repaired_bank": min(found[d, REPAIRED] / found[d, OURS] for d in size),
         },
-    }  # fmt: skip
+    }

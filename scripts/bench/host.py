@@ -1,6 +1,6 @@
 """End to end: the demo model with and without the monitor, alternating in one process, the same tokens both times.
 
-    found = measure(n_pairs=16)
+found = measure(n_pairs=16)
 """
 
 from __future__ import annotations
@@ -33,24 +33,49 @@ def measure(n_pairs: int) -> dict[str, Any]:
     for name in PACKS:
         pack = ProbePack.open(ROOT / "probes" / name)
         manager = DynamicProbeManager(pack)
-        where = {"host": "SmolLM2-135M-Instruct, bf16", "pack": name, "n_probes": pack.n_probes, "batch": 1, "strategy": manager.strategy.why}
+        where = {
+            "host": "SmolLM2-135M-Instruct, bf16",
+            "pack": name,
+            "n_probes": pack.n_probes,
+            "batch": 1,
+            "strategy": manager.strategy.why,
+        }
         cost = overhead(manager, model, inputs, n_pairs=n_pairs)
         decode.append(cost.overhead_pct)
-        rows.append({
-            "part": "decode", **where, "method": "watched", "host_ms": cost.host_ms, "watched_ms": cost.watched_ms, "hooks_ms": cost.monitor_ms,
-            "overhead_pct": round(cost.overhead_pct, 2), "n": cost.n_steps,
-        })  # fmt: skip
+        rows.append(
+            {
+                "part": "decode",
+                **where,
+                "method": "watched",
+                "host_ms": cost.host_ms,
+                "watched_ms": cost.watched_ms,
+                "hooks_ms": cost.monitor_ms,
+                "overhead_pct": round(cost.overhead_pct, 2),
+                "n": cost.n_steps,
+            }
+        )
         bare, watched, inside = _prefill(manager, model, document, n_pairs)
         pct = 100 * (statistics.median(watched) / statistics.median(bare) - 1)
         prefill.append(pct)
-        rows.append({
-            "part": "prefill", **where, "method": "watched", "n_tokens": document.shape[1], "host_ms": statistics.median(bare) * 1e3,
-            "watched_ms": statistics.median(watched) * 1e3, "hooks_ms": statistics.median(inside) * 1e3, "overhead_pct": round(pct, 2), **summary(watched),
-        })  # fmt: skip
+        rows.append(
+            {
+                "part": "prefill",
+                **where,
+                "method": "watched",
+                "n_tokens": document.shape[1],
+                "host_ms": statistics.median(bare) * 1e3,
+                "watched_ms": statistics.median(watched) * 1e3,
+                "hooks_ms": statistics.median(inside) * 1e3,
+                "overhead_pct": round(pct, 2),
+                **summary(watched),
+            }
+        )
     return {"rows": rows, "claims": {"decode_overhead_pct": max(decode), "prefill_overhead_pct": max(prefill)}}
 
 
-def _prefill(manager: DynamicProbeManager, model: Any, ids: torch.Tensor, n_pairs: int) -> tuple[list[float], list[float], list[float]]:
+def _prefill(
+    manager: DynamicProbeManager, model: Any, ids: torch.Tensor, n_pairs: int
+) -> tuple[list[float], list[float], list[float]]:
     """Seconds of one forward over a document, every token of it scored; attaching is not counted."""
     taken: dict[bool, list[float]] = {False: [], True: []}
     inside = []

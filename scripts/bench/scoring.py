@@ -1,9 +1,10 @@
-"""Scoring M given probes of a bank, without a hierarchy: ours, and the ways that people write it, over one set of weights.
+"""Scoring M given probes of a bank, without a hierarchy: ours, and the ways that people write it, over one set of
+weights.
 
     rows = measure(Cell(hidden=576, dtype="bfloat16", batch=1, n_probes=64), n_rounds=40)
 
-Weights are random. The probes of a round are random runs of eight neighbours, the same for every method, but no two methods
-have the same ones at the same time, so that none finds its weights in a cache that another has filled.
+Weights are random. The probes of a round are random runs of eight neighbours, the same for every method, but no two
+methods have the same ones at the same time, so that none finds its weights in a cache that another has filled.
 """
 
 from __future__ import annotations
@@ -79,10 +80,13 @@ class Bank:
             return torch.randn(size, generator=generator) * scale
 
         self.weights = {
-            "w1": random(n, H1, cell.hidden, scale=cell.hidden**-0.5).to(self.dtype), "b1": random(n, H1, scale=0.1),
-            "w2": random(n, H2, H1, scale=H1**-0.5).to(self.dtype), "b2": random(n, H2, scale=0.1),
-            "w3": random(n, H2, scale=H2**-0.5).to(self.dtype), "b3": random(n, scale=0.1),
-        }  # fmt: skip
+            "w1": random(n, H1, cell.hidden, scale=cell.hidden**-0.5).to(self.dtype),
+            "b1": random(n, H1, scale=0.1),
+            "w2": random(n, H2, H1, scale=H1**-0.5).to(self.dtype),
+            "b2": random(n, H2, scale=0.1),
+            "w3": random(n, H2, scale=H2**-0.5).to(self.dtype),
+            "b3": random(n, scale=0.1),
+        }
         self.int8 = quantize_weights(self.weights) if cell.dtype == "bfloat16" and cell.batch == 1 else {}
         self.x = random(N_SETS * cell.batch, cell.hidden, scale=1.0).reshape(N_SETS, cell.batch, -1).to(self.dtype)
         rng = np.random.default_rng(0)
@@ -91,7 +95,10 @@ class Bank:
         self.rows = torch.arange(cell.batch).repeat(cell.n_probes)  # pairs by probe
         self.slots = [chosen.repeat_interleave(cell.batch) for chosen in self.sets]
         self.stacks = [{name: w[chosen].contiguous() for name, w in self.weights.items()} for chosen in self.sets]
-        self.modules = [[module_of({name: w[i] for name, w in stack.items()}, self.dtype) for i in range(cell.n_probes)] for stack in self.stacks]
+        self.modules = [
+            [module_of({name: w[i] for name, w in stack.items()}, self.dtype) for i in range(cell.n_probes)]
+            for stack in self.stacks
+        ]
 
 
 def exact_scores(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -105,22 +112,32 @@ def exact_scores(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def widened(weights: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
     """Some probes of int8 weights, in fp64."""
     some = {name: w[chosen].double() for name, w in weights.items()}
-    return {name: w * some[f"{name}_scale"][..., None] if f"{name}_scale" in some else w for name, w in some.items() if not name.endswith("_scale")}
+    return {
+        name: w * some[f"{name}_scale"][..., None] if f"{name}_scale" in some else w
+        for name, w in some.items()
+        if not name.endswith("_scale")
+    }
 
 
 def module_of(weights: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """A probe as people keep it: a small Sequential in the dtype of its weights."""
     d = weights["w1"].shape[1]
-    module = nn.Sequential(nn.Linear(d, H1), nn.ReLU(), nn.Linear(H1, H2), nn.ReLU(), nn.Linear(H2, 1), nn.Sigmoid()).to(dtype)
+    module = nn.Sequential(
+        nn.Linear(d, H1), nn.ReLU(), nn.Linear(H1, H2), nn.ReLU(), nn.Linear(H2, 1), nn.Sigmoid()
+    ).to(dtype)
     for at, (w, b) in zip((0, 2, 4), (("w1", "b1"), ("w2", "b2"), ("w3", "b3")), strict=True):
         weight, bias = weights[w], weights[b]
-        module[at].load_state_dict({"weight": weight.reshape(-1, weight.shape[-1]).to(dtype), "bias": bias.reshape(-1).to(dtype)})
+        module[at].load_state_dict(
+            {"weight": weight.reshape(-1, weight.shape[-1]).to(dtype), "bias": bias.reshape(-1).to(dtype)}
+        )
     return module.eval()
 
 
 def bank_forward(stack: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """The stacked bank, `[M, B]` in the dtype of the weights."""
-    h = torch.baddbmm(stack["b1"][:, None].to(x.dtype), x.expand(len(stack["w1"]), *x.shape), stack["w1"].transpose(1, 2)).relu()
+    h = torch.baddbmm(
+        stack["b1"][:, None].to(x.dtype), x.expand(len(stack["w1"]), *x.shape), stack["w1"].transpose(1, 2)
+    ).relu()
     h = torch.baddbmm(stack["b2"][:, None].to(x.dtype), h, stack["w2"].transpose(1, 2)).relu()
     return ((h * stack["w3"][:, None]).sum(dim=-1) + stack["b3"][:, None].to(x.dtype)).sigmoid()
 
@@ -134,23 +151,32 @@ def methods_of(cell: Cell, compiled: bool) -> tuple[dict[str, Callable[[int], An
     def restacked(at: int) -> Any:  # as usually written: stacked anew when the set changes, and one .item() a score
         parts = [dict(module.named_parameters()) for module in bank.modules[at]]
         stack = {
-            "w1": torch.stack([p["0.weight"] for p in parts]), "b1": torch.stack([p["0.bias"] for p in parts]),
-            "w2": torch.stack([p["2.weight"] for p in parts]), "b2": torch.stack([p["2.bias"] for p in parts]),
-            "w3": torch.stack([p["4.weight"][0] for p in parts]), "b3": torch.stack([p["4.bias"][0] for p in parts]),
-        }  # fmt: skip
+            "w1": torch.stack([p["0.weight"] for p in parts]),
+            "b1": torch.stack([p["0.bias"] for p in parts]),
+            "w2": torch.stack([p["2.weight"] for p in parts]),
+            "b2": torch.stack([p["2.bias"] for p in parts]),
+            "w3": torch.stack([p["4.weight"][0] for p in parts]),
+            "b3": torch.stack([p["4.bias"][0] for p in parts]),
+        }
         return [[score.item() for score in row] for row in bank_forward(stack, bank.x[at])]
 
     def vmapped(at: int) -> Any:
-        return torch.vmap(lambda *w: bank_forward({name: tensor[None] for name, tensor in zip(names, w, strict=True)}, bank.x[at])[0])(*bank.stacks[at].values()).tolist()
+        return torch.vmap(
+            lambda *w: bank_forward({name: tensor[None] for name, tensor in zip(names, w, strict=True)}, bank.x[at])[0]
+        )(*bank.stacks[at].values()).tolist()
 
     def gathered(at: int) -> Any:
-        return bank_forward({name: w.index_select(0, bank.sets[at]) for name, w in bank.weights.items()}, bank.x[at]).tolist()
+        return bank_forward(
+            {name: w.index_select(0, bank.sets[at]) for name, w in bank.weights.items()}, bank.x[at]
+        ).tolist()
 
     methods: dict[str, Callable[[int], Any]] = {
         "ours (numba)": lambda at: score_probes(bank.x[at], bank.weights, bank.rows, bank.slots[at], impl="numba"),
         "ours (torch)": lambda at: score_probes(bank.x[at], bank.weights, bank.rows, bank.slots[at], impl="cpu"),
         "module loop, .item() each": lambda at: [[y.item() for y in module(bank.x[at])] for module in bank.modules[at]],
-        "module loop, one transfer": lambda at: torch.stack([module(bank.x[at]) for module in bank.modules[at]]).tolist(),
+        "module loop, one transfer": (
+            lambda at: torch.stack([module(bank.x[at]) for module in bank.modules[at]]).tolist()
+        ),
         "stacked bank, as usually written": restacked,
         "stacked bank, repaired": lambda at: bank_forward(bank.stacks[at], bank.x[at]).tolist(),
         "vmap": vmapped,
@@ -185,6 +211,8 @@ def _reader(bank: Bank) -> Callable[[int], Any]:
                 total += words[slot, i]
         return total
 
-    words = [bank.weights[name].view(bank.n, -1).view(torch.uint8).numpy().view(np.uint64) for name in ("w1", "w2", "w3")]
+    words = [
+        bank.weights[name].view(bank.n, -1).view(torch.uint8).numpy().view(np.uint64) for name in ("w1", "w2", "w3")
+    ]
     sets = [chosen.numpy() for chosen in bank.sets]
     return lambda at: [total_of(tensor, sets[at], tensor.shape[1]) for tensor in words]

@@ -1,10 +1,11 @@
-"""A whole step of a cascade: ours against the first implementation's way, against the scoring alone, cold, paged, and opened.
+"""A whole step of a cascade: ours against the first implementation's way, against the scoring alone, cold, paged, and
+opened.
 
     found = measure(n_probes=5000, n_tokens=60)
     found["rows"], found["claims"]
 
-The slow twin of profile_cascade.py has fp32 modules and files; ours has the same weights in bf16: every value was rounded to
-bf16 before either got it, and so was every hidden state, so both compute the same scores.
+The slow twin of profile_cascade.py has fp32 modules and files; ours has the same weights in bf16: every value was
+rounded to bf16 before either got it, and so was every hidden state, so both compute the same scores.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def measure(n_probes: int, n_tokens: int) -> dict[str, Any]:
         paged = _paged(pack, world, n_probes)
         shutil.rmtree(Path(scratch) / "files")
     rows = [*steps["rows"], *cold["rows"], *opened["rows"], *paged]
-    return {"rows": rows, "claims": {**steps["claims"], **cold["claims"], **opened["claims"]}, "agreement": {"largest_score_difference": worst, "states": world.states_are}}
+    return {
+        "rows": rows,
+        "claims": {**steps["claims"], **cold["claims"], **opened["claims"]},
+        "agreement": {"largest_score_difference": worst, "states": world.states_are},
+    }
 
 
 def _rounded(world: World) -> World:
@@ -65,12 +70,20 @@ def _rounded(world: World) -> World:
 
 def _manager(pack: ProbePack, **changes: Any) -> DynamicProbeManager:
     # One round a token and no limit, as the first implementation had them; the strategy is not left to a measurement.
-    settings = {"load_threshold": LOAD_THRESHOLD, "max_rounds": 1, "keep_top_k": 30, "max_loaded_probes": max(1000, pack.n_probes), "strategy": "descent"}
+    settings = {
+        "load_threshold": LOAD_THRESHOLD,
+        "max_rounds": 1,
+        "keep_top_k": 30,
+        "max_loaded_probes": max(1000, pack.n_probes),
+        "strategy": "descent",
+    }
     return DynamicProbeManager(pack, **{**settings, **changes})
 
 
 def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
-    """Token by token in turns: the twin's step, ours, and one call that scores what our step half a stream away evaluates."""
+    """Token by token in turns: the twin's step, ours, and one call that scores what our step half a stream away
+    evaluates.
+    """
     manager, states = pair.ours, pair.states
     [site] = manager.pack.sites
     sets, state = [], None  # type: ignore[var-annotated]
@@ -86,7 +99,11 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
 
     def scoring(at: int) -> None:
         other = (at + n // 2) % n
-        manager.engine.own_scores(manager.engine.inputs({site: states[other : other + 1]}), np.zeros(len(sets[other]), np.int64), sets[other].numpy())
+        manager.engine.own_scores(
+            manager.engine.inputs({site: states[other : other + 1]}),
+            np.zeros(len(sets[other]), np.int64),
+            sets[other].numpy(),
+        )
 
     def twin(at: int) -> None:
         if at < 0:
@@ -101,19 +118,34 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
     gc.unfreeze()
     # Two runs through the stream without the twin between, whose modules sweep the caches.
     alone = interleaved({"ours: a step": ours, "ours: the scoring alone": scoring}, 4 * n)
-    where = {"part": "step", "n_probes": n_probes, "hidden": states.shape[1], "dtype": "bfloat16", "batch": 1, "evaluated": round(float(np.mean([len(s) for s in sets])), 1)}
-    rows = rows_of(taken, where, ours="ours: a step", floor=None) + rows_of(alone, {**where, "part": "step, alone"}, ours="ours: a step", floor=None)
+    where = {
+        "part": "step",
+        "n_probes": n_probes,
+        "hidden": states.shape[1],
+        "dtype": "bfloat16",
+        "batch": 1,
+        "evaluated": round(float(np.mean([len(s) for s in sets])), 1),
+    }
+    rows = rows_of(taken, where, ours="ours: a step", floor=None) + rows_of(
+        alone, {**where, "part": "step, alone"}, ours="ours: a step", floor=None
+    )
     return {
         "rows": rows,
         "claims": {
-            "step_vs_slow_twin": statistics.median(taken["slow twin: a step"]) / statistics.median(taken["ours: a step"]),
-            "step_vs_scoring": statistics.median(alone["ours: a step"]) / statistics.median(alone["ours: the scoring alone"]),
+            "step_vs_slow_twin": (
+                statistics.median(taken["slow twin: a step"]) / statistics.median(taken["ours: a step"])
+            ),
+            "step_vs_scoring": (
+                statistics.median(alone["ours: a step"]) / statistics.median(alone["ours: the scoring alone"])
+            ),
         },
-    }  # fmt: skip
+    }
 
 
 def _cold(world: World, files: list[Path], folder: Path, n_probes: int) -> dict[str, Any]:
-    """The first step of a process's pack: nothing of it read before, the files in the page cache. Several, at different tokens."""
+    """The first step of a process's pack: nothing of it read before, the files in the page cache. Several, at different
+    tokens.
+    """
     taken: dict[str, list[float]] = {"ours: a cold step": [], "slow twin: a cold step": []}
     children = world.children()
     (folder / "probes.safetensors").read_bytes()
@@ -130,9 +162,17 @@ def _cold(world: World, files: list[Path], folder: Path, n_probes: int) -> dict[
         twin.begin()  # its base probes are files to be read, too
         twin.step(hidden)
         taken["slow twin: a cold step"].append(time.perf_counter() - begin)
-    rows = rows_of(taken, {"part": "cold", "n_probes": n_probes, "hidden": world.states.shape[1], "dtype": "bfloat16", "batch": 1}, ours="ours: a cold step", floor=None)
+    rows = rows_of(
+        taken,
+        {"part": "cold", "n_probes": n_probes, "hidden": world.states.shape[1], "dtype": "bfloat16", "batch": 1},
+        ours="ours: a cold step",
+        floor=None,
+    )
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    return {"rows": rows, "claims": {"cold_vs_slow_twin": middle["slow twin: a cold step"] / middle["ours: a cold step"]}}
+    return {
+        "rows": rows,
+        "claims": {"cold_vs_slow_twin": middle["slow twin: a cold step"] / middle["ours: a cold step"]},
+    }
 
 
 def _opened(folder: Path, n_probes: int) -> dict[str, Any]:
@@ -141,7 +181,14 @@ def _opened(folder: Path, n_probes: int) -> dict[str, Any]:
         begin = time.perf_counter()
         ProbePack.open(folder)
         taken.append(time.perf_counter() - begin)
-    row = {"part": "open", "n_probes": n_probes, "hidden": 576, "dtype": "bfloat16", "method": "ours: open a pack", **summary(taken)}
+    row = {
+        "part": "open",
+        "n_probes": n_probes,
+        "hidden": 576,
+        "dtype": "bfloat16",
+        "method": "ours: open a pack",
+        **summary(taken),
+    }
     return {"rows": [row], "claims": {"open_ms": statistics.median(taken) * 1e3}}
 
 
@@ -150,9 +197,10 @@ def _paged(pack: ProbePack, world: World, n_probes: int) -> list[dict[str, Any]]
     one = -(-pack.weight_bytes() // pack.n_probes)
     slots = 3 * 64 * one
     managers = {
-        "resident": _manager(pack), "paged, copies in RAM": _manager(pack, arena_bytes=slots, cache_bytes=pack.weight_bytes()),
+        "resident": _manager(pack),
+        "paged, copies in RAM": _manager(pack, arena_bytes=slots, cache_bytes=pack.weight_bytes()),
         "paged, nothing kept in RAM": _manager(pack, arena_bytes=slots, cache_bytes=0),
-    }  # fmt: skip
+    }
     states: dict[str, RowState | None] = dict.fromkeys(managers)
     n = len(world.states)
 
@@ -160,4 +208,9 @@ def _paged(pack: ProbePack, world: World, n_probes: int) -> list[dict[str, Any]]
         states[name], _ = managers[name].step(states[name] if at % n else None, world.states[at % n : at % n + 1])
 
     taken = interleaved({name: partial(step, name) for name in managers}, n)
-    return rows_of(taken, {"part": "paging", "n_probes": n_probes, "hidden": 576, "dtype": "bfloat16", "batch": 1, "slots": slots // one}, ours="resident", floor=None)
+    return rows_of(
+        taken,
+        {"part": "paging", "n_probes": n_probes, "hidden": 576, "dtype": "bfloat16", "batch": 1, "slots": slots // one},
+        ours="resident",
+        floor=None,
+    )

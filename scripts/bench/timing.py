@@ -1,7 +1,7 @@
 """Timing many methods side by side: in turns, each round in another order, medians and 99th percentiles.
 
-    taken = interleaved({"ours": run, "floor": read}, n_rounds=40)     # run(round): what is timed; seconds by method
-    row(method, taken[method], ours=..., floor=...)
+taken = interleaved({"ours": run, "floor": read}, n_rounds=40)     # run(round): what is timed; seconds by method
+row(method, taken[method], ours=..., floor=...)
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ def wall_clock(call: Callable[[], object]) -> float:
 
 
 def interleaved(
-    methods: Mapping[str, Callable[[int], object]], n_rounds: int, *, timer: Callable[[Callable[[], object]], float] = wall_clock, n_warm: int = 1
+    methods: Mapping[str, Callable[[int], object]],
+    n_rounds: int,
+    *,
+    timer: Callable[[Callable[[], object]], float] = wall_clock,
+    n_warm: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of `method(round)` by `timer`, one entry a round; `n_warm` rounds more come first, numbered below 0, and are not counted."""
+    """Seconds of `method(round)` by `timer`, one entry a round; `n_warm` rounds more come first, numbered below 0, and
+    are not counted.
+    """
     names = list(methods)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for at in range(-n_warm, n_rounds):
@@ -39,16 +45,27 @@ def interleaved(
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
     """Median and 99th percentile in microseconds."""
-    return {"median_us": round(statistics.median(seconds) * 1e6, 1), "p99_us": round(float(np.percentile(seconds, 99)) * 1e6, 1), "n": len(seconds)}
+    return {
+        "median_us": round(statistics.median(seconds) * 1e6, 1),
+        "p99_us": round(float(np.percentile(seconds, 99)) * 1e6, 1),
+        "n": len(seconds),
+    }
 
 
-def rows_of(taken: Mapping[str, Sequence[float]], where: Mapping[str, Any], *, ours: str, floor: str | None) -> list[dict[str, Any]]:
+def rows_of(
+    taken: Mapping[str, Sequence[float]], where: Mapping[str, Any], *, ours: str, floor: str | None
+) -> list[dict[str, Any]]:
     """One row a method: what, how long, and its ratio to ours and to the floor, as medians of one interleaved run."""
     found = []
     for name, seconds in taken.items():
         middle = statistics.median(seconds)
-        found.append({
-            **where, "method": name, **summary(seconds), "ratio_to_ours": round(middle / statistics.median(taken[ours]), 3),
-            "ratio_to_floor": None if floor is None else round(middle / statistics.median(taken[floor]), 3),
-        })  # fmt: skip
+        found.append(
+            {
+                **where,
+                "method": name,
+                **summary(seconds),
+                "ratio_to_ours": round(middle / statistics.median(taken[ours]), 3),
+                "ratio_to_floor": None if floor is None else round(middle / statistics.median(taken[floor]), 3),
+            }
+        )
     return found

@@ -1,6 +1,6 @@
 """What is measured of ours alone, and where: the counterpart of a load, what bounds a step, a start from nothing.
 
-    where_ours_goes(manager, states)        # what a step costs beside the weights it reads
+where_ours_goes(manager, states)        # what a step costs beside the weights it reads
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ CACHE_SWEEP_BYTES = 64 << 20  # larger than a last-level cache's share: what a h
 
 
 def paged_load(pack: ProbePack, seed: int) -> dict[str, Any]:
-    """Milliseconds a probe to copy weights out of our pack, as a paged arena does: one by one, or twenty neighbours at once."""
+    """Milliseconds a probe to copy weights out of our pack, as a paged arena does: one by one, or twenty neighbours at
+    once.
+    """
     starts = np.random.default_rng(seed).integers(pack.n_probes - 20, size=10).tolist()
     taken = {}
     for name, size in (("one_by_one_ms", 1), ("twenty_at_once_ms", 20)):
@@ -38,7 +40,8 @@ def paged_load(pack: ProbePack, seed: int) -> dict[str, Any]:
 
 
 def where_ours_goes(manager: DynamicProbeManager, states: Tensor) -> dict[str, float]:
-    """Means over the stream, caches swept before each: our step; one kernel call over all it evaluated; one over one probe.
+    """Means over the stream, caches swept before each: our step; one kernel call over all it evaluated; one over one
+    probe.
 
     The difference of the two calls is `reading_ms`: what more weights cost. The rest of the step is `fixed_ms`.
     """
@@ -66,11 +69,15 @@ def where_ours_goes(manager: DynamicProbeManager, states: Tensor) -> dict[str, f
     step, every, one, n = (float(np.mean(values)) for values in (step_s, all_s, one_s, n_scored))
     one_bytes = manager.pack.weight_bytes() / manager.pack.n_probes
     return {
-        "step_ms": round(step * 1e3, 4), "kernel_ms": round(every * 1e3, 4), "kernel_one_probe_ms": round(one * 1e3, 4),
-        "reading_ms": round((every - one) * 1e3, 4), "fixed_ms": round((step - every + one) * 1e3, 4),
-        "scored_mean": round(n, 1), "weights_read_mb": round(n * one_bytes / 1e6, 2),
+        "step_ms": round(step * 1e3, 4),
+        "kernel_ms": round(every * 1e3, 4),
+        "kernel_one_probe_ms": round(one * 1e3, 4),
+        "reading_ms": round((every - one) * 1e3, 4),
+        "fixed_ms": round((step - every + one) * 1e3, 4),
+        "scored_mean": round(n, 1),
+        "weights_read_mb": round(n * one_bytes / 1e6, 2),
         "read_gb_per_s": round((n - 1) * one_bytes / (every - one) / 1e9, 2),
-    }  # fmt: skip
+    }
 
 
 def from_nothing(folder: Path, states: Tensor, make: Callable[[ProbePack], DynamicProbeManager]) -> dict[str, float]:
@@ -86,4 +93,8 @@ def from_nothing(folder: Path, states: Tensor, make: Callable[[ProbePack], Dynam
         state, found = manager.step(state, hidden)
         scores.append(found)
     t3 = time.perf_counter()
-    return {"open_ms": round((t1 - t0) * 1e3, 2), "manager_ms": round((t2 - t1) * 1e3, 2), "tokens_ms": round((t3 - t2) * 1e3, 2)}
+    return {
+        "open_ms": round((t1 - t0) * 1e3, 2),
+        "manager_ms": round((t2 - t1) * 1e3, 2),
+        "tokens_ms": round((t3 - t2) * 1e3, 2),
+    }

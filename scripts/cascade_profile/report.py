@@ -1,6 +1,6 @@
 """The result of scripts/profile_cascade.py for people: the write-up's tables, twin beside ours.
 
-    show(result)            # `result`: the object that --json prints
+show(result)            # `result`: the object that --json prints
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     machine = result["machine"]
     console.print(
-        f"{result['n_probes']} probes ({result['settings']['architecture']}, random weights, fp32), hidden size {result['hidden']}, "
-        f"{'/'.join(map(str, result['probes_per_level']))} by level, {result['n_tokens']} tokens.\n"
-        f"Hidden states: {result['states']}.\n"
-        f"{machine['cpu']}, {machine['threads']} thread, torch {machine['torch']}; our kernel: {result['settings']['impl']}.\n"
-        f"Before timing: same probes evaluated and kept at all {result['agreement']['tokens_compared']} compared tokens, "
-        f"scores within {result['agreement']['largest_score_difference']:.1e}."
+        f"{result['n_probes']} probes ({result['settings']['architecture']}, random weights, fp32), hidden size"
+        f" {result['hidden']}, {'/'.join(map(str, result['probes_per_level']))} by level, {result['n_tokens']}"
+        f" tokens.\nHidden states: {result['states']}.\n{machine['cpu']}, {machine['threads']} thread, torch"
+        f" {machine['torch']}; our kernel: {result['settings']['impl']}.\nBefore timing: same probes evaluated and kept"
+        f" at all {result['agreement']['tokens_compared']} compared tokens, scores within"
+        f" {result['agreement']['largest_score_difference']:.1e}."
     )
-    for table in (_load(result), _steps(result), _tokens(result, "no_pruning"), _tokens(result, "top_30"), _compared(result)):
+    for table in (
+        _load(result),
+        _steps(result),
+        _tokens(result, "no_pruning"),
+        _tokens(result, "top_30"),
+        _compared(result),
+    ):
         console.print()
         console.print(table)
     console.print()
@@ -59,7 +65,9 @@ def _load(result: dict[str, Any]) -> Table:
 
 
 def _steps(result: dict[str, Any]) -> Table:
-    table = _table("A step of the twin (mean over the tokens)", "part", *(f"{NAMES[n]}, ms" for n in NAMES), "share at top-30")
+    table = _table(
+        "A step of the twin (mean over the tokens)", "part", *(f"{NAMES[n]}, ms" for n in NAMES), "share at top-30"
+    )
     for part in result["step_breakdown"]["top_30"]:
         cells = [f"{result['step_breakdown'][name][part]['mean_ms']:.3f}" for name in NAMES]
         table.add_row(PARTS[part], *cells, f"{result['step_breakdown']['top_30'][part]['share']:.1%}")
@@ -72,9 +80,14 @@ def _tokens(result: dict[str, Any], name: str) -> Table:
     table = _table(f"Token by token, {NAMES[name]}", "token", "children", "loaded", "unloaded", "twin ms", "ours ms")
     for row in shown:
         table.add_row(
-            str(row["token"]), str(row["children"]), str(row["loaded"]), str(row["unloaded"]),
-            f"{row['twin_ms']:.1f}", f"{row['ours_ms']:.2f}", end_section=row["token"] == N_SHOWN,
-        )  # fmt: skip
+            str(row["token"]),
+            str(row["children"]),
+            str(row["loaded"]),
+            str(row["unloaded"]),
+            f"{row['twin_ms']:.1f}",
+            f"{row['ours_ms']:.2f}",
+            end_section=row["token"] == N_SHOWN,
+        )
     return table
 
 
@@ -87,9 +100,15 @@ def _compared(result: dict[str, Any]) -> Table:
     rows.append(("offline (levels 0-1, top-100)", offline["twin"], offline["ours"], offline["speedup"]))
     for name, twin, ours, speedup in rows:
         table.add_row(
-            name, f"{twin['mean_ms']:.1f}", f"{twin['max_ms']:.1f}", f"{ours['mean_ms']:.2f}", f"{ours['median_ms']:.2f}",
-            f"{ours['max_ms']:.2f}", str(ours["final_loaded"]), f"{speedup:.1f}x",
-        )  # fmt: skip
+            name,
+            f"{twin['mean_ms']:.1f}",
+            f"{twin['max_ms']:.1f}",
+            f"{ours['mean_ms']:.2f}",
+            f"{ours['median_ms']:.2f}",
+            f"{ours['max_ms']:.2f}",
+            str(ours["final_loaded"]),
+            f"{speedup:.1f}x",
+        )
     return table
 
 
@@ -97,12 +116,15 @@ def _hundred(result: dict[str, Any]) -> str:
     sums, begun = result["hundred_tokens_ms"], result["from_nothing"]
     total = sum(begun.values())
     ours = (
-        f"Ours from nothing at top-30, {result['n_tokens']} tokens: {total:.0f} ms, of which opening the pack "
-        f"{begun['open_ms']:.0f} and making the manager {begun['manager_ms']:.0f}; weights are checked once, at first use."
+        f"Ours from nothing at top-30, {result['n_tokens']} tokens: {total:.0f} ms, of which opening the pack"
+        f" {begun['open_ms']:.0f} and making the manager {begun['manager_ms']:.0f}; weights are checked once, at first"
+        " use."
     )
     if sums is None:
         return f"100-token overhead: not measured, the stream has {result['n_tokens']} tokens.\n{ours}"
-    each = "; ".join(f"{NAMES[name]} {sums['twin'][name] / 1e3:.2f} s, ours {sums['ours'][name] / 1e3:.3f} s" for name in NAMES)
+    each = "; ".join(
+        f"{NAMES[name]} {sums['twin'][name] / 1e3:.2f} s, ours {sums['ours'][name] / 1e3:.3f} s" for name in NAMES
+    )
     return f"100-token overhead, measured: {each}.\n{ours}"
 
 
@@ -111,10 +133,10 @@ def _growth(result: dict[str, Any]) -> str:
     early = rows[min(N_SHOWN, len(rows)) - 1]
     children = [row["children"] for row in pruned]
     return (
-        f"Without pruning {early['loaded']} probes are loaded after {early['token']} tokens and {rows[-1]['loaded']} after "
-        f"{rows[-1]['token']}; at top-30 a token loads {sum(children) / len(children):.1f} children on average, {max(children)} at most, "
-        f"and {result['parents_over_threshold']['top_30']:.0%} of the scored parents pass the threshold "
-        f"({result['parents_over_threshold']['no_pruning']:.0%} without pruning)."
+        f"Without pruning {early['loaded']} probes are loaded after {early['token']} tokens and {rows[-1]['loaded']}"
+        f" after {rows[-1]['token']}; at top-30 a token loads {sum(children) / len(children):.1f} children on average,"
+        f" {max(children)} at most, and {result['parents_over_threshold']['top_30']:.0%} of the scored parents pass the"
+        f" threshold ({result['parents_over_threshold']['no_pruning']:.0%} without pruning)."
     )
 
 
@@ -122,7 +144,8 @@ def _verdict(result: dict[str, Any]) -> str:
     goes = result["where_ours_goes"]
     bound = "reading weights" if goes["reading_ms"] >= goes["fixed_ms"] else "what surrounds the reading of weights"
     return (
-        f"Ours is {result['speedup_top_30']:.1f} times as fast per token at top-30 and is bound by {bound}: with cold caches a step "
-        f"of {goes['step_ms']:.2f} ms spends {goes['reading_ms']:.2f} ms on the weights of {goes['scored_mean']:.0f} probes "
-        f"({goes['weights_read_mb']:.1f} MB at {goes['read_gb_per_s']:.1f} GB/s) and {goes['fixed_ms']:.2f} ms on calls and bookkeeping."
+        f"Ours is {result['speedup_top_30']:.1f} times as fast per token at top-30 and is bound by {bound}: with cold"
+        f" caches a step of {goes['step_ms']:.2f} ms spends {goes['reading_ms']:.2f} ms on the weights of"
+        f" {goes['scored_mean']:.0f} probes ({goes['weights_read_mb']:.1f} MB at {goes['read_gb_per_s']:.1f} GB/s) and"
+        f" {goes['fixed_ms']:.2f} ms on calls and bookkeeping."
     )

@@ -36,10 +36,10 @@ and the temperature of the water. Nobody had expected a mother and calf so far n
 harbour was awake: trucks backed up to the fish market, a baker carried out trays of bread, and somebody's radio said \
 that the court had postponed its ruling on the election again. "They will never tell us the truth about the money," \
 said the old lawyer, folding his newspaper. His granddaughter, who was nine, wanted to know whether a court could be \
-afraid. He thought about it while he stirred his coffee. In the afternoon the wind turned, the ferry was cancelled, and \
-the passengers waited in the church hall, where a nurse played the piano and a chess teacher from Lisbon lost four games \
-to a boy with a broken arm. Proof that every even number is the sum of two primes is still missing, the teacher told \
-him, but people keep looking, because a thing can be true for a long time before anyone knows why."""
+afraid. He thought about it while he stirred his coffee. In the afternoon the wind turned, the ferry was cancelled, \
+and the passengers waited in the church hall, where a nurse played the piano and a chess teacher from Lisbon lost four \
+games to a boy with a broken arm. Proof that every even number is the sum of two primes is still missing, the teacher \
+told him, but people keep looking, because a thing can be true for a long time before anyone knows why."""
 
 
 class WorldError(Exception):
@@ -48,7 +48,9 @@ class WorldError(Exception):
 
 @dataclass(frozen=True)
 class World:
-    """`parent [P]` (-1: a root), numbered as a pack numbers; `weights` stacked fp32; `states [T, D]` fp32, normalised."""
+    """`parent [P]` (-1: a root), numbered as a pack numbers; `weights` stacked fp32; `states [T, D]` fp32,
+    normalised.
+    """
 
     parent: np.ndarray
     level: np.ndarray
@@ -97,10 +99,16 @@ def write_pack(world: World, folder: Path) -> ProbePack:
         for i, p in enumerate(world.parent.tolist())
     ]
     pack = ProbePack.write(
-        folder, name="random-profile", concepts=concepts, weights=world.weights, score_rule="independent",
-        inputs=[{"site": SITE, "norm": "none"}], host={"hidden_size": world.states.shape[1]},
-        licence="Apache-2.0", card="Random weights, for measuring time only.\n",
-    )  # fmt: skip
+        folder,
+        name="random-profile",
+        concepts=concepts,
+        weights=world.weights,
+        score_rule="independent",
+        inputs=[{"site": SITE, "norm": "none"}],
+        host={"hidden_size": world.states.shape[1]},
+        licence="Apache-2.0",
+        card="Random weights, for measuring time only.\n",
+    )
     # Ties go to the lower number, so both managers must number alike.
     assert [concept["id"] for concept in pack.concepts] == [name_of(i) for i in range(world.n_probes)]
     return pack
@@ -152,7 +160,10 @@ def _model_states(n_tokens: int) -> tuple[Tensor, str]:
     # The first token is an attention sink whose state is a hundred times longer than any other's.
     states = found[0][0, 1:].to(torch.float32)
     if n_tokens > len(states):
-        raise WorldError(f"--tokens is {n_tokens}, the text has {len(states)} (random states, any --hidden but {MODEL_HIDDEN_SIZE}, have no end)")
+        raise WorldError(
+            f"--tokens is {n_tokens}, the text has {len(states)} (random states, any --hidden but {MODEL_HIDDEN_SIZE},"
+            " have no end)"
+        )
     states = torch.nn.functional.layer_norm(states[:n_tokens], (MODEL_HIDDEN_SIZE,))
     return states, f"real: {MODEL_ID} at {SITE}, one token after another of a fixed text, LayerNorm applied"
 
@@ -162,7 +173,9 @@ def _weights(n_probes: int, states: Tensor, rng: np.random.Generator) -> dict[st
         return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
 
     d = states.shape[1]
-    w1, w2, w3 = (normal(n_probes, *s, scale=k) for s, k in (((H1, d), d**-0.5), ((H2, H1), H1**-0.5), ((H2,), H2**-0.5)))
+    w1, w2, w3 = (
+        normal(n_probes, *s, scale=k) for s, k in (((H1, d), d**-0.5), ((H2, H1), H1**-0.5), ((H2,), H2**-0.5))
+    )
     # Centred on the stream: real states share a large common part, which would fix every probe's answer.
     b1 = normal(n_probes, H1, scale=0.1) - w1 @ states.mean(dim=0)
     b2 = normal(n_probes, H2, scale=0.1)

@@ -1,10 +1,13 @@
-"""How near scores of the real host are to those of another forward: what "the same scores" means where arithmetic is the host's.
+"""How near scores of the real host are to those of another forward: what "the same scores" means where arithmetic is
+the host's.
 
     python scripts/evidence/agreement.py --out docs/benchmarks/agreement.json
 
-SmolLM2-135M-Instruct in fp32 and bf16, both shipped packs. Watched while it generates, the monitor's scores are compared with (a) scores of the states that a
-plain hook of ours copied in the very same forwards, which must be the same bits, and (b) those of one plain forward over the finished sequence.
-An analysis is compared with (b) too. What differs in (b) is the host: its states with a cache, in a batch or in a window are not those of one forward to the last bit.
+SmolLM2-135M-Instruct in fp32 and bf16, both shipped packs. Watched while it generates, the monitor's scores are
+compared with (a) scores of the states that a plain hook of ours copied in the very same forwards, which must be the
+same bits, and (b) those of one plain forward over the finished sequence. An analysis is compared with (b) too. What
+differs in (b) is the host: its states with a cache, in a batch or in a window are not those of one forward to the last
+bit.
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ from real_text import bbc
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
-PROMPTS = ("Tell me about whales and the ships that hunted them.", "What does a lawyer do all day?", "Write a short letter about a broken violin.")
+PROMPTS = (
+    "Tell me about whales and the ships that hunted them.",
+    "What does a lawyer do all day?",
+    "Write a short letter about a broken violin.",
+)
 N_NEW, N_ARTICLES = 40, 12
 
 
@@ -44,7 +51,13 @@ def main() -> None:
         for name in PACKS:
             manager = DynamicProbeManager(ProbePack.open(ROOT / "probes" / name))
             where = {"pack": name, "dtype": str(dtype).removeprefix("torch.")}
-            rows += [{**where, "mode": mode, **found} for mode, found in (*online(manager, model, tokenizer), ("analysis", offline(manager, model, tokenizer)))]
+            rows += [
+                {**where, "mode": mode, **found}
+                for mode, found in (
+                    *online(manager, model, tokenizer),
+                    ("analysis", offline(manager, model, tokenizer)),
+                )
+            ]
     found = {"host": "SmolLM2-135M-Instruct", "rows": rows, "machine": machine(), "commit": commit()}
     print(json.dumps(found, indent=1))
     if arguments.out:
@@ -58,7 +71,9 @@ def online(manager: DynamicProbeManager, model: Any, tokenizer: Any) -> list[tup
     same, other = Differences(), Differences()
     for prompt in PROMPTS:
         inputs, copied = encode(tokenizer, [{"role": "user", "content": prompt}]), []
-        handle = module.register_forward_hook(lambda module, args, output, copied=copied: copied.append(output[0].detach().clone()))
+        handle = module.register_forward_hook(
+            lambda module, args, output, copied=copied: copied.append(output[0].detach().clone())
+        )
         with manager.attach(model, tokenizer) as run:
             out = model.generate(**inputs, max_new_tokens=N_NEW, do_sample=False)
         handle.remove()
@@ -66,7 +81,13 @@ def online(manager: DynamicProbeManager, model: Any, tokenizer: Any) -> list[tup
         n = out.shape[1] - 1  # the last token has no state
         watched = dense(seen, manager.pack.n_probes)[:n]
         # The same batches of tokens, the prompt and then one by one, so that nothing but the states could differ.
-        same.add(watched, dense(manager.score_tokens(torch.cat(copied), prompt_len=inputs["input_ids"].shape[1]), manager.pack.n_probes), manager)
+        same.add(
+            watched,
+            dense(
+                manager.score_tokens(torch.cat(copied), prompt_len=inputs["input_ids"].shape[1]), manager.pack.n_probes
+            ),
+            manager,
+        )
         other.add(watched, plain(manager, model, out[:, :n], prompt_len=inputs["input_ids"].shape[1]), manager)
     return [("generate, states of the same forwards", same.told()), ("generate", other.told())]
 
@@ -76,13 +97,19 @@ def offline(manager: DynamicProbeManager, model: Any, tokenizer: Any) -> dict[st
     found, texts = Differences(), [text.text for text in bbc()][:N_ARTICLES]
     texts = [text[:900] for text in texts]  # shorter than a window: the plain forward has the same tokens before each
     with tempfile.TemporaryDirectory() as folder:
-        analysis = manager.analyze(model, tokenizer, texts, Path(folder) / "out", floor=0.0, reading=Reading(Window(1024, 128)))
+        analysis = manager.analyze(
+            model, tokenizer, texts, Path(folder) / "out", floor=0.0, reading=Reading(Window(1024, 128))
+        )
         for document in read_documents(texts):
             rows = analysis.scores(document=document.index)
-            ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(document.text, add_special_tokens=False)["input_ids"]]])
+            ids = torch.tensor(
+                [[tokenizer.bos_token_id, *tokenizer(document.text, add_special_tokens=False)["input_ids"]]]
+            )
             values = np.full((ids.shape[1] - 1, manager.pack.n_probes), np.nan, dtype=np.float32)
             number = {concept["id"]: i for i, concept in enumerate(manager.pack.concepts)}
-            values[rows.column("position").to_numpy(), [number[name] for name in rows.column("concept").to_pylist()]] = rows.column("score").to_numpy()
+            values[
+                rows.column("position").to_numpy(), [number[name] for name in rows.column("concept").to_pylist()]
+            ] = rows.column("score").to_numpy()
             found.add(values, plain(manager, model, ids, prompt_len=ids.shape[1])[1:], manager)
     return found.told()
 
@@ -91,7 +118,9 @@ def plain(manager: DynamicProbeManager, model: Any, ids: torch.Tensor, prompt_le
     """Scores `[T, P]` by one forward over ids `[1, T]`, NaN where inactive."""
     [site] = manager.pack.sites
     kept: list[torch.Tensor] = []
-    handle = site_module(find_layers(model)[1], site).register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
+    handle = site_module(find_layers(model)[1], site).register_forward_hook(
+        lambda module, args, output: kept.append(output[0].detach())
+    )
     with torch.inference_mode():
         model(ids, use_cache=False)
     handle.remove()
@@ -122,8 +151,15 @@ class Differences:
 
     def told(self) -> dict[str, Any]:
         gaps = np.concatenate(self.gaps)
-        return {"n_scores": len(gaps), "largest": float(f"{gaps.max():.2g}"), "median": float(f"{np.median(gaps):.2g}"), "p999": float(f"{np.quantile(gaps, 0.999):.2g}"),
-                "over_1e-5": int((gaps > 1e-5).sum()), "n_fired": self.n_fired, "n_fired_in_one_only": self.n_fired_once}  # fmt: skip
+        return {
+            "n_scores": len(gaps),
+            "largest": float(f"{gaps.max():.2g}"),
+            "median": float(f"{np.median(gaps):.2g}"),
+            "p999": float(f"{np.quantile(gaps, 0.999):.2g}"),
+            "over_1e-5": int((gaps > 1e-5).sum()),
+            "n_fired": self.n_fired,
+            "n_fired_in_one_only": self.n_fired_once,
+        }
 
 
 if __name__ == "__main__":

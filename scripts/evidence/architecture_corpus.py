@@ -1,6 +1,7 @@
-"""The mode "corpus" of architectures.py: documents of many lengths, which share batches where they may, each against its own plain forward.
+"""The mode "corpus" of architectures.py: documents of many lengths, which share batches where they may, each against
+its own plain forward.
 
-    entry = corpus(model, manager, forward)     # forward(ids) -> scores [T, P] of one plain forward of `ids`
+entry = corpus(model, manager, forward)     # forward(ids) -> scores [T, P] of one plain forward of `ids`
 """
 
 from __future__ import annotations
@@ -33,8 +34,17 @@ def corpus(model: Any, manager: DynamicProbeManager, forward: Callable[[list[int
     texts = [torch.randint(2, VOCABULARY - 20, (n,), generator=g).tolist() for n in LENGTHS]
     read = read_documents([" ".join(f"t{i}" for i in ids) for ids in texts])
     worst, unseen = 0.0, 0
-    for ids, scored in zip(texts, score_documents(manager, model, tokenizer, read, reading=Reading(Window(64, 8)), exhaustive=True), strict=True):
-        assert scored.scores is not None and scored.everything is not None and scored.tokens is not None and scored.tokens.ids.tolist() == ids
+    for ids, scored in zip(
+        texts,
+        score_documents(manager, model, tokenizer, read, reading=Reading(Window(64, 8)), exhaustive=True),
+        strict=True,
+    ):
+        assert (
+            scored.scores is not None
+            and scored.everything is not None
+            and scored.tokens is not None
+            and scored.tokens.ids.tolist() == ids
+        )
         worst = max(worst, float((scored.everything - forward([BOS, *ids])[1:]).abs().max()))
         unseen += sum(map(bool, scored.scores.coverage.unseen))
     return worst, unseen

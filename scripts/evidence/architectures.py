@@ -1,6 +1,6 @@
 """Every architecture of the installed transformers in every mode: exact, refused by name, or impossible without us too.
 
-    python scripts/evidence/architectures.py                                  # all, to docs/benchmarks/architectures.json
+    python scripts/evidence/architectures.py  # all, to docs/benchmarks/architectures.json
     python scripts/evidence/architectures.py llama mamba2 --mode beams        # some of them, printed
     python scripts/evidence/architectures.py llama --out FILE                 # some of them, renewed in FILE
 
@@ -255,9 +255,15 @@ class Host:
         except Exception as error:
             where = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
             hosts_own = any("transformers" in parts for parts in where[-3:])
-            return {"outcome": "host fails" if hosts_own else "wrong", "reason": f"{type(error).__name__}: {_line(error)}"}
+            return {
+                "outcome": "host fails" if hosts_own else "wrong",
+                "reason": f"{type(error).__name__}: {_line(error)}",
+            }
         if unseen or not worst <= BAR:
-            return {"outcome": "wrong", "reason": f"{unseen} tokens unseen, scores {worst:.2g} away from each document's own forward"}
+            return {
+                "outcome": "wrong",
+                "reason": f"{unseen} tokens unseen, scores {worst:.2g} away from each document's own forward",
+            }
         return {"outcome": "exact", "deviation": _short(worst)}
 
     @contextmanager
@@ -450,9 +456,11 @@ def apart(work: Callable[[], Any], limit_seconds: int = LIMIT_SECONDS) -> Any:
         json.loads(text)
         if text
         else {
-            "error": f"nothing after {limit_seconds} seconds"
-            if os.WTERMSIG(status) == signal.SIGALRM
-            else f"signal {os.WTERMSIG(status)}"
+            "error": (
+                f"nothing after {limit_seconds} seconds"
+                if os.WTERMSIG(status) == signal.SIGALRM
+                else f"signal {os.WTERMSIG(status)}"
+            )
         }
     )
 

@@ -2,16 +2,17 @@
 """Do routed adapters learn? Toys whose answers are known, on tiny random hosts; all data are random.
 
     python scripts/evidence/bem_learns.py                      # writes docs/benchmarks/bem_learns.json
-    python scripts/evidence/bem_learns.py --only afterwards distilled     # measures these again, and leaves the rest of that file
+    # measures these again, and leaves the rest of that file
+    python scripts/evidence/bem_learns.py --only afterwards distilled
 
-two domains   a row's first tokens say its domain, and the right next token differs by domain: the adapter against PEFT LoRAs of at least as many
+two domains   a row's first tokens say its domain, and the right next token differs by domain: the adapter against PEFT
+LoRAs of at least as many
               parameters, over seeds, at the learning rate that is best for each on a validation part
 imitation     each domain has an expert's code; the controller learns to give it, and is measured on rows never seen
-bandit        each domain has one code among several that is rewarded; regret by policy gradient against that of a uniform choice
-afterwards    cached decoding against full logits, the host after the adapter is gone, and what the LoRA keeps that is
-nearest to it
-distilled     LoRAs distilled from the adapter against PEFT LoRAs trained anew: the same sites, rank, data and steps,
-each at its best learning rate
+bandit        each domain has one code among several that is rewarded; regret by policy gradient against that of a
+uniform choice afterwards    cached decoding against full logits, the host after the adapter is gone, and what the LoRA
+keeps that is nearest to it distilled     LoRAs distilled from the adapter against PEFT LoRAs trained anew: the same
+sites, rank, data and steps, each at its best learning rate
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
 FIRST_PREFIX, FIRST_CONTENT, VOCAB = 3, 20, 40
 LR = (2e-2, 3e-2, 5e-2, 1e-1)
 LM_ONLY = LossWeights(kl=0, entropy=0, update=0, decorrelation=0, flips=0)
-# Of a tiny random host the weights' largest singular value is about 2, and what is asked of the adapter is all it says: the cap of 1 is for real hosts.
+# Of a tiny random host the weights' largest singular value is about 2, and what is asked of the adapter is all it says:
+# the cap of 1 is for real hosts.
 BEM = {"rank": 8, "width": 8, "chunk_tokens": 8, "prefix_tokens": 8, "spectral_cap": None}
 SAME_SITES = ("o_proj", "down_proj")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -61,16 +63,27 @@ def make_host(seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            max_position_embeddings=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
         return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 def two_domains(seed: int, part: int, n_batches: int, n_rows: int = 16) -> list[dict[str, Tensor]]:
-    """Random rows `[n_rows, 33]`, half of each domain: 8 tokens that only the domain uses, then a walk by the domain's own permutation of 16 tokens.
+    """Random rows `[n_rows, 33]`, half of each domain: 8 tokens that only the domain uses, then a walk by the domain's
+    own permutation of 16 tokens.
 
-    One step in ten goes to a random token instead. Labels are the walk's. `part`: rows of different parts are drawn independently.
+    One step in ten goes to a random token instead. Labels are the walk's. `part`: rows of different parts are drawn
+    independently.
     """
     of_seed = torch.Generator().manual_seed(1000 + seed)
     following = torch.stack([torch.randperm(N_CONTENT, generator=of_seed) for _ in range(2)])
@@ -82,7 +95,11 @@ def two_domains(seed: int, part: int, n_batches: int, n_rows: int = 16) -> list[
         walk = [torch.randint(N_CONTENT, (n_rows,), generator=generator)]
         for _ in range(N_STEPS_OF_TEXT):
             astray = torch.rand(n_rows, generator=generator) < NOISE
-            walk.append(torch.where(astray, torch.randint(N_CONTENT, (n_rows,), generator=generator), following[domain, walk[-1]]))
+            walk.append(
+                torch.where(
+                    astray, torch.randint(N_CONTENT, (n_rows,), generator=generator), following[domain, walk[-1]]
+                )
+            )
         ids = torch.cat([prefix, FIRST_CONTENT + torch.stack(walk, dim=1)], dim=1)
         labels = ids.clone()
         labels[:, : N_PREFIX + 1] = -100  # the first of the walk follows from nothing
@@ -107,8 +124,12 @@ def routed(seed: int, lr: float, n_steps: int, batches: Sequence[Batch], **chang
     return model, bem, n_parameters(bem.parameters())
 
 
-def static(seed: int, lr: float, n_steps: int, batches: Sequence[Batch], modules: Sequence[str], at_least: int) -> tuple[Any, int, int]:
-    """A host with a trained LoRA of PEFT's, of the smallest rank that has `at_least` so many parameters; these and the rank."""
+def static(
+    seed: int, lr: float, n_steps: int, batches: Sequence[Batch], modules: Sequence[str], at_least: int
+) -> tuple[Any, int, int]:
+    """A host with a trained LoRA of PEFT's, of the smallest rank that has `at_least` so many parameters; these and the
+    rank.
+    """
     from peft import LoraConfig, get_peft_model
 
     rank = 1
@@ -116,7 +137,9 @@ def static(seed: int, lr: float, n_steps: int, batches: Sequence[Batch], modules
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
             torch.manual_seed(seed)
-            model = get_peft_model(make_host(seed), LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(modules)))
+            model = get_peft_model(
+                make_host(seed), LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(modules))
+            )
         learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if n_parameters(learned) >= at_least:
             break
@@ -124,7 +147,12 @@ def static(seed: int, lr: float, n_steps: int, batches: Sequence[Batch], modules
 
     def loss_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100), {}
+        return (
+            nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+            ),
+            {},
+        )
 
     fit(learned, loss_of, batches, TrainSettings(n_steps=n_steps, lr=lr, seed=seed))
     return model, n_parameters(learned), rank
@@ -136,7 +164,12 @@ def n_parameters(parameters: Any) -> int:
 
 def compare(seeds: Sequence[int], n_steps: int) -> dict[str, Any]:
     """Held-out loss of every method on every seed, at the learning rate that its validation part likes best."""
-    methods = {"routed": "token", "routed, prefix codes": "prefix", "lora": SAME_SITES, "lora, all linear layers": ALL_LINEAR}
+    methods = {
+        "routed": "token",
+        "routed, prefix codes": "prefix",
+        "lora": SAME_SITES,
+        "lora, all linear layers": ALL_LINEAR,
+    }
     rows: list[dict[str, Any]] = []
     for seed in seeds:
         learning, valid, held_out = two_domains(seed, 1, 64), two_domains(seed, 2, 8), two_domains(seed, 3, 32)
@@ -152,11 +185,25 @@ def compare(seeds: Sequence[int], n_steps: int) -> dict[str, Any]:
                 tried.append({"lr": lr, "valid": evaluate(model, valid), "held_out": evaluate(model, held_out)})
             best = min(tried, key=lambda one: one["valid"])
             rows.append({"seed": seed, "method": method, "rank": rank, "parameters": n, **best, "tried": tried})
-            print(f"two domains, seed {seed}: {method:24s} {n} parameters, lr {best['lr']:g}, held-out {best['held_out']:.4f}", file=sys.stderr)
-    found: dict[str, Any] = {"steps": n_steps, "rows_a_step": 16, "floor": known_floor(), "uniform": math.log(N_CONTENT), "rows": rows}
+            print(
+                f"two domains, seed {seed}: {method:24s} {n} parameters, lr {best['lr']:g}, held-out"
+                f" {best['held_out']:.4f}",
+                file=sys.stderr,
+            )
+    found: dict[str, Any] = {
+        "steps": n_steps,
+        "rows_a_step": 16,
+        "floor": known_floor(),
+        "uniform": math.log(N_CONTENT),
+        "rows": rows,
+    }
     losses = {method: [row["held_out"] for row in rows if row["method"] == method] for method in methods}
     found["mean_held_out"] = {method: statistics.mean(values) for method, values in losses.items()}
-    found["over_routed"] = {method: interval([b - a for a, b in zip(losses["routed"], values, strict=True)]) for method, values in losses.items() if method != "routed"}
+    found["over_routed"] = {
+        method: interval([b - a for a, b in zip(losses["routed"], values, strict=True)])
+        for method, values in losses.items()
+        if method != "routed"
+    }
     return found
 
 
@@ -164,19 +211,30 @@ def interval(differences: Sequence[float]) -> dict[str, Any]:
     """Mean and 95 % interval by Student's t; differences are taken seed by seed."""
     mean, n = statistics.mean(differences), len(differences)
     half = T_975[n - 1] * statistics.stdev(differences) / math.sqrt(n)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "excludes_0": abs(mean) > half, "differences": list(differences)}
+    return {
+        "mean": mean,
+        "low": mean - half,
+        "high": mean + half,
+        "n": n,
+        "excludes_0": abs(mean) > half,
+        "differences": list(differences),
+    }
 
 
 # -- imitation ---------------------------------------------------------------------------------------
 
 
 def with_experts(batches: Sequence[Batch], experts: Tensor) -> list[dict[str, Tensor]]:
-    """For each row the code of its domain's expert; it counts from the second chunk on, when the prefix has been read."""
+    """For each row the code of its domain's expert; it counts from the second chunk on, when the prefix has
+    been read.
+    """
     made = []
     for batch in batches:
         ids = batch["input_ids"]
         counted = torch.arange(ids.shape[1]).expand_as(ids) >= BEM["chunk_tokens"]
-        made.append({"input_ids": ids, "expert_codes": experts[torch.arange(len(ids)) % len(experts)], "counted": counted})
+        made.append(
+            {"input_ids": ids, "expert_codes": experts[torch.arange(len(ids)) % len(experts)], "counted": counted}
+        )
     return made
 
 
@@ -197,8 +255,8 @@ def imitated(seed: int, n_steps: int, level: str) -> dict[str, float]:
 class Bandit:
     """Arms are experts' codes on a host with random U and V, one of which is the best for each domain, by construction.
 
-    A row is its domain's 8 tokens and 8 of the walk; one decision is made, when the walk begins. The reward, from 0 to 1, is the mean
-    probability of those tokens that the row's best arm makes the likeliest.
+    A row is its domain's 8 tokens and 8 of the walk; one decision is made, when the walk begins. The reward, from 0 to
+    1, is the mean probability of those tokens that the row's best arm makes the likeliest.
     """
 
     def __init__(self, seed: int, n_arms: int = 4) -> None:
@@ -222,13 +280,23 @@ class Bandit:
             said = torch.stack([self.logits(ids, acts, arm) for arm in self.arms])
             rows = torch.arange(len(ids))
             wanted = said[self.best_arm[rows % 2], rows].argmax(dim=-1)
-            made.append({"input_ids": ids, "acts": acts, "wanted": wanted, "arms": torch.stack([earned(x, wanted, acts) for x in said], dim=1)})
+            made.append(
+                {
+                    "input_ids": ids,
+                    "acts": acts,
+                    "wanted": wanted,
+                    "arms": torch.stack([earned(x, wanted, acts) for x in said], dim=1),
+                }
+            )
         return made
 
     @torch.no_grad()
     def logits(self, ids: Tensor, acts: Tensor, arm: Tensor | None) -> Tensor:
         """Under one arm where the policy acts; under the controller's own code without one."""
-        given = lambda controller, args, codes: codes if arm is None else codes.replace(prefix=torch.where(acts[..., None], arm, codes.prefix))  # noqa: E731
+
+        def given(controller: Any, args: Any, codes: Any) -> Any:
+            return codes if arm is None else codes.replace(prefix=torch.where(acts[..., None], arm, codes.prefix))
+
         handle = self.bem.controller.register_forward_hook(given)
         try:
             found: Tensor = self.model(ids, use_cache=False).logits
@@ -248,19 +316,37 @@ class Bandit:
         held_out = self.batches(7, 16) if gaussian else []
         before = self.own(held_out) if gaussian else None
         policy = Gaussian(0.5) if gaussian else Categorical(self.arms)
-        history = improve(self.bem, self.batches(6, 64), reward, policy, TrainSettings(n_steps=n_steps, lr=lr, seed=self.seed))
+        history = improve(
+            self.bem, self.batches(6, 64), reward, policy, TrainSettings(n_steps=n_steps, lr=lr, seed=self.seed)
+        )
         arms = torch.stack(possible)
         total, uniform = (regret(x, arms.max(dim=-1).values) for x in (history.rewards, arms.mean(dim=-1)))
         slopes = total[n_steps // 10 - 1 :: n_steps // 10].diff(prepend=torch.zeros(1)) / (n_steps // 10)
-        found = {"seed": self.seed, "policy": kind, "lr": lr, "steps": n_steps, "regret": float(total[-1]), "uniform_regret": float(uniform[-1]),
-                 "slope_by_tenths": slopes.tolist(), "uniform_slope": float(uniform[-1]) / n_steps}  # fmt: skip
+        found = {
+            "seed": self.seed,
+            "policy": kind,
+            "lr": lr,
+            "steps": n_steps,
+            "regret": float(total[-1]),
+            "uniform_regret": float(uniform[-1]),
+            "slope_by_tenths": slopes.tolist(),
+            "uniform_slope": float(uniform[-1]) / n_steps,
+        }
         if gaussian:
-            found |= {"own_code_reward_before": before, "own_code_reward_after": self.own(held_out), "best_arm_reward": float(torch.cat([x["arms"] for x in held_out]).max(dim=1).values.mean())}
+            found |= {
+                "own_code_reward_before": before,
+                "own_code_reward_after": self.own(held_out),
+                "best_arm_reward": float(torch.cat([x["arms"] for x in held_out]).max(dim=1).values.mean()),
+            }
         return found
 
     def own(self, batches: Sequence[Batch]) -> float:
         """Mean reward of the controller's own codes."""
-        return float(torch.cat([earned(self.logits(x["input_ids"], x["acts"], None), x["wanted"], x["acts"]) for x in batches]).mean())
+        return float(
+            torch.cat(
+                [earned(self.logits(x["input_ids"], x["acts"], None), x["wanted"], x["acts"]) for x in batches]
+            ).mean()
+        )
 
 
 def earned(logits: Tensor, wanted: Tensor, acts: Tensor) -> Tensor:
@@ -285,7 +371,10 @@ def afterwards(seed: int, lr: float, n_steps: int) -> dict[str, Any]:
         cache = DynamicCache()
         parts = [model(ids[:, :11], past_key_values=cache).logits]
         parts += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(11, ids.shape[1])]
-        found: dict[str, Any] = {"cached_vs_full_max": float((torch.cat(parts, dim=1) - full).abs().max()), "steered_vs_base_max": float((full - base).abs().max())}
+        found: dict[str, Any] = {
+            "cached_vs_full_max": float((torch.cat(parts, dim=1) - full).abs().max()),
+            "steered_vs_base_max": float((full - base).abs().max()),
+        }
         found["distilled"] = {"routed": {"held_out": evaluate(model, held_out)}}
         lessons = two_domains(seed, 1, 64)
         static_ones = {method: distil(bem, lessons, method) for method in ("mean", "least_squares")}
@@ -305,7 +394,8 @@ def afterwards(seed: int, lr: float, n_steps: int) -> dict[str, Any]:
 # -- distilled ---------------------------------------------------------------------------------------
 
 OWN, DISTILLED = "LoRA trained anew", "LoRA distilled"
-# The largest was the worst for the LoRAs of `compare` on all seeds (rank 11); at rank 8, and for distilled ones, it was not tried.
+# The largest was the worst for the LoRAs of `compare` on all seeds (rank 11); at rank 8, and for distilled ones, it was
+# not tried.
 DISTILLED_LR = LR[:3]
 
 
@@ -359,9 +449,18 @@ def distilled(lrs: Sequence[float], n_steps: int, ranks: Sequence[int] = (8,)) -
     for row in rows:
         losses.setdefault((row["method"], row["rank"]), []).append(row["held_out"])
     summary = [
-        {"method": method, "rank": rank, "mean_held_out": statistics.mean(values), "over_lora": interval([b - a for a, b in zip(losses[OWN, rank], values, strict=True)]) if method == DISTILLED else None}
+        {
+            "method": method,
+            "rank": rank,
+            "mean_held_out": statistics.mean(values),
+            "over_lora": (
+                interval([b - a for a, b in zip(losses[OWN, rank], values, strict=True)])
+                if method == DISTILLED
+                else None
+            ),
+        }
         for (method, rank), values in losses.items()
-    ]  # fmt: skip
+    ]
     return {
         "steps": n_steps,
         "rows_a_step": 16,
@@ -386,18 +485,28 @@ def main() -> None:
     torch.set_num_threads(1)
     seeds, n_steps = range(arguments.seeds), arguments.steps
     found: dict[str, Any] = {
-        "what": "routed adapters on tiny random hosts (llama, 2 layers of 32, fp32), random data", "config": BEM, "lr_tried": LR,
+        "what": "routed adapters on tiny random hosts (llama, 2 layers of 32, fp32), random data",
+        "config": BEM,
+        "lr_tried": LR,
         **({} if set(arguments.only) == set(PARTS) else json.loads(arguments.out.read_text())),
-    }  # fmt: skip
+    }
 
     def best_lrs() -> list[float]:
         return [row["lr"] for row in found["two_domains"]["rows"] if row["method"] == "routed"]
 
     parts = {
-        "two_domains": lambda: compare(seeds, n_steps), "imitation": lambda: {level: [imitated(seed, n_steps, level) for seed in seeds] for level in ("token", "prefix")},
-        "bandit": lambda: [Bandit(seed).learn(kind, n_steps, lr) for kind, lr in (("categorical", 3e-3), ("gaussian", 1e-2)) for seed in seeds],
-        "afterwards": lambda: afterwards(0, best_lrs()[0], n_steps), "distilled": lambda: distilled(best_lrs(), n_steps),
-    }  # fmt: skip
+        "two_domains": lambda: compare(seeds, n_steps),
+        "imitation": lambda: {
+            level: [imitated(seed, n_steps, level) for seed in seeds] for level in ("token", "prefix")
+        },
+        "bandit": lambda: [
+            Bandit(seed).learn(kind, n_steps, lr)
+            for kind, lr in (("categorical", 3e-3), ("gaussian", 1e-2))
+            for seed in seeds
+        ],
+        "afterwards": lambda: afterwards(0, best_lrs()[0], n_steps),
+        "distilled": lambda: distilled(best_lrs(), n_steps),
+    }
     if "measured" not in found:  # a file whose parts were measured together
         found["measured"] = {
             name: {"machine": found["machine"], "commit": found["commit"]} for name in PARTS if name in found
@@ -411,11 +520,9 @@ def main() -> None:
                 "machine": machine(),
                 "commit": commit(),
             }
-            print(
-                f"{name}: "
-                f"{json.dumps(found[name].get('summary') or found[name].get('over_routed') or found[name] if isinstance(found[name], dict) else '', indent=1)[:3000]}",
-                file=sys.stderr,
-            )
+            outcome = found[name] if isinstance(found[name], dict) else {}
+            outcome = outcome.get("summary") or outcome.get("over_routed") or outcome
+            print(f"{name}: {json.dumps(outcome, indent=1)[:3000]}", file=sys.stderr)
     found |= {"machine": machine(), "commit": commit()}
     found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402
-"""What a BEM adapter costs on SmolLM2-135M, beside the bare host and an unmerged LoRA (PEFT's) of the same rank, sites and weights.
+"""What a BEM adapter costs on SmolLM2-135M, beside the bare host and an unmerged LoRA (PEFT's) of the same rank, sites
+and weights.
 
     python scripts/evidence/benchmark_bem.py --json docs/benchmarks/bem.json
     python scripts/evidence/benchmark_bem.py --quick --json FILE               # shorter lengths, within five minutes
 
-The weights of both adapters are random and alike; the controller is as it was made. What must be right is checked first: with U = 0 the
-logits are the host's to the last bit, and with a cache they are those of a full forward. Then the methods take turns in one process, and figures
-are medians: compare them within a file, never between files. Memory is the highest resident size of a process of its own.
+The weights of both adapters are random and alike; the controller is as it was made. What must be right is checked
+first: with U = 0 the logits are the host's to the last bit, and with a cache they are those of a full forward. Then the
+methods take turns in one process, and figures are medians: compare them within a file, never between files. Memory is
+the highest resident size of a process of its own.
 """
 
 from __future__ import annotations
@@ -70,11 +72,19 @@ def main() -> int:
     tokens = text_tokens(tokenizer)
     checked = check(model, tokens)
     if checked["u0_max_difference"] != 0:
-        print(f"benchmark_bem: with U = 0 logits differ by {checked['u0_max_difference']}: nothing was timed", file=sys.stderr)
+        print(
+            f"benchmark_bem: with U = 0 logits differ by {checked['u0_max_difference']}: nothing was timed",
+            file=sys.stderr,
+        )
         return 1
     host = model.to(arguments.device)
     kinds = bem_kinds(arguments.device)
-    hosts = {"bare": host, **{name: adapted(name, copy.deepcopy(host)) for name in ("lora", *kinds, *(kind + TELEMETRY for kind in kinds))}}
+    hosts = {
+        "bare": host,
+        **{
+            name: adapted(name, copy.deepcopy(host)) for name in ("lora", *kinds, *(kind + TELEMETRY for kind in kinds))
+        },
+    }
     reuse = routing(hosts[kinds[-1]], tokens, 700 if arguments.quick else 1000)
     rows: list[dict[str, Any]] = []
     for batch, length, n_rounds in QUICK if arguments.quick else GRID:
@@ -83,12 +93,27 @@ def main() -> int:
     for batch, length, _ in QUICK[:1] if arguments.quick else GRID:
         rows += memory(batch, length, arguments.device)
     found = {
-        "suite": "quick" if arguments.quick else "grid", "claims": claims(rows, checked, reuse), "rows": rows, "checked": checked, "routing": reuse,
-        "config": {"rank": BemConfig().rank, "sites": list(SITES), "level": BemConfig().level, "update_std": UPDATE, "host": "SmolLM2-135M-Instruct, bf16"},
-        "seconds": round(time.perf_counter() - begin, 1), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "suite": "quick" if arguments.quick else "grid",
+        "claims": claims(rows, checked, reuse),
+        "rows": rows,
+        "checked": checked,
+        "routing": reuse,
+        "config": {
+            "rank": BemConfig().rank,
+            "sites": list(SITES),
+            "level": BemConfig().level,
+            "update_std": UPDATE,
+            "host": "SmolLM2-135M-Instruct, bf16",
+        },
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": machine(),
+        "commit": commit(),
+    }
     for name, claim in found["claims"].items():
-        print(f"{name:24s} {claim['value']:12.6g}   bar: at {claim['kind']} {claim['bar']:g}   {'holds' if claim['holds'] else 'MISSED'}")
+        print(
+            f"{name:24s} {claim['value']:12.6g}   bar: at {claim['kind']} {claim['bar']:g}  "
+            f" {'holds' if claim['holds'] else 'MISSED'}"
+        )
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
     return 0
@@ -106,7 +131,9 @@ def adapted(name: str, model: Any) -> Any:
     """A host with an adapter on it, whose U and V are the same for every kind."""
     if name == "bare":
         return model
-    bem = weighted(attach_bem(model, BemConfig(sites=SITES), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference"))
+    bem = weighted(
+        attach_bem(model, BemConfig(sites=SITES), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference")
+    )
     if name != "lora":
         model.bem = (bem,)  # in a tuple: as an attribute it would be a part of the model
         return model
@@ -114,7 +141,15 @@ def adapted(name: str, model: Any) -> Any:
 
     weights = {(site.kind, site.layer): bem.updates[site.key] for site in bem.sites}
     bem.detach()
-    lora = get_peft_model(model, LoraConfig(r=bem.config.rank, lora_alpha=int(bem.config.alpha), lora_dropout=0.0, target_modules=["o_proj", "down_proj"])).eval()
+    lora = get_peft_model(
+        model,
+        LoraConfig(
+            r=bem.config.rank,
+            lora_alpha=int(bem.config.alpha),
+            lora_dropout=0.0,
+            target_modules=["o_proj", "down_proj"],
+        ),
+    ).eval()
     with torch.no_grad():
         for layer, block in enumerate(lora.base_model.model.model.layers):
             for kind, module in (("o", block.self_attn.o_proj), ("down", block.mlp.down_proj)):
@@ -150,7 +185,9 @@ def some(tokens: Tensor, batch: int, length: int, device: Any) -> Tensor:
 
 
 def check(model: Any, tokens: Tensor) -> dict[str, float]:
-    """With U = 0 the host's own logits; in fp32, logits with a cache against those of one forward, of the host alone and with the adapter."""
+    """With U = 0 the host's own logits; in fp32, logits with a cache against those of one forward, of the host alone
+    and with the adapter.
+    """
     ids = some(tokens, 2, 160, "cpu")
     with torch.inference_mode():
         before = model(ids).logits
@@ -178,10 +215,12 @@ def cached(model: Any, ids: Tensor) -> float:
 
 
 def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of a prefill and of a step behind it, by method; of the routed adapter also with its routing recorded.
+    """Milliseconds of a prefill and of a step behind it, by method; of the routed adapter also with its routing
+    recorded.
 
-    Prefills take turns, then the steps behind them do, one of each method at a time: what else the machine does falls on all alike. Two prefills of a
-    method are a round, the second ones in the opposite order, so that what comes slowly falls on all alike too.
+    Prefills take turns, then the steps behind them do, one of each method at a time: what else the machine does falls
+    on all alike. Two prefills of a method are a round, the second ones in the opposite order, so that what comes slowly
+    falls on all alike too.
     """
     ids = some(tokens, batch, length, next(hosts["bare"].parameters()).device)
     names = list(hosts)
@@ -189,7 +228,11 @@ def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_round
     steps: dict[str, list[float]] = {name: [] for name in names}
     inside: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        monitors = {name: stack.enter_context(RoutingMonitor(hosts[name], bem=hosts[name].bem[0])) for name in names if name.endswith(TELEMETRY)}
+        monitors = {
+            name: stack.enter_context(RoutingMonitor(hosts[name], bem=hosts[name].bem[0]))
+            for name in names
+            if name.endswith(TELEMETRY)
+        }
         for turn in tqdm(range(n_rounds + 1), desc=f"{batch} x {length}", disable=None):
             order = names if turn % 2 else names[::-1]
             firsts = {name: Run(hosts[name], ids).prefill_seconds for name in order}
@@ -209,12 +252,29 @@ def cell(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int, n_round
     for part, taken in (("prefill", prefills), ("decode", steps)):
         for name in names:
             others = ["bare", "lora", *([name.removesuffix(TELEMETRY)] if name.endswith(TELEMETRY) else [])]
-            ratios = {f"over_{other}_pct": round(100 * (statistics.median(a / b for a, b in zip(taken[name], taken[other], strict=True)) - 1), 2) for other in others}
+            ratios = {
+                f"over_{other}_pct": round(
+                    100 * (statistics.median(a / b for a, b in zip(taken[name], taken[other], strict=True)) - 1), 2
+                )
+                for other in others
+            }
             median = statistics.median(taken[name])
-            rows.append({"part": part, "batch": batch, "length": length, "method": name, "median_ms": round(1e3 * median, 3),
-                         "tokens_per_second": round(ids.numel() / median if part == "prefill" else batch / median), "n": len(taken[name]), **ratios})  # fmt: skip
+            rows.append(
+                {
+                    "part": part,
+                    "batch": batch,
+                    "length": length,
+                    "method": name,
+                    "median_ms": round(1e3 * median, 3),
+                    "tokens_per_second": round(ids.numel() / median if part == "prefill" else batch / median),
+                    "n": len(taken[name]),
+                    **ratios,
+                }
+            )
             if f"{part} {name}" in inside:
-                rows[-1]["hooks_ms"] = round(1e3 * statistics.median(inside[f"{part} {name}"]), 3)  # of the telemetry alone
+                rows[-1]["hooks_ms"] = round(
+                    1e3 * statistics.median(inside[f"{part} {name}"]), 3
+                )  # of the telemetry alone
     return rows
 
 
@@ -246,9 +306,14 @@ def memory(batch: int, length: int, device: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for method in ("bare", "lora", bem_kinds(device)[0]):
         told = subprocess.run(
-            [sys.executable, __file__, "--device", device, "--memory-of", method, str(batch), str(length)], capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        rows.append({"part": "memory", "batch": batch, "length": length, "method": method, **json.loads(told.splitlines()[-1])})
+            [sys.executable, __file__, "--device", device, "--memory-of", method, str(batch), str(length)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        rows.append(
+            {"part": "memory", "batch": batch, "length": length, "method": method, **json.loads(told.splitlines()[-1])}
+        )
     for row in rows:
         for other in rows[:2]:
             row[f"over_{other['method']}_pct"] = round(100 * (row["peak_bytes"] / other["peak_bytes"] - 1), 2)
@@ -285,7 +350,9 @@ def status(name: str) -> int:
 
 @torch.inference_mode()
 def difference(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int) -> list[dict[str, Any]]:
-    """How far each adapter's predictions are from the bare host's: mean KL in nats, share of tokens whose likeliest one is the same. Row by row: logits are large."""
+    """How far each adapter's predictions are from the bare host's: mean KL in nats, share of tokens whose likeliest one
+    is the same. Row by row: logits are large.
+    """
     ids = some(tokens, batch, length, next(hosts["bare"].parameters()).device)
     kl, same = ({name: 0.0 for name in hosts if name != "bare"} for _ in range(2))
     for row in ids.split(1):
@@ -295,7 +362,17 @@ def difference(hosts: dict[str, Any], tokens: Tensor, batch: int, length: int) -
             kl[name] += float((bare.exp() * (bare - given)).sum())
             same[name] += float((given.argmax(dim=-1) == bare.argmax(dim=-1)).sum())
     n = ids.numel()
-    return [{"part": "difference", "batch": batch, "length": length, "method": name, "kl_to_bare": round(kl[name] / n, 5), "same_top": round(same[name] / n, 4)} for name in kl]
+    return [
+        {
+            "part": "difference",
+            "batch": batch,
+            "length": length,
+            "method": name,
+            "kl_to_bare": round(kl[name] / n, 5),
+            "same_top": round(same[name] / n, 4),
+        }
+        for name in kl
+    ]
 
 
 def routing(host: Any, tokens: Tensor, length: int) -> dict[str, Any]:
@@ -312,16 +389,24 @@ def claims(rows: list[dict[str, Any]], checked: dict[str, float], reuse: dict[st
     timed = [row for row in rows if "median_ms" in row]
     values = {
         "latency_over_lora_pct": max(row["over_lora_pct"] for row in timed if row["method"] == best),
-        "memory_over_lora_pct": max(row["over_lora_pct"] for row in rows if row["part"] == "memory" and row["method"] == best),
+        "memory_over_lora_pct": max(
+            row["over_lora_pct"] for row in rows if row["part"] == "memory" and row["method"] == best
+        ),
         "telemetry_pct": max(row[f"over_{best}_pct"] for row in timed if row["method"] == best + TELEMETRY),
-        "cached_vs_full_max": checked["cached_vs_full_max"], "code_reuse_rate": reuse["code_reuse_rate"],
-    }  # fmt: skip
+        "cached_vs_full_max": checked["cached_vs_full_max"],
+        "code_reuse_rate": reuse["code_reuse_rate"],
+    }
     made = {}
     for name, value in values.items():
         bar, kind = BARS[name]
         if name == "cached_vs_full_max":  # no adapter can be nearer than its host: then at most half as much again
             bar = max(bar, round(1.5 * checked["host_cached_vs_full_max"], 9))
-        made[name] = {"value": value, "bar": bar, "kind": kind, "holds": value <= bar if kind == "most" else value >= bar}
+        made[name] = {
+            "value": value,
+            "bar": bar,
+            "kind": kind,
+            "holds": value <= bar if kind == "most" else value >= bar,
+        }
     return made
 
 

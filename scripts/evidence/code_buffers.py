@@ -4,8 +4,9 @@
 
     python scripts/evidence/code_buffers.py --json docs/benchmarks/code_buffers.json
 
-Of every forward an adapter keeps, for each of its sites, the codes of all tokens within their limits. Two ways take turns, on random codes that all exceed the cap: new tensors,
-as the adapter does it, and the same products written into tensors that stay from forward to forward. What is seen is one forward's worth of either, beside all of governance.
+Of every forward an adapter keeps, for each of its sites, the codes of all tokens within their limits. Two ways take
+turns, on random codes that all exceed the cap: new tensors, as the adapter does it, and the same products written into
+tensors that stay from forward to forward. What is seen is one forward's worth of either, beside all of governance.
 """
 
 from __future__ import annotations
@@ -48,12 +49,20 @@ def main() -> None:
             kept = [torch.empty(n, rank) for _ in range(n_sites)]
             ways: dict[str, Callable[[], object]] = {
                 "new": lambda codes=codes, scales=scales: [codes * scale for scale in scales],
-                "kept": lambda codes=codes, scales=scales, kept=kept: [torch.mul(codes, scale, out=out) for scale, out in zip(scales, kept, strict=True)],
+                "kept": lambda codes=codes, scales=scales, kept=kept: [
+                    torch.mul(codes, scale, out=out) for scale, out in zip(scales, kept, strict=True)
+                ],
                 "governance": lambda codes=codes: bem.governor.apply({False: codes}),
             }
             times = interleaved(ways)
             gain = statistics.median(a / b for a, b in zip(times["new"], times["kept"], strict=True))
-            rows.append({"n_tokens": n, **{f"{name}_us": round(1e6 * statistics.median(taken), 1) for name, taken in times.items()}, "new_over_kept": round(gain, 3)})
+            rows.append(
+                {
+                    "n_tokens": n,
+                    **{f"{name}_us": round(1e6 * statistics.median(taken), 1) for name, taken in times.items()},
+                    "new_over_kept": round(gain, 3),
+                }
+            )
             print(rows[-1])
     found = {"rows": rows, "n_sites": n_sites, "rank": rank, "rounds": ROUNDS, "machine": machine(), "commit": commit()}
     if arguments.json:

@@ -1,11 +1,13 @@
-"""What an analysis costs over running the same tokens through the host in the same batches, and how much memory a long one takes.
+"""What an analysis costs over running the same tokens through the host in the same batches, and how much memory a long
+one takes.
 
     python scripts/evidence/corpus_cost.py --out docs/benchmarks/corpus.json
 
-Times: the demo model in bf16; texts: BBC news articles, real ones. Three ways of reading the same documents alternate: the bare host, tokenised and
-run to its last layer; the analysis, which stops the host after the pack's layer; and the analysis of a host that is not stopped. Memory: a narrow
-random host with the demo's layers, hidden size and tokenizer, so that a million tokens take minutes and the memory is ours rather than the host's; the
-articles again and again until a million tokens, the highest resident bytes of the process told for each tenth.
+Times: the demo model in bf16; texts: BBC news articles, real ones. Three ways of reading the same documents alternate:
+the bare host, tokenised and run to its last layer; the analysis, which stops the host after the pack's layer; and the
+analysis of a host that is not stopped. Memory: a narrow random host with the demo's layers, hidden size and tokenizer,
+so that a million tokens take minutes and the memory is ours rather than the host's; the articles again and again until
+a million tokens, the highest resident bytes of the process told for each tenth.
 """
 
 from __future__ import annotations
@@ -48,31 +50,41 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=64, help="of a timed corpus")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the long corpus")
-    parser.add_argument("--part", choices=("times", "memory"), help="measure this part alone, and leave the other as it is in FILE")
+    parser.add_argument(
+        "--part", choices=("times", "memory"), help="measure this part alone, and leave the other as it is in FILE"
+    )
     arguments = parser.parse_args()
     texts = [{"text": found.text, "id": found.id} for found in bbc()]
     texts = [texts[i] for i in torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()]
     model, tokenizer = load_bundled(torch.bfloat16)
-    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.part and arguments.out and arguments.out.is_file() else {}
+    found: dict[str, Any] = (
+        json.loads(arguments.out.read_text()) if arguments.part and arguments.out and arguments.out.is_file() else {}
+    )
     found |= {"host": "SmolLM2-135M-Instruct, bf16", "texts": "BBC news articles", "machine": machine()}
     if arguments.part != "memory":
         found["packs"] = {}
         for name in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
             manager = DynamicProbeManager(ProbePack.open(ROOT / "probes" / name))
             found["packs"][name] = times(manager, model, tokenizer, texts[: arguments.documents], arguments.pairs)
-        worst = max(pack[way] for pack in found["packs"].values() for way in ("overhead_pct", "overhead_whole_host_pct"))
+        worst = max(
+            pack[way] for pack in found["packs"].values() for way in ("overhead_pct", "overhead_whole_host_pct")
+        )
         what = "the larger overhead of both packs, the host stopped early or not"
         found["claim"] = {"what": what, "value_pct": worst, "bar_pct": BAR_PCT, "holds": worst <= BAR_PCT}
         found["commit"] = commit()
     if arguments.part != "times":
         manager = DynamicProbeManager(ProbePack.open(ROOT / "probes/wordnet-smollm2-135m"))
-        found["memory"] = memory(manager, narrow(model.config), tokenizer, texts, arguments.tokens) | {"commit": commit()}
+        found["memory"] = memory(manager, narrow(model.config), tokenizer, texts, arguments.tokens) | {
+            "commit": commit()
+        }
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 
 
-def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_pairs: int) -> dict[str, Any]:
+def times(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_pairs: int
+) -> dict[str, Any]:
     """Seconds of each way, medians over alternating runs; the first of each is not counted."""
     taken: dict[str, list[float]] = {"bare": [], "analysis": [], "whole_host": []}
     n_tokens = 0
@@ -84,18 +96,26 @@ def times(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[
                 n_tokens = bare(manager, model, tokenizer, texts)
             else:
                 # "whole_host": run to its last layer, as one is that cannot be left half-way.
-                left = patch("probemon.offline.corpus.may_be_left", return_value=False) if way == "whole_host" else nullcontext()
+                left = (
+                    patch("probemon.offline.corpus.may_be_left", return_value=False)
+                    if way == "whole_host"
+                    else nullcontext()
+                )
                 with left, tempfile.TemporaryDirectory() as folder:
                     analyze(manager, model, tokenizer, texts, Path(folder) / "out")
             taken[way].append(time.perf_counter() - begin)
     seconds = {way: statistics.median(runs[1:]) for way, runs in taken.items()}
     return {
-        "n_documents": len(texts), "n_tokens": n_tokens, "n_runs": n_pairs, "seconds": {way: round(value, 3) for way, value in seconds.items()},
+        "n_documents": len(texts),
+        "n_tokens": n_tokens,
+        "n_runs": n_pairs,
+        "seconds": {way: round(value, 3) for way, value in seconds.items()},
         "overhead_pct": round(100 * (seconds["analysis"] / seconds["bare"] - 1), 2),
         "overhead_whole_host_pct": round(100 * (seconds["whole_host"] / seconds["bare"] - 1), 2),
         "tokens_per_second": {way: round(n_tokens / value) for way, value in seconds.items()},
-        "strategy": manager.strategy.why, "impl": manager.impl,
-    }  # fmt: skip
+        "strategy": manager.strategy.why,
+        "impl": manager.impl,
+    }
 
 
 def bare(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]]) -> int:
@@ -120,7 +140,9 @@ def narrow(config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), **thin})).eval().to(torch.bfloat16)
 
 
-def memory(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_tokens: int) -> dict[str, Any]:
+def memory(
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[dict[str, str]], n_tokens: int
+) -> dict[str, Any]:
     """Resident bytes on the way through so many tokens: the highest in each tenth, which is about a shard."""
     told: list[tuple[int, int]] = []
     done = highest = 0
@@ -153,10 +175,18 @@ def memory(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     early, late = statistics.median(b for _, b in told[1:4]), statistics.median(b for _, b in told[-3:])
     return {
-        "n_documents": totals["documents"], "n_tokens": totals["tokens"], "n_rows": totals["rows"], "seconds": round(time.perf_counter() - begin, 1),
-        "resident_bytes": told, "early_bytes": int(early), "late_bytes": int(late), "growth_pct": round(100 * (late / early - 1), 2),
-        "host": "random, narrow", "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "folder_bytes": size,
-    }  # fmt: skip
+        "n_documents": totals["documents"],
+        "n_tokens": totals["tokens"],
+        "n_rows": totals["rows"],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "resident_bytes": told,
+        "early_bytes": int(early),
+        "late_bytes": int(late),
+        "growth_pct": round(100 * (late / early - 1), 2),
+        "host": "random, narrow",
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "folder_bytes": size,
+    }
 
 
 def resident() -> int:

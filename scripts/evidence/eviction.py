@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402
-"""Which probe should a full arena give up? Policies on recorded traces, beside the best that could be done knowing the future.
+"""Which probe should a full arena give up? Policies on recorded traces, beside the best that could be done knowing the
+future.
 
     python scripts/evidence/eviction.py --out docs/benchmarks/eviction.json
 
-A trace is the probes that a cascade evaluates, token by token, on the demo model's real hidden states: of the shipped pack with
-hidden layers and of a random pack of 5,000 probes. Probes that are always active are pinned and not counted, and nothing that
-the token at hand needs is evicted. Only misses are counted, so nothing here is a time.
+A trace is the probes that a cascade evaluates, token by token, on the demo model's real hidden states: of the shipped
+pack with hidden layers and of a random pack of 5,000 probes. Probes that are always active are pinned and not counted,
+and nothing that the token at hand needs is evicted. Only misses are counted, so nothing here is a time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Held:
 POLICIES: dict[str, Callable[[Held, int, int], float]] = {
     "least recently used": lambda held, probe, now: held.last[probe],
     "least often used": lambda held, probe, now: held.count[probe],
-    "least often used lately": lambda held, probe, now: held.lately[probe] * 0.5 ** ((now - held.last[probe]) / HALF_LIFE),
+    "least often used lately": lambda held, probe, now: (
+        held.lately[probe] * 0.5 ** ((now - held.last[probe]) / HALF_LIFE)
+    ),
     "first in, first out": lambda held, probe, now: held.loaded[probe],
     "bound: used again last (knows the future)": lambda held, probe, now: -held.next_use(probe, now),
 }
@@ -91,7 +94,9 @@ def trace_of(manager: DynamicProbeManager, states: torch.Tensor) -> Trace:
 
 
 def prefetched(pack: ProbePack, states: torch.Tensor, margin: float) -> dict[str, int]:
-    """Misses that a step had to wait for, and probes loaded in the background, which is done before the next token; room for a third of the pack."""
+    """Misses that a step had to wait for, and probes loaded in the background, which is done before the next token;
+    room for a third of the pack.
+    """
     manager = DynamicProbeManager(pack, arena_bytes=pack.weight_bytes() // 3, prefetch=margin)
     state = None
     before = manager.arena.stats().misses
@@ -113,24 +118,47 @@ def main() -> None:
     pack = ProbePack.open(ROOT / "probes/wordnet-smollm2-135m-mlp")
     found: dict[str, Any] = {"traces": {}, "half_life_tokens": HALF_LIFE}
     kept: list[torch.Tensor] = []
-    handle = model.model.layers[15].register_forward_hook(lambda module, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    handle = model.model.layers[15].register_forward_hook(
+        lambda module, args, out: kept.append(out[0] if isinstance(out, tuple) else out)
+    )
     with torch.no_grad():
         model(tokenizer(PASSAGE, return_tensors="pt").input_ids)
     handle.remove()
-    traces = {pack.name: (trace_of(DynamicProbeManager(pack, strategy="descent"), kept[0].reshape(-1, kept[0].shape[-1])[1:]), pack.n_probes)}
+    traces = {
+        pack.name: (
+            trace_of(DynamicProbeManager(pack, strategy="descent"), kept[0].reshape(-1, kept[0].shape[-1])[1:]),
+            pack.n_probes,
+        )
+    }
     with tempfile.TemporaryDirectory() as scratch:
         world = make_world(n_probes=5000, n_tokens=200, hidden_size=576, seed=0)
         random = write_pack(world, Path(scratch) / "pack")
-        settings: dict[str, Any] = {"load_threshold": LOAD_THRESHOLD, "max_rounds": 1, "max_loaded_probes": 5000, "strategy": "descent"}
+        settings: dict[str, Any] = {
+            "load_threshold": LOAD_THRESHOLD,
+            "max_rounds": 1,
+            "max_loaded_probes": 5000,
+            "strategy": "descent",
+        }
         traces["5,000 random probes"] = (trace_of(DynamicProbeManager(random, **settings), world.states), 5000)
-    found["prefetch"] = {"pack": pack.name, "tokens": len(traces[pack.name][0]), "margins": {f"{m}": prefetched(pack, kept[0].reshape(-1, kept[0].shape[-1])[1:], m) for m in MARGINS}}
+    found["prefetch"] = {
+        "pack": pack.name,
+        "tokens": len(traces[pack.name][0]),
+        "margins": {f"{m}": prefetched(pack, kept[0].reshape(-1, kept[0].shape[-1])[1:], m) for m in MARGINS},
+    }
     print("prefetch", json.dumps(found["prefetch"]))
     for name, (trace, n_probes) in traces.items():
         most = max(map(len, trace))
         found["traces"][name] = {
-            "tokens": len(trace), "most_at_a_token": most, "distinct": len(set().union(*trace)),
-            "misses": {f"{share}": {policy: misses(trace, n_probes, int(most * share), key) for policy, key in POLICIES.items()} for share in SHARES},
-        }  # fmt: skip
+            "tokens": len(trace),
+            "most_at_a_token": most,
+            "distinct": len(set().union(*trace)),
+            "misses": {
+                f"{share}": {
+                    policy: misses(trace, n_probes, int(most * share), key) for policy, key in POLICIES.items()
+                }
+                for share in SHARES
+            },
+        }
         print(name, json.dumps(found["traces"][name], indent=1))
     write_text_atomically(arguments.out, json.dumps({**found, "commit": commit()}, indent=1) + "\n")
 

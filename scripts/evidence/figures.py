@@ -1,6 +1,6 @@
 """The tables of README and docs/performance.md, from the result files; the tests compare them.
 
-    python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
+python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def claims(found: dict[str, Any]) -> list[str]:
     for name, claim in found["claims"].items():
         unit = UNITS.get(name, "x")
         bar = f"at {claim['kind']} {claim['bar']:g}{unit}"
-        lines.append(f"| {WORDS[name]} | {claim['value']:.2f}{unit} | {bar}{'' if claim['holds'] else ', **missed**'} |")
+        lines.append(
+            f"| {WORDS[name]} | {claim['value']:.2f}{unit} | {bar}{'' if claim['holds'] else ', **missed**'} |"
+        )
     return lines
 
 
@@ -39,7 +41,10 @@ def host(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         if "overhead_pct" in row:
             what = "a decode step" if row["part"] == "decode" else f"prefill of {row['n_tokens']} tokens"
-            lines.append(f"| `{row['pack']}` | {what} | {row['host_ms']:.1f} ms | {row['watched_ms']:.1f} ms | {row['overhead_pct']:+.1f} % | {row['hooks_ms']:.2f} ms |")
+            lines.append(
+                f"| `{row['pack']}` | {what} | {row['host_ms']:.1f} ms | {row['watched_ms']:.1f} ms |"
+                f" {row['overhead_pct']:+.1f} % | {row['hooks_ms']:.2f} ms |"
+            )
     return lines
 
 
@@ -49,17 +54,28 @@ def grid(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         if row["part"] == "scoring":
             cells.setdefault((row["hidden"], row["dtype"], row["batch"], row["n_probes"]), {})[row["method"]] = row
-    lines = ["| D | dtype | states | probes | read the bytes | ours | fastest other way | module loop |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| D | dtype | states | probes | read the bytes | ours | fastest other way | module loop |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for (hidden, dtype, batch, n), rows in cells.items():
         others = {name: row["median_us"] for name, row in rows.items() if not name.startswith(("ours", "floor"))}
         best = min(others, key=lambda name: others[name])
-        floor, ours, loop = (rows[name]["median_us"] for name in ("floor: read the same bytes", "ours (numba)", "module loop, .item() each"))
-        lines.append(f"| {hidden} | {dtype} | {batch} | {n} | {floor:,.0f} | {ours:,.0f} | {others[best]:,.0f} ({best}) | {loop:,.0f} |")
+        floor, ours, loop = (
+            rows[name]["median_us"]
+            for name in ("floor: read the same bytes", "ours (numba)", "module loop, .item() each")
+        )
+        lines.append(
+            f"| {hidden} | {dtype} | {batch} | {n} | {floor:,.0f} | {ours:,.0f} | {others[best]:,.0f} ({best}) |"
+            f" {loop:,.0f} |"
+        )
     return lines
 
 
 def rules(found: dict[str, Any]) -> list[str]:
-    """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and share of the probes active, on each text."""
+    """Of each pack, score rule and way of expanding: mean recall of a document's firing probes with its interval, and
+    share of the probes active, on each text.
+    """
     texts = list(found["texts"])
     lines = ["| pack | scores | expand threshold | " + " | ".join(texts) + " |", "|---|---|---|" + "---|" * len(texts)]
     cells: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
@@ -67,7 +83,11 @@ def rules(found: dict[str, Any]) -> list[str]:
         if row["text"] in texts:
             cells.setdefault((row["pack"], row["score_rule"], row["rule"]), {})[row["text"]] = row
     for (pack, rule, how), by_text in cells.items():
-        told = [f"{row['document_recall']:.3f} ({row['document_low']:.3f} to {row['document_high']:.3f}) at {row['share_active']:.1%}" for row in (by_text[text] for text in texts)]
+        told = [
+            f"{row['document_recall']:.3f} ({row['document_low']:.3f} to {row['document_high']:.3f}) at"
+            f" {row['share_active']:.1%}"
+            for row in (by_text[text] for text in texts)
+        ]
         lines.append(f"| `{pack}` | {rule} | {how} | " + " | ".join(told) + " |")
     return lines
 
@@ -76,35 +96,58 @@ def retained(found: dict[str, Any]) -> list[str]:
     """Step by step over generated text: what `keep_top_k` and `max_rounds` do to the recall and the share active."""
     rows = [row for row in found["rows"] if "keep_top_k" in row]
     keeps = sorted({row["keep_top_k"] for row in rows})
-    lines = ["| pack | scores | expand threshold | rounds | " + " | ".join(f"keep_top_k {k}" for k in keeps) + " |", "|---|---|---|---|" + "---|" * len(keeps)]
+    lines = [
+        "| pack | scores | expand threshold | rounds | " + " | ".join(f"keep_top_k {k}" for k in keeps) + " |",
+        "|---|---|---|---|" + "---|" * len(keeps),
+    ]
     cells: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows:
-        cells.setdefault((row["pack"], row["score_rule"], row["rule"], "to the fixed point" if row["max_rounds"] is None else "one"), {})[row["keep_top_k"]] = row
+        cells.setdefault(
+            (row["pack"], row["score_rule"], row["rule"], "to the fixed point" if row["max_rounds"] is None else "one"),
+            {},
+        )[row["keep_top_k"]] = row
     for (pack, rule, how, rounds), by_keep in cells.items():
-        lines.append(f"| `{pack}` | {rule} | {how} | {rounds} | " + " | ".join(f"{by_keep[k]['document_recall']:.3f} at {by_keep[k]['share_active']:.1%}" for k in keeps) + " |")
+        lines.append(
+            f"| `{pack}` | {rule} | {how} | {rounds} | "
+            + " | ".join(f"{by_keep[k]['document_recall']:.3f} at {by_keep[k]['share_active']:.1%}" for k in keeps)
+            + " |"
+        )
     return lines
 
 
 def mails(found: dict[str, Any]) -> list[str]:
     """Each aggregator and baseline: by token and by document, AUROC and rates at thresholds calibrated to 1 %."""
-    lines = ["| method | by token: AUROC | caught | false alarms | by mail: AUROC | caught | false alarms |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| method | by token: AUROC | caught | false alarms | by mail: AUROC | caught | false alarms |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in found["rows"]:
         told = []
         for unit in ("token", "document"):
             part = row[unit]
-            told += ["", "", ""] if part is None else [f"{part['auroc']:.3f}", *(f"{part[k]['rate']:.1%} ({part[k]['low']:.1%} to {part[k]['high']:.1%})" for k in ("tpr", "fpr"))]
+            told += (
+                ["", "", ""]
+                if part is None
+                else [
+                    f"{part['auroc']:.3f}",
+                    *(f"{part[k]['rate']:.1%} ({part[k]['low']:.1%} to {part[k]['high']:.1%})" for k in ("tpr", "fpr")),
+                ]
+            )
         lines.append(f"| {row['method']} | " + " | ".join(told) + " |")
     return lines
 
 
 def corpus(found: dict[str, Any]) -> list[str]:
     """What an analysis costs over the bare host."""
-    lines = ["| pack | bare prefill | analysis | added | analysis of a host that is not stopped early | added |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| pack | bare prefill | analysis | added | analysis of a host that is not stopped early | added |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, pack in found["packs"].items():
         rate = pack["tokens_per_second"]
         lines.append(
-            f"| `{name}` | {rate['bare']:,} tokens/s | {rate['analysis']:,} tokens/s | {pack['overhead_pct']:+.1f} % | {rate['whole_host']:,} tokens/s | "
-            f"{pack['overhead_whole_host_pct']:+.1f} % |"
+            f"| `{name}` | {rate['bare']:,} tokens/s | {rate['analysis']:,} tokens/s | {pack['overhead_pct']:+.1f} % |"
+            f" {rate['whole_host']:,} tokens/s | {pack['overhead_whole_host_pct']:+.1f} % |"
         )
     return lines
 
@@ -122,8 +165,10 @@ def bem_distilled(found: dict[str, Any]) -> list[str]:
 
 
 BEM_WORDS = {
-    "latency_over_lora_pct": ("a forward of the routed adapter, over an unmerged LoRA's", " %"), "memory_over_lora_pct": ("its highest memory, over the LoRA's", " %"),
-    "telemetry_pct": ("the same with its routing recorded, over without", " %"), "cached_vs_full_max": ("logits in fp32 with a cache against one forward, largest difference", ""),
+    "latency_over_lora_pct": ("a forward of the routed adapter, over an unmerged LoRA's", " %"),
+    "memory_over_lora_pct": ("its highest memory, over the LoRA's", " %"),
+    "telemetry_pct": ("the same with its routing recorded, over without", " %"),
+    "cached_vs_full_max": ("logits in fp32 with a cache against one forward, largest difference", ""),
     "code_reuse_rate": ("chunk codes used again", ""),
 }  # fmt: skip
 
@@ -135,14 +180,20 @@ def bem_claims(found: dict[str, Any]) -> list[str]:
         words, unit = BEM_WORDS[name]
         bar = f"at {claim['kind']} {claim['bar']:g}{unit}{'' if claim['holds'] else ', **missed**'}"
         if name == "cached_vs_full_max" and claim["bar"] > 1e-5:
-            bar = f"at most 1e-05, **missed** by the bare host too; at {claim['kind']} 1.5 times as much as it, {claim['bar']:.3g}{'' if claim['holds'] else ', **missed**'}"
+            bar = (
+                f"at most 1e-05, **missed** by the bare host too; at {claim['kind']} 1.5 times as much as it,"
+                f" {claim['bar']:.3g}{'' if claim['holds'] else ', **missed**'}"
+            )
         lines.append(f"| {words} | {claim['value']:.3g}{unit} | {bar} |")
     return lines
 
 
 def bem_grid(found: dict[str, Any]) -> list[str]:
     """Each cell: how far predictions are moved, milliseconds and tokens a second, and highest memory, by method."""
-    lines = ["| rows x tokens | what | bare | LoRA | routed adapter | over the LoRA | with telemetry | over without |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| rows x tokens | what | bare | LoRA | routed adapter | over the LoRA | with telemetry | over without |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in found["rows"]:
         cells.setdefault((row["batch"], row["length"], row["part"]), {})[row["method"]] = row
@@ -150,14 +201,27 @@ def bem_grid(found: dict[str, Any]) -> list[str]:
     for (batch, length, part), rows in cells.items():
         if part == "memory":
             told = [f"{rows[name]['peak_bytes'] / 1e9:.2f} GB" for name in ("bare", "lora", bem)]
-            lines.append(f"| {batch} x {length} | highest memory | " + " | ".join(told) + f" | {rows[bem]['over_lora_pct']:+.1f} % | | |")
+            lines.append(
+                f"| {batch} x {length} | highest memory | "
+                + " | ".join(told)
+                + f" | {rows[bem]['over_lora_pct']:+.1f} % | | |"
+            )
         elif part == "difference":
             told = [f"{rows[name]['kl_to_bare']:.4f} nats, {rows[name]['same_top']:.1%}" for name in ("lora", bem)]
-            lines.append(f"| {batch} x {length} | KL to the bare host, same likeliest token | | " + " | ".join(told) + " | | | |")
+            lines.append(
+                f"| {batch} x {length} | KL to the bare host, same likeliest token | | " + " | ".join(told) + " | | | |"
+            )
         else:
-            told = [f"{rows[name]['median_ms']:,.0f} ms ({rows[name]['tokens_per_second']:,}/s)" for name in ("bare", "lora", bem)]
+            told = [
+                f"{rows[name]['median_ms']:,.0f} ms ({rows[name]['tokens_per_second']:,}/s)"
+                for name in ("bare", "lora", bem)
+            ]
             watched = f"{rows[beside]['median_ms']:,.0f} ms | {rows[beside][f'over_{bem}_pct']:+.1f} %"
-            lines.append(f"| {batch} x {length} | {'prefill' if part == 'prefill' else 'a step'} | " + " | ".join(told) + f" | {rows[bem]['over_lora_pct']:+.1f} % | {watched} |")
+            lines.append(
+                f"| {batch} x {length} | {'prefill' if part == 'prefill' else 'a step'} | "
+                + " | ".join(told)
+                + f" | {rows[bem]['over_lora_pct']:+.1f} % | {watched} |"
+            )
     return lines
 
 
@@ -166,21 +230,37 @@ def architectures(found: dict[str, Any]) -> list[str]:
     modes, rows = found["modes"], found["architectures"]
     built = {name: row["modes"] for name, row in rows.items() if "modes" in row}
     refused = {name: row["refused"] for name, row in rows.items() if "refused" in row}
-    missing = {name: row.get("not built", row.get("error", "")) for name, row in rows.items() if name not in built and name not in refused}
+    missing = {
+        name: row.get("not built", row.get("error", ""))
+        for name, row in rows.items()
+        if name not in built and name not in refused
+    }
     count = Counter(entry["outcome"] for row in built.values() for entry in row.values())
     lines = [
-        f"{len(rows)} architectures: {len(built)} hosts run in {len(modes)} modes each ({', '.join(modes)}), {len(refused)} refused when attached, {len(missing)} "
-        f"not built. Of {sum(count.values()):,} pairs {count['exact']:,} are exact, {count['as run']} are scored as the host ran, {count['refused']} are refused, "
-        f"in {count['host fails']} the bare host fails by itself, {count['wrong']} are wrong.",
-        "", "| architecture | exact | as run | refused | the host fails |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        (
+            f"{len(rows)} architectures: {len(built)} hosts run in {len(modes)} modes each ({', '.join(modes)}),"
+            f" {len(refused)} refused when attached, {len(missing)} not built. Of {sum(count.values()):,} pairs"
+            f" {count['exact']:,} are exact, {count['as run']} are scored as the host ran, {count['refused']} are"
+            f" refused, in {count['host fails']} the bare host fails by itself, {count['wrong']} are wrong."
+        ),
+        "",
+        "| architecture | exact | as run | refused | the host fails |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in built.items():
         cells = []
         for outcome in ("exact", "as run", "refused", "host fails"):
             those = [mode for mode in modes if row.get(mode, {}).get("outcome") == outcome]
             cells.append("all" if those == modes else "; ".join(those))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "Refused when attached, since what these layers give is not one hidden state a token, or the layers are not found:", ""]
+    lines += [
+        "",
+        (
+            "Refused when attached, since what these layers give is not one hidden state a token, or the layers are not"
+            " found:"
+        ),
+        "",
+    ]
     lines += [f"- {name}: {_reason(reason)}" for name, reason in refused.items()]
     lines += ["", "Not built from a small configuration, by transformers' own error:", ""]
     lines += [f"- {name}: {_reason(reason)}" for name, reason in missing.items()]

@@ -4,10 +4,13 @@
     python scripts/evidence/fuzz.py --out docs/benchmarks/fuzz.json
     python scripts/evidence/fuzz.py --only hatcat,pack --cases 2000 --troubles found/
 
-Every room that reads what others made is given valid input, broken with its structure in mind (`fuzzing`), guided by coverage: an input that takes a branch of the package
-that none took before is kept and broken further. In the rooms "opened" and "used" valid packs are replaced, cut or overwritten while they are opened or used. A case is in trouble where the error is not probemon's, the pack made does not verify or scores otherwise than an
-independent evaluation of the same files, anything beyond the case's folders is opened, changed or run, anything is left behind, memory beyond the bound is asked
-for, or the process dies. Cases of one seed are the same every time. The status is 1 where a case is in trouble; `--troubles` keeps its files.
+Every room that reads what others made is given valid input, broken with its structure in mind (`fuzzing`), guided by
+coverage: an input that takes a branch of the package that none took before is kept and broken further. In the rooms
+"opened" and "used" valid packs are replaced, cut or overwritten while they are opened or used. A case is in trouble
+where the error is not probemon's, the pack made does not verify or scores otherwise than an independent evaluation of
+the same files, anything beyond the case's folders is opened, changed or run, anything is left behind, memory beyond the
+bound is asked for, or the process dies. Cases of one seed are the same every time. The status is 1 where a case is in
+trouble; `--troubles` keeps its files.
 """
 
 from __future__ import annotations
@@ -45,12 +48,15 @@ from provenance import commit, machine
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.
 SHARES = {
-    "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "commands": 4, "edit": 6, "hierarchy": 5, "torch": 14, "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
+    "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "commands": 4, "edit": 6, "hierarchy": 5, "torch": 14,
+    "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
     "safetensors": 3, "opened": 4, "used": 2,
 }  # fmt: skip
 CHUNK = 1000
 KEPT_BYTES = 1 << 16
-MEMORY_BYTES = 1 << 30  # what a process may map beyond what it has once all is imported; the inputs have a few thousand bytes
+MEMORY_BYTES = (
+    1 << 30
+)  # what a process may map beyond what it has once all is imported; the inputs have a few thousand bytes
 RESIDENT_BYTES = 256 << 20  # and how much of it may become resident
 _room: list[Room] = []
 _begin_bytes: list[int] = []
@@ -76,7 +82,9 @@ def main() -> int:
     died: list[dict[str, Any]] = []
     base = Path(tempfile.mkdtemp(prefix="probemon-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
-        with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=start, initargs=(str(base),)) as pool:
+        with ProcessPoolExecutor(
+            arguments.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=start, initargs=(str(base),)
+        ) as pool:
             waiting = {pool.submit(run_chunk, *chunk): chunk for chunk in chunks}
             with tqdm(total=sum(chunk[2] for chunk in chunks), unit="case", disable=None, mininterval=1) as bar:
                 for done in as_completed(waiting):
@@ -86,12 +94,32 @@ def main() -> int:
                         for trouble in found[-1]["troubles"][:3]:
                             tqdm.write(f"{target} {number} {trouble['case']}: {trouble['trouble']}", file=sys.stderr)
                     except BrokenProcessPool:
-                        died.append({"target": target, "chunk": number, "case": None, "trouble": "the process died in one of the chunks under way"})
+                        died.append(
+                            {
+                                "target": target,
+                                "chunk": number,
+                                "case": None,
+                                "trouble": "the process died in one of the chunks under way",
+                            }
+                        )
                     bar.update(n)
         result = summary(found, died, arguments.seed, time.perf_counter() - begin)
         if arguments.troubles is not None:
             for trouble in result["troubles"]:
-                keep(arguments.troubles, trouble, next(one["files"] for part in found for one in part["troubles"] if one["trouble"] == trouble["trouble"]) if trouble["case"] is not None else {})
+                keep(
+                    arguments.troubles,
+                    trouble,
+                    (
+                        next(
+                            one["files"]
+                            for part in found
+                            for one in part["troubles"]
+                            if one["trouble"] == trouble["trouble"]
+                        )
+                        if trouble["case"] is not None
+                        else {}
+                    ),
+                )
     finally:
         shutil.rmtree(base, ignore_errors=True)
     text = json.dumps(result, indent=1) + "\n"
@@ -139,9 +167,14 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
     slowest = 0.0
     resident = _resident()
     for i in range(n):
-        # Half of the time from valid input, since little lies beyond the first check that fails; else from what was kept, the newest before others.
+        # Half of the time from valid input, since little lies beyond the first check that fails; else from what was
+        # kept, the newest before others.
         kept = len(corpus) - n_seeds
-        tree = corpus[-1 - min(kept - 1, int(rng.expovariate(0.1)))] if kept and rng.random() < 0.5 else corpus[rng.randrange(n_seeds)]
+        tree = (
+            corpus[-1 - min(kept - 1, int(rng.expovariate(0.1)))]
+            if kept and rng.random() < 0.5
+            else corpus[rng.randrange(n_seeds)]
+        )
         broken = room.mutate(target, tree, rng)
         verdict = room.run(target, broken, Random(f"{seed}/{target}/{number}/{i}"), tracer=edges.trace)
         outcomes[verdict.outcome] += 1
@@ -151,21 +184,53 @@ def run_chunk(target: str, number: int, n: int, seed: int) -> dict[str, Any]:
             trouble = f"{now - resident} bytes more became resident"
         resident = now
         if trouble is not None:
-            files = {name: content.hex() if isinstance(content, bytes) else {"link": content.target} for name, content in broken.items()}
+            files = {
+                name: content.hex() if isinstance(content, bytes) else {"link": content.target}
+                for name, content in broken.items()
+            }
             troubles.append({"target": target, "chunk": number, "case": i, "trouble": trouble, "files": files})
         # What grew is not kept: it would grow further, and a large input takes the time of many.
-        if edges.fresh() and len(corpus) < n_seeds + 400 and sum(len(content) for content in broken.values() if isinstance(content, bytes)) < KEPT_BYTES:
+        if (
+            edges.fresh()
+            and len(corpus) < n_seeds + 400
+            and sum(len(content) for content in broken.values() if isinstance(content, bytes)) < KEPT_BYTES
+        ):
             corpus.append(broken)
     return {
-        "target": target, "outcomes": outcomes, "troubles": troubles, "slowest": slowest, "kept": len(corpus) - n_seeds, "edges": edges.seen, "peak_bytes": _resident() - _begin_bytes[0],
-    }  # fmt: skip
+        "target": target,
+        "outcomes": outcomes,
+        "troubles": troubles,
+        "slowest": slowest,
+        "kept": len(corpus) - n_seeds,
+        "edges": edges.seen,
+        "peak_bytes": _resident() - _begin_bytes[0],
+    }
 
 
 def attacked() -> list[Any]:
     """Modules whose branches guide: those that read, check and write packs and others' files."""
-    names = ("packs.manifest", "core.strict_json", "packs.held_file", "packs.held_tensors", "packs.files", "packs.pack", "packs.writer", "core.hierarchy", "core.scores", "core.concept_names", "packs.edit", "packs.widen", "packs.hierarchies", "cli.packs", "packs.hub", "packs.quantize")
+    names = (
+        "packs.manifest",
+        "core.strict_json",
+        "packs.held_file",
+        "packs.held_tensors",
+        "packs.files",
+        "packs.pack",
+        "packs.writer",
+        "core.hierarchy",
+        "core.scores",
+        "core.concept_names",
+        "packs.edit",
+        "packs.widen",
+        "packs.hierarchies",
+        "cli.packs",
+        "packs.hub",
+        "packs.quantize",
+    )
     known = [sys.modules.get(f"probemon.{name}") for name in names]
-    return [module for module in known if module is not None] + [module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")]
+    return [module for module in known if module is not None] + [
+        module for name, module in sorted(sys.modules.items()) if name.startswith("probemon.importers.")
+    ]
 
 
 def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
@@ -176,26 +241,50 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
         if parts:
             outcomes = sum((part["outcomes"] for part in parts), Counter())
             targets[name] = {
-                "cases": sum(outcomes.values()), "outcomes": dict(outcomes.most_common()), "branches": len(set().union(*(part["edges"] for part in parts))),
-                "inputs_kept_for_new_branches": sum(part["kept"] for part in parts), "slowest_seconds": round(max(part["slowest"] for part in parts), 3),
-            }  # fmt: skip
+                "cases": sum(outcomes.values()),
+                "outcomes": dict(outcomes.most_common()),
+                "branches": len(set().union(*(part["edges"] for part in parts))),
+                "inputs_kept_for_new_branches": sum(part["kept"] for part in parts),
+                "slowest_seconds": round(max(part["slowest"] for part in parts), 3),
+            }
     whole: Counter[str] = sum((part["outcomes"] for part in found), Counter())
-    troubles = {one["trouble"]: {key: one[key] for key in ("target", "chunk", "case", "trouble")} for part in found for one in part["troubles"]}
+    troubles = {
+        one["trouble"]: {key: one[key] for key in ("target", "chunk", "case", "trouble")}
+        for part in found
+        for one in part["troubles"]
+    }
     return {
-        "cases": sum(whole.values()), "crashes": sum(len(part["troubles"]) for part in found) + len(died), "outcomes": dict(whole.most_common()), "targets": targets,
+        "cases": sum(whole.values()),
+        "crashes": sum(len(part["troubles"]) for part in found) + len(died),
+        "outcomes": dict(whole.most_common()),
+        "targets": targets,
         "troubles": [*troubles.values(), *died],
-        "what": "a case is a valid input with one to six things broken (opened, used: a valid pack whose files are changed meanwhile); made: a pack that verified and scored as an independent evaluation of the same files; not compared: torch's own "
-        "restricted loader refuses a file of it; all else are probemon's typed errors",
-        "memory": {"mapped_beyond_start_at_most": MEMORY_BYTES, "resident_beyond_start": max((part["peak_bytes"] for part in found), default=0), "of_one_case_at_most": RESIDENT_BYTES},
-        "seed": seed, "seconds": round(seconds, 1), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "what": (
+            "a case is a valid input with one to six things broken (opened, used: a valid pack whose files are changed"
+            " meanwhile); made: a pack that verified and scored as an independent evaluation of the same files; not"
+            " compared: torch's own restricted loader refuses a file of it; all else are probemon's typed errors"
+        ),
+        "memory": {
+            "mapped_beyond_start_at_most": MEMORY_BYTES,
+            "resident_beyond_start": max((part["peak_bytes"] for part in found), default=0),
+            "of_one_case_at_most": RESIDENT_BYTES,
+        },
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "machine": machine(),
+        "commit": commit(),
+    }
 
 
 def keep(folder: Path, trouble: dict[str, Any], files: dict[str, Any]) -> None:
     """The files of a case in trouble, and what was wrong."""
     place = folder / f"{trouble['target']}-{trouble['chunk']}-{trouble['case']}"
     write_tree({name: bytes.fromhex(content) for name, content in files.items() if isinstance(content, str)}, place)
-    (place / "TROUBLE.txt").write_text(f"{trouble['trouble']}\nlinks: { {name: content for name, content in files.items() if not isinstance(content, str)} }\n", errors="replace")
+    (place / "TROUBLE.txt").write_text(
+        f"{trouble['trouble']}\nlinks:"
+        f" { {name: content for name, content in files.items() if not isinstance(content, str)} }\n",
+        errors="replace",
+    )
 
 
 def _resident() -> int:

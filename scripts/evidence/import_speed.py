@@ -2,9 +2,10 @@
 
     python scripts/evidence/import_speed.py --out docs/benchmarks/import.json
 
-Random probes, called random, in that format: a file each, in the layers of a tree of that project's size, bf16, most of them perceptrons of 128 and 64 units, some behind a
-LayerNorm, some linear. They read 2,560 values, as the smaller hosts of that project have; source and pack together take 11 GB of disk, and less with --hidden-size. The source
-is written by another process; its files may still be in the page cache.
+Random probes, called random, in that format: a file each, in the layers of a tree of that project's size, bf16, most of
+them perceptrons of 128 and 64 units, some behind a LayerNorm, some linear. They read 2,560 values, as the smaller hosts
+of that project have; source and pack together take 11 GB of disk, and less with --hidden-size. The source is written by
+another process; its files may still be in the page cache.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def main() -> None:
     levels = [max(1, int(n * arguments.share)) for n in LEVELS]
     folder = Path(tempfile.mkdtemp(prefix="import-speed-"))
     try:
-        writing = multiprocessing.get_context("spawn").Process(target=write_source, args=(folder / "source", levels, arguments.hidden_size))
+        writing = multiprocessing.get_context("spawn").Process(
+            target=write_source, args=(folder / "source", levels, arguments.hidden_size)
+        )
         writing.start()
         writing.join()
         if writing.exitcode:
@@ -62,18 +65,34 @@ def measure(folder: Path, hidden_size: int) -> dict[str, Any]:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     begin = time.perf_counter()
-    pack, report = import_pack(folder / "source", folder / "pack", site="resid_post.15", normalize="layernorm", progress=progress)
+    pack, report = import_pack(
+        folder / "source", folder / "pack", site="resid_post.15", normalize="layernorm", progress=progress
+    )
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     bar.close()
     what = "seconds to import, and bytes of resident memory at the peak over what the process began with"
     return {
-        "probes": "random, bf16, in the layered format with hierarchy.json", "counts": dict(report.counts), "levels": len(pack.manifest["counts_per_level"]), "hidden_size": hidden_size,
-        "seconds": round(seconds, 1), "probes_per_second": round(pack.n_probes / seconds), "peak_bytes_over_start": peak, "start_bytes": before,
-        "source_bytes": size(folder / "source"), "pack_bytes": size(folder / "pack"), "max_score_error": pack.manifest["quality"]["import"]["max_score_error"],
-        "claim": {"what": what, "bar_seconds": BAR_SECONDS, "bar_bytes": BAR_BYTES, "holds": seconds <= BAR_SECONDS and peak <= BAR_BYTES},
-        "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "probes": "random, bf16, in the layered format with hierarchy.json",
+        "counts": dict(report.counts),
+        "levels": len(pack.manifest["counts_per_level"]),
+        "hidden_size": hidden_size,
+        "seconds": round(seconds, 1),
+        "probes_per_second": round(pack.n_probes / seconds),
+        "peak_bytes_over_start": peak,
+        "start_bytes": before,
+        "source_bytes": size(folder / "source"),
+        "pack_bytes": size(folder / "pack"),
+        "max_score_error": pack.manifest["quality"]["import"]["max_score_error"],
+        "claim": {
+            "what": what,
+            "bar_seconds": BAR_SECONDS,
+            "bar_bytes": BAR_BYTES,
+            "holds": seconds <= BAR_SECONDS and peak <= BAR_BYTES,
+        },
+        "machine": machine(),
+        "commit": commit(),
+    }
 
 
 def size(folder: Path) -> int:
@@ -81,7 +100,9 @@ def size(folder: Path) -> int:
 
 
 def write_source(folder: Path, levels: list[int], d: int) -> None:
-    """Every 10th probe begins with a LayerNorm, every 20th is linear; each concept below level 0 has a parent on the level above."""
+    """Every 10th probe begins with a LayerNorm, every 20th is linear; each concept below level 0 has a parent on the
+    level above.
+    """
     torch.set_num_threads(1)  # each tensor is small
     generator = torch.Generator().manual_seed(0)
 
@@ -99,7 +120,10 @@ def write_source(folder: Path, levels: list[int], d: int) -> None:
             state = {"net.0.weight": random(d).abs(), "net.0.bias": random(d)} if first else {}
             for at, shape in zip((first, first + 3, first + 6), sizes, strict=True):
                 state |= {f"net.{at}.weight": random(*shape), f"net.{at}.bias": random(shape[0])}
-            torch.save({"linear.weight": random(1, d), "linear.bias": random(1)} if n % 20 == 1 else state, folder / f"layer{level}/C{level}x{i}.pt")
+            torch.save(
+                {"linear.weight": random(1, d), "linear.bias": random(1)} if n % 20 == 1 else state,
+                folder / f"layer{level}/C{level}x{i}.pt",
+            )
             if level:
                 tree.setdefault(f"C{level - 1}x{i % levels[level - 1]}:{level - 1}", []).append(f"C{level}x{i}:{level}")
     (folder / "hierarchy.json").write_text(json.dumps({"parent_to_children": tree}), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""int8 copies of the packs that come with the project: their size, and how far their scores move on their golden states.
+"""int8 copies of the packs that come with the project: their size, and how far their scores move on their golden
+states.
 
-    python scripts/evidence/int8_error.py                # writes docs/benchmarks/int8.json
+python scripts/evidence/int8_error.py                # writes docs/benchmarks/int8.json
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def main() -> None:
         pack = ProbePack.open(manifest.parent)
         with tempfile.TemporaryDirectory() as scratch:
             copy = quantize(pack, Path(scratch) / "copy")
-            found[pack.name] = {"weight_bytes": pack.weight_bytes(), "int8_bytes": copy.weight_bytes(), **copy.manifest["quality"]["int8"]}
+            found[pack.name] = {
+                "weight_bytes": pack.weight_bytes(),
+                "int8_bytes": copy.weight_bytes(),
+                **copy.manifest["quality"]["int8"],
+            }
         print(pack.name, json.dumps(found[pack.name]))
     write_text_atomically(arguments.out, json.dumps({"packs": found, "commit": commit()}, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """The picture of the live view in the README: the real view of a real run, as SVG.
 
-    python scripts/evidence/live_picture.py --out docs/live_view.svg
+python scripts/evidence/live_picture.py --out docs/live_view.svg
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
         view.show(event)
     console.clear()
     console.print(view.render())
-    svg = console.export_svg(title=f'probemon watch demo probes/wordnet-smollm2-135m --prompt "{PROMPT}"', unique_id="live")
+    svg = console.export_svg(
+        title=f'probemon watch demo probes/wordnet-smollm2-135m --prompt "{PROMPT}"', unique_id="live"
+    )
     write_text_atomically(arguments.out, svg)
     print(f"wrote {arguments.out}")
 

@@ -1,11 +1,13 @@
-"""From labelled mails to a calibrated monitor, on real text: what single tokens, running scores and two baselines make of it.
+"""From labelled mails to a calibrated monitor, on real text: what single tokens, running scores and two baselines make
+of it.
 
     python scripts/evidence/mail_case.py --out docs/benchmarks/mails.json
 
-SpamAssassin's public corpus (fetched), each mail its subject and body, cut; mails with the same text count once. A random split: two fifths train a
-pack of two linear probes (mail that sells > spam; the first also learns from legitimate mail that looks like it), three tenths calibrate
-alert thresholds to 1 % of benign mails and of benign tokens for every aggregator, three tenths are watched. Baselines, by document: logistic
-regression on mean-pooled hidden states of the same layer, and on TF-IDF of words, thresholds calibrated the same way.
+SpamAssassin's public corpus (fetched), each mail its subject and body, cut; mails with the same text count once. A
+random split: two fifths train a pack of two linear probes (mail that sells > spam; the first also learns from
+legitimate mail that looks like it), three tenths calibrate alert thresholds to 1 % of benign mails and of benign tokens
+for every aggregator, three tenths are watched. Baselines, by document: logistic regression on mean-pooled hidden states
+of the same layer, and on TF-IDF of words, thresholds calibrated the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +41,17 @@ from provenance import commit, machine
 from real_text import Text, mails
 
 SITE, NORM, SEED, FPR = "resid_post.15", "rmsnorm", 0, 0.01
-AGGREGATORS: tuple[Aggregator, ...] = (Each(), Ema(0.3), Ema(0.1), Ema(0.03), RollingMean(16), RollingMax(16), Mean(), Max(), Attention())
+AGGREGATORS: tuple[Aggregator, ...] = (
+    Each(),
+    Ema(0.3),
+    Ema(0.1),
+    Ema(0.03),
+    RollingMean(16),
+    RollingMax(16),
+    Mean(),
+    Max(),
+    Attention(),
+)
 PARTS = {"train": 0.4, "calibrate": 0.3, "watch": 0.3}
 
 
@@ -52,21 +64,32 @@ def main() -> None:
     parts = split(list(mails()), arguments.mails)
     model, tokenizer = load_bundled(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
-        reader = CorpusScorer(DynamicProbeManager(blank_pack(Path(folder) / "blank", model)), model, tokenizer, Reading())
+        reader = CorpusScorer(
+            DynamicProbeManager(blank_pack(Path(folder) / "blank", model)), model, tokenizer, Reading()
+        )
         states = {name: read(reader, texts) for name, texts in parts.items()}
         pooled = {name: np.stack([normalised(x).mean(dim=0).numpy() for x in part]) for name, part in states.items()}
-        manager = DynamicProbeManager(train(Path(folder) / "mails", model, states["train"], parts["train"]), load_threshold=0.0)
+        manager = DynamicProbeManager(
+            train(Path(folder) / "mails", model, states["train"], parts["train"]), load_threshold=0.0
+        )
         scored = {name: watch(manager, states[name]) for name in ("calibrate", "watch")}
     labels = {name: np.asarray([text.label == "spam" for text in texts]) for name, texts in parts.items()}
     rows = [monitored(aggregator, scored, labels) for aggregator in AGGREGATORS]
     rows.append(baseline("logistic regression on mean-pooled states", pooled, labels))
     rows.append(baseline("logistic regression on TF-IDF of words", tf_idf(parts), labels))
     found = {
-        "texts": "SpamAssassin public corpus: subject and body, at most 800 characters", "seed": SEED, "fpr": FPR, "site": SITE, "host": f"{MODEL_ID}, bf16",
+        "texts": "SpamAssassin public corpus: subject and body, at most 800 characters",
+        "seed": SEED,
+        "fpr": FPR,
+        "site": SITE,
+        "host": f"{MODEL_ID}, bf16",
         "mails": {name: dict(Counter(text.label for text in texts)) for name, texts in parts.items()},
-        "tokens": {name: int(sum(map(len, part))) for name, part in scored.items()}, "rows": rows,
-        "minutes": round((time.perf_counter() - begin) / 60, 1), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "tokens": {name: int(sum(map(len, part))) for name, part in scored.items()},
+        "rows": rows,
+        "minutes": round((time.perf_counter() - begin) / 60, 1),
+        "machine": machine(),
+        "commit": commit(),
+    }
     for row in rows:
         print(json.dumps(row))
     if arguments.out:
@@ -78,7 +101,10 @@ def split(texts: Sequence[Text], most: int | None) -> dict[str, list[Text]]:
     distinct = list({text.text: text for text in texts if text.text.strip()}.values())
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(SEED)).tolist()[:most]
     ends = np.cumsum([0.0, *PARTS.values()]) * len(order)
-    return {name: [distinct[i] for i in order[round(a) : round(b)]] for name, a, b in zip(PARTS, ends, ends[1:], strict=False)}
+    return {
+        name: [distinct[i] for i in order[round(a) : round(b)]]
+        for name, a, b in zip(PARTS, ends, ends[1:], strict=False)
+    }
 
 
 def documents(texts: Sequence[Text]) -> Any:
@@ -87,7 +113,10 @@ def documents(texts: Sequence[Text]) -> Any:
 
 def read(reader: CorpusScorer, texts: Sequence[Text]) -> list[torch.Tensor]:
     """Hidden states `[T, D]` of every mail, as the corpus reader has them."""
-    return [found[SITE] for _, _, found in tqdm(reader.states(shards(documents(texts))), total=len(texts), desc="states", disable=None)]
+    return [
+        found[SITE]
+        for _, _, found in tqdm(reader.states(shards(documents(texts))), total=len(texts), desc="states", disable=None)
+    ]
 
 
 def normalised(hidden: torch.Tensor) -> torch.Tensor:
@@ -97,26 +126,44 @@ def normalised(hidden: torch.Tensor) -> torch.Tensor:
 
 def blank_pack(path: Path, model: Any) -> ProbePack:
     """A pack of one probe of zeros: it says at which site to read."""
-    return write(path, model, torch.zeros(1, 1, 576), torch.zeros(1, 1), [{"id": "nothing", "name": "nothing", "parents": []}])
+    return write(
+        path, model, torch.zeros(1, 1, 576), torch.zeros(1, 1), [{"id": "nothing", "name": "nothing", "parents": []}]
+    )
 
 
 def write(path: Path, model: Any, w1: torch.Tensor, b1: torch.Tensor, concepts: list[dict[str, Any]]) -> ProbePack:
     host = {"model_id": MODEL_ID, "hidden_size": 576, "n_layers": 30, "fingerprint": fingerprint(model)}
     return ProbePack.write(
-        path, name="mails", concepts=concepts, weights={"w1": w1, "b1": b1}, score_rule="path", host=host, licence="Apache-2.0", card="Mails.\n",
-        inputs=[{"site": SITE, "norm": NORM, "eps": 1e-6}], alert_threshold=torch.full((len(concepts),), 0.5),
-    )  # fmt: skip
+        path,
+        name="mails",
+        concepts=concepts,
+        weights={"w1": w1, "b1": b1},
+        score_rule="path",
+        host=host,
+        licence="Apache-2.0",
+        card="Mails.\n",
+        inputs=[{"site": SITE, "norm": NORM, "eps": 1e-6}],
+        alert_threshold=torch.full((len(concepts),), 0.5),
+    )
 
 
 def train(path: Path, model: Any, states: list[torch.Tensor], texts: Sequence[Text]) -> ProbePack:
-    """Two linear probes on single tokens, each labelled as its mail is; the second learns on tokens of mail that sells alone."""
+    """Two linear probes on single tokens, each labelled as its mail is; the second learns on tokens of mail that sells
+    alone.
+    """
     torch.manual_seed(SEED)
     spam = torch.tensor([text.label == "spam" for text in texts])
     sells = spam | torch.tensor([text.id.startswith("hard-ham") for text in texts])
     of_mail = torch.repeat_interleave(torch.arange(len(states)), torch.tensor([len(x) for x in states]))
-    x, y = torch.cat([normalised(hidden).half() for hidden in states]), torch.stack([sells, spam], dim=1)[of_mail].float()
+    x, y = (
+        torch.cat([normalised(hidden).half() for hidden in states]),
+        torch.stack([sells, spam], dim=1)[of_mail].float(),
+    )
     # Every mail weighs the same, and both sides of a question do.
-    inside = torch.stack([torch.ones(len(x)), sells[of_mail].float()], dim=1) / torch.tensor([len(s) for s in states])[of_mail][:, None]
+    inside = (
+        torch.stack([torch.ones(len(x)), sells[of_mail].float()], dim=1)
+        / torch.tensor([len(s) for s in states])[of_mail][:, None]
+    )
     weight = inside * torch.where(y > 0, 0.5 / (inside * y).sum(dim=0), 0.5 / (inside * (1 - y)).sum(dim=0)) * len(x)
     w, b = torch.zeros(576, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
     epochs, batch = 4, 1024
@@ -125,22 +172,32 @@ def train(path: Path, model: Any, states: list[torch.Tensor], texts: Sequence[Te
     rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=steps)
     for _ in tqdm(range(epochs), desc="training", disable=None):
         for at in torch.randperm(len(x)).split(batch):
-            loss = (torch.nn.functional.binary_cross_entropy_with_logits(x[at].float() @ w + b, y[at], reduction="none") * weight[at]).sum() / len(at)
+            loss = (
+                torch.nn.functional.binary_cross_entropy_with_logits(x[at].float() @ w + b, y[at], reduction="none")
+                * weight[at]
+            ).sum() / len(at)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             rate.step()
-    concepts = [{"id": "sells", "name": "mail that sells", "parents": []}, {"id": "spam", "name": "spam", "parents": ["sells"]}]
+    concepts = [
+        {"id": "sells", "name": "mail that sells", "parents": []},
+        {"id": "spam", "name": "spam", "parents": ["sells"]},
+    ]
     return write(path, model, w.detach().T[:, None].contiguous(), b.detach()[:, None], concepts)
 
 
 def watch(manager: DynamicProbeManager, states: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """Scores `[T, 1]` of spam at every token of each mail, as a run would see them; inactive is 0."""
     spam = manager.pack.find("spam")
-    return [manager.score_tokens(hidden).column(spam)[:, None] for hidden in tqdm(states, desc="watching", disable=None)]
+    return [
+        manager.score_tokens(hidden).column(spam)[:, None] for hidden in tqdm(states, desc="watching", disable=None)
+    ]
 
 
-def monitored(aggregator: Aggregator, scored: dict[str, list[np.ndarray]], labels: dict[str, np.ndarray]) -> dict[str, Any]:
+def monitored(
+    aggregator: Aggregator, scored: dict[str, list[np.ndarray]], labels: dict[str, np.ndarray]
+) -> dict[str, Any]:
     """One aggregator: AUROC on the watched mails, and rates at thresholds from the calibration mails alone."""
     benign = [scores for scores, spam in zip(scored["calibrate"], labels["calibrate"], strict=True) if not spam]
     running = [over(aggregator, scores)[:, 0] for scores in scored["watch"]]
@@ -149,17 +206,26 @@ def monitored(aggregator: Aggregator, scored: dict[str, list[np.ndarray]], label
     by_token = calibrate_alerts(benign, fpr=FPR, aggregate=aggregator)
     by_document = calibrate_alerts(benign, fpr=FPR, aggregate=aggregator, unit="document")
     return {
-        "method": str(aggregator), "token": rates(tokens, of_token, float(by_token.threshold[0])), "document": rates(highest, labels["watch"], float(by_document.threshold[0])),
-    }  # fmt: skip
+        "method": str(aggregator),
+        "token": rates(tokens, of_token, float(by_token.threshold[0])),
+        "document": rates(highest, labels["watch"], float(by_document.threshold[0])),
+    }
 
 
 def rates(values: np.ndarray, positive: np.ndarray, threshold: float) -> dict[str, Any]:
-    """AUROC, and shares over the threshold with exact intervals (of tokens: as if they were independent, which those of one mail are not)."""
+    """AUROC, and shares over the threshold with exact intervals (of tokens: as if they were independent, which those of
+    one mail are not).
+    """
     above = values > threshold
     found: dict[str, Any] = {"auroc": round(auroc(values, positive), 4), "threshold": threshold}
     for name, side in (("tpr", positive), ("fpr", ~positive)):
         low, high = clopper_pearson(int(above[side].sum()), int(side.sum()))
-        found[name] = {"rate": round(float(above[side].mean()), 4), "low": round(float(low), 4), "high": round(float(high), 4), "n": int(side.sum())}
+        found[name] = {
+            "rate": round(float(above[side].mean()), 4),
+            "low": round(float(low), 4),
+            "high": round(float(high), 4),
+            "n": int(side.sum()),
+        }
     return found
 
 
@@ -172,10 +238,15 @@ def auroc(values: np.ndarray, positive: np.ndarray) -> float:
 
 
 def baseline(method: str, features: dict[str, np.ndarray], labels: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Logistic regression by document, its penalty chosen on a fifth of the training mails, its threshold on the benign calibration mails."""
+    """Logistic regression by document, its penalty chosen on a fifth of the training mails, its threshold on the benign
+    calibration mails.
+    """
     x, y = torch.from_numpy(features["train"]).float(), torch.from_numpy(labels["train"]).float()
     kept = len(x) * 4 // 5
-    tried = {penalty: auroc((x[kept:] @ logistic(x[:kept], y[:kept], penalty)[0]).numpy(), labels["train"][kept:]) for penalty in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)}
+    tried = {
+        penalty: auroc((x[kept:] @ logistic(x[:kept], y[:kept], penalty)[0]).numpy(), labels["train"][kept:])
+        for penalty in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+    }
     w, b = logistic(x, y, max(tried, key=lambda penalty: tried[penalty]))
     score = {name: torch.sigmoid(torch.from_numpy(part).float() @ w + b).numpy() for name, part in features.items()}
     benign = [value.reshape(1, 1) for value in score["calibrate"][~labels["calibrate"]]]
@@ -198,8 +269,13 @@ def logistic(x: torch.Tensor, y: torch.Tensor, penalty: float) -> tuple[torch.Te
 
 
 def tf_idf(parts: dict[str, list[Text]]) -> dict[str, np.ndarray]:
-    """Rows of unit length over the words of at least two training mails, the 20,000 most frequent: (1 + log tf) * log(n / df)."""
-    words = {name: [Counter(re.findall(r"[a-z0-9$!']+", text.text.lower())) for text in texts] for name, texts in parts.items()}
+    """Rows of unit length over the words of at least two training mails, the 20,000 most frequent: (1 + log tf) * log(n
+    / df).
+    """
+    words = {
+        name: [Counter(re.findall(r"[a-z0-9$!']+", text.text.lower())) for text in texts]
+        for name, texts in parts.items()
+    }
     df = Counter(word for mail in words["train"] for word in mail)
     known = {word: i for i, (word, n) in enumerate(df.most_common(20_000)) if n > 1}
     idf = np.log(len(words["train"]) / np.asarray([df[word] for word in known]))

@@ -3,7 +3,8 @@
     python scripts/evidence/mutate_alignment.py --out docs/benchmarks/mutations.json
 
 Each mutation is applied to a copy of the package; the attribution tests must then fail. A mutation that survives
-ends the script with status 1. What FILE says of mutations caught at the same commit is kept, so a run goes on where it ended.
+ends the script with status 1. What FILE says of mutations caught at the same commit is kept, so a run goes on where it
+ended.
 """
 
 from __future__ import annotations
@@ -24,109 +25,532 @@ from provenance import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
-    "tests/tracking/test_align.py", "tests/tracking/test_attach.py", "tests/monitor/test_run.py", "tests/monitor/test_actions.py", "tests/tracking/test_blindness.py",
-    "tests/tracking/test_batching.py", "tests/host/test_hosts.py", "tests/host/test_abilities.py", "tests/tracking/test_states.py", "tests/tracking/test_by_hand.py",
-    "tests/engine/test_extreme.py", "tests/tracking/test_silence.py", "tests/offline/test_corpus_hosts.py",
-]  # fmt: skip
+    "tests/tracking/test_align.py",
+    "tests/tracking/test_attach.py",
+    "tests/monitor/test_run.py",
+    "tests/monitor/test_actions.py",
+    "tests/tracking/test_blindness.py",
+    "tests/tracking/test_batching.py",
+    "tests/host/test_hosts.py",
+    "tests/host/test_abilities.py",
+    "tests/tracking/test_states.py",
+    "tests/tracking/test_by_hand.py",
+    "tests/engine/test_extreme.py",
+    "tests/tracking/test_silence.py",
+    "tests/offline/test_corpus_hosts.py",
+]
 # Which of them is asked first about a file: it most likely notices, and the others need not run.
 FIRST = {
-    "tracking/align.py": "align", "tracking/continuous_batching.py": "batching", "tracking/held_streamer.py": "actions", "host/abilities.py": "abilities", "host/twin.py": "abilities", "host/tap.py": "states",
-    "offline/corpus.py": "states", "tracking/hand_loop.py": "by_hand", "host/fingerprint.py": "corpus_hosts", "tracking/copied_caches.py": "by_hand", "engine/engine.py": "extreme", "packs/pack.py": "extreme",
-}  # fmt: skip
+    "tracking/align.py": "align",
+    "tracking/continuous_batching.py": "batching",
+    "tracking/held_streamer.py": "actions",
+    "host/abilities.py": "abilities",
+    "host/twin.py": "abilities",
+    "host/tap.py": "states",
+    "offline/corpus.py": "states",
+    "tracking/hand_loop.py": "by_hand",
+    "host/fingerprint.py": "corpus_hosts",
+    "tracking/copied_caches.py": "by_hand",
+    "engine/engine.py": "extreme",
+    "packs/pack.py": "extreme",
+}
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
 SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
 # (file, the line as it is, the line broken, what it breaks)
 MUTATIONS = [
-    ("tracking/align.py", "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
-     "found.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))", "every column one too far"),
-    ("tracking/align.py", "offsets = at + (first - forward.start)\n            found", "offsets = at\n            found", "offsets count from the new columns"),
-    ("tracking/align.py", "forward.mask[:, first:stop] != 0", "forward.mask[:, first:stop] == forward.mask[:, first:stop]", "padding is taken for tokens"),
-    ("tracking/align.py", "real &= (first <= self.last_column)[:, None]", "real &= (first < self.last_column)[:, None]", "a row's last token is lost"),
+    (
+        "tracking/align.py",
+        "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
+        "found.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
+        "every column one too far",
+    ),
+    (
+        "tracking/align.py",
+        "offsets = at + (first - forward.start)\n            found",
+        "offsets = at\n            found",
+        "offsets count from the new columns",
+    ),
+    (
+        "tracking/align.py",
+        "forward.mask[:, first:stop] != 0",
+        "forward.mask[:, first:stop] == forward.mask[:, first:stop]",
+        "padding is taken for tokens",
+    ),
+    (
+        "tracking/align.py",
+        "real &= (first <= self.last_column)[:, None]",
+        "real &= (first < self.last_column)[:, None]",
+        "a row's last token is lost",
+    ),
     ("tracking/align.py", "real &= (first <= self.last_column)[:, None]", "pass", "rows that ended are fed on"),
-    ("tracking/align.py", "        self.frontier = end\n", "        self.frontier = width\n", "the frontier forgets the cache"),
-    ("tracking/align.py", "max(self.frontier, min(end, self.prompt_columns))", "max(self.frontier, min(end, self.prompt_columns - 1))", "a prompt token is called generated"),
-    ("tracking/decoder_hooks.py", "one.states[site] = hidden[rows, offsets]", "one.states[site] = hidden[rows.flip(0), offsets]", "rows are exchanged"),
-    ("tracking/forward_call.py", "start = 0 if cache is None else n_cached(cache, given)", "start = 0", "the cache's length is ignored"),
-    ("tracking/decoder_hooks.py", "recording.earlier = self._known(generation.prompt.cache, n_rows, column)", "pass", "the first turn is forgotten"),
+    (
+        "tracking/align.py",
+        "        self.frontier = end\n",
+        "        self.frontier = width\n",
+        "the frontier forgets the cache",
+    ),
+    (
+        "tracking/align.py",
+        "max(self.frontier, min(end, self.prompt_columns))",
+        "max(self.frontier, min(end, self.prompt_columns - 1))",
+        "a prompt token is called generated",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "one.states[site] = hidden[rows, offsets]",
+        "one.states[site] = hidden[rows.flip(0), offsets]",
+        "rows are exchanged",
+    ),
+    (
+        "tracking/forward_call.py",
+        "start = 0 if cache is None else n_cached(cache, given)",
+        "start = 0",
+        "the cache's length is ignored",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "recording.earlier = self._known(generation.prompt.cache, n_rows, column)",
+        "pass",
+        "the first turn is forgotten",
+    ),
     ("tracking/decoder_hooks.py", "document.earlier = known\n", "pass\n", "a document forgets what is in its cache"),
-    ("tracking/generation.py", "self.ids = np.concatenate([before, given], axis=1)", "pass", "chunks of a prompt before the last are forgotten"),
-    ("tracking/generation.py", "self.begin = max(self.prompt.cached, self.begin)", "pass", "a chunked prompt begins before its cache"),
-    ("tracking/decoder_hooks.py", "if one.placed.draft and one.generation is not None:", "if False:", "drafts are reported at once"),
-    ("tracking/watcher.py", "outer.drafting += 1", "outer.drafting += 0", "the model's own drafts are taken for its output"),
-    ("tracking/watcher.py", '"decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"', '"attention_mask"', "a decoder's padding is read from the encoder's mask"),
-    ("tracking/align.py", "self.frontier, self._n_sampled = column, max", "self._n_sampled = max", "columns that were not seen are waited for"),
-    ("tracking/align.py", "max(self._n_sampled, column - prompt)", "self._n_sampled", "tokens sampled past a gap are not counted"),
-    ("tracking/generation.py", "if not seen.all() or first > max(self.scored_columns, self.prompt.columns):", "if False:", "a held streamer shows a token that was not seen"),
-    ("monitor/stream.py", "if threading.current_thread() is not self._thread:", "if False:", "a stream gives another generation's tokens"),
-    ("tracking/generation.py", "                if column >= last:\n                    break\n", "", "rejected drafts are kept"),
-    ("tracking/generation.py", "call.frontier = min(call.frontier, last)", "pass", "the frontier stays beyond rejected drafts"),
-    ("tracking/generation.py", "call.ended(ends if pads else np.zeros(len(ends), dtype=bool))", "call.ended(np.zeros(len(ends), dtype=bool))", "no row ever ends"),
-    ("tracking/generation.py", "pads = any(hasattr", "pads = True or any(hasattr", "rows end where generate does not pad them"),
-    ("tracking/generation.py", "{row: before[origin] for row, origin in enumerate(self.origin.tolist()) if origin in before}", "dict(before)", "streaks and aggregates stay with the row of a beam"),
-    ("tracking/beams.py", "parent, origin[row] = known", "parent, origin[row] = known[0], row", "a beam's retained set stays with its row"),
+    (
+        "tracking/generation.py",
+        "self.ids = np.concatenate([before, given], axis=1)",
+        "pass",
+        "chunks of a prompt before the last are forgotten",
+    ),
+    (
+        "tracking/generation.py",
+        "self.begin = max(self.prompt.cached, self.begin)",
+        "pass",
+        "a chunked prompt begins before its cache",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "if one.placed.draft and one.generation is not None:",
+        "if False:",
+        "drafts are reported at once",
+    ),
+    (
+        "tracking/watcher.py",
+        "outer.drafting += 1",
+        "outer.drafting += 0",
+        "the model's own drafts are taken for its output",
+    ),
+    (
+        "tracking/watcher.py",
+        '"decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"',
+        '"attention_mask"',
+        "a decoder's padding is read from the encoder's mask",
+    ),
+    (
+        "tracking/align.py",
+        "self.frontier, self._n_sampled = column, max",
+        "self._n_sampled = max",
+        "columns that were not seen are waited for",
+    ),
+    (
+        "tracking/align.py",
+        "max(self._n_sampled, column - prompt)",
+        "self._n_sampled",
+        "tokens sampled past a gap are not counted",
+    ),
+    (
+        "tracking/generation.py",
+        "if not seen.all() or first > max(self.scored_columns, self.prompt.columns):",
+        "if False:",
+        "a held streamer shows a token that was not seen",
+    ),
+    (
+        "monitor/stream.py",
+        "if threading.current_thread() is not self._thread:",
+        "if False:",
+        "a stream gives another generation's tokens",
+    ),
+    (
+        "tracking/generation.py",
+        "                if column >= last:\n                    break\n",
+        "",
+        "rejected drafts are kept",
+    ),
+    (
+        "tracking/generation.py",
+        "call.frontier = min(call.frontier, last)",
+        "pass",
+        "the frontier stays beyond rejected drafts",
+    ),
+    (
+        "tracking/generation.py",
+        "call.ended(ends if pads else np.zeros(len(ends), dtype=bool))",
+        "call.ended(np.zeros(len(ends), dtype=bool))",
+        "no row ever ends",
+    ),
+    (
+        "tracking/generation.py",
+        "pads = any(hasattr",
+        "pads = True or any(hasattr",
+        "rows end where generate does not pad them",
+    ),
+    (
+        "tracking/generation.py",
+        (
+            "            self.rule_states[number] = {\n                row: before[origin] for row, origin in"
+            " enumerate(self.origin.tolist()) if origin in before\n            }"
+        ),
+        "            self.rule_states[number] = dict(before)",
+        "streaks and aggregates stay with the row of a beam",
+    ),
+    (
+        "tracking/beams.py",
+        "parent, origin[row] = known",
+        "parent, origin[row] = known[0], row",
+        "a beam's retained set stays with its row",
+    ),
     ("tracking/beams.py", "b = row // self.n_beams", "b = row % self.n_beams", "beams belong to the wrong prompt"),
-    ("tracking/beams.py", "self.finished.add((i // each,", "self.finished.add((i % each,", "hypotheses end in the wrong prompt"),
-    ("tracking/continuous_batching.py", "[placed.moved(begin) for placed in", "[placed.moved(0) for placed in", "every request has the states of the first"),
-    ("tracking/continuous_batching.py", "recording.earlier = parent.generation.recording", "recording.earlier = None", "a fork forgets its parent"),
-    ("tracking/continuous_batching.py", "state.generated_len() + 1", "state.generated_len() + 2", "a stop in continuous batching comes one token late"),
-    ("tracking/continuous_batching.py", "recording = self._new_recording(SequenceColumns(len(prompt)))\n        recording.request, recording.before", "recording = self._new_recording(SequenceColumns(len(prompt) + 1))\n        recording.request, recording.before", "a request's first token is called prompt"),
-    ("tracking/generate_call.py", "return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))", "return int(ids.shape[1])", "the start token that transformers adds is not counted"),
-    ("tracking/held_streamer.py", "generation.showable_columns():\n            self._streamer", "generation.scored_columns:\n            self._streamer", "a held streamer shows the token that met the rule"),
-    ("tracking/generation.py", "int(placed.columns.max()) + 1\n", "int(placed.columns.max()) + 2\n", "a held streamer shows a token before its score"),
+    (
+        "tracking/beams.py",
+        "self.finished.add((i // each,",
+        "self.finished.add((i % each,",
+        "hypotheses end in the wrong prompt",
+    ),
+    (
+        "tracking/continuous_batching.py",
+        "[placed.moved(begin) for placed in",
+        "[placed.moved(0) for placed in",
+        "every request has the states of the first",
+    ),
+    (
+        "tracking/continuous_batching.py",
+        "recording.earlier = parent.generation.recording",
+        "recording.earlier = None",
+        "a fork forgets its parent",
+    ),
+    (
+        "tracking/continuous_batching.py",
+        "state.generated_len() + 1",
+        "state.generated_len() + 2",
+        "a stop in continuous batching comes one token late",
+    ),
+    (
+        "tracking/continuous_batching.py",
+        "recording = self._new_recording(SequenceColumns(len(prompt)))\n        recording.request, recording.before",
+        (
+            "recording = self._new_recording(SequenceColumns(len(prompt) + 1))\n        recording.request,"
+            " recording.before"
+        ),
+        "a request's first token is called prompt",
+    ),
+    (
+        "tracking/generate_call.py",
+        "return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))",
+        "return int(ids.shape[1])",
+        "the start token that transformers adds is not counted",
+    ),
+    (
+        "tracking/held_streamer.py",
+        "generation.showable_columns():\n            self._streamer",
+        "generation.scored_columns:\n            self._streamer",
+        "a held streamer shows the token that met the rule",
+    ),
+    (
+        "tracking/generation.py",
+        "int(placed.columns.max()) + 1\n",
+        "int(placed.columns.max()) + 2\n",
+        "a held streamer shows a token before its score",
+    ),
     ("monitor/run.py", "        recording.retained[found] = kept\n", "", "the prompt hands nothing to the generation"),
-    ("monitor/run.py", "(len(placed) - 1 - last).tolist()", "last.tolist()", "another token's retained set begins the generation"),
+    (
+        "monitor/run.py",
+        "(len(placed) - 1 - last).tolist()",
+        "last.tolist()",
+        "another token's retained set begins the generation",
+    ),
     ("monitor/run.py", "                recording.retained[rows] = kept\n", "", "retained sets are not carried"),
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
-    ("host/compiled.py", "yield site, self._room[site][: of[0], : of[1]]", "yield site, self._room[site].flip(0)[: of[0], : of[1]]", "rows of a compiled host are exchanged"),
+    (
+        "host/compiled.py",
+        "yield site, self._room[site][: of[0], : of[1]]",
+        "yield site, self._room[site].flip(0)[: of[0], : of[1]]",
+        "rows of a compiled host are exchanged",
+    ),
     ("host/compiled.py", "if shared:", "if False:", "threads read one another's buffers"),
     ("host/compiled.py", "            self._after(decoder, (), out)\n", "", "a compiled call is not closed"),
-    ("tracking/decoder_hooks.py", "            self._tapped(site, hidden)\n", "            pass\n", "buffers are not read"),
-    ("tracking/decoder_hooks.py", "        self.finish()  # its retained sets are what this one begins with\n", "", "a step begins before the one under way has ended"),
-    ("monitor/run.py", "placed.columns - recording.offset, placed.ids", "placed.columns, placed.ids", "sinks get columns of the cache for positions"),
-    ("tracking/recording.py", "limits += [before] * len(begin.placed)", "limits += [10**9] * len(begin.placed)", "columns of an earlier turn are taken twice"),
-    ("tracking/recording.py", "real[:, :known] = mask[:, self.offset : self.offset + known] != 0", "pass", "padding appears in the result"),
-    ("tracking/recording.py", "return real & (np.arange(length) <= last[:, None])", "return real", "padding after the end appears in the result"),
-    ("tracking/recording.py", "np.asarray(entries, dtype=np.int64) - self.n_forgotten", "np.asarray(entries, dtype=np.int64)", "beams point at scores that were forgotten"),
-    ("tracking/generate_call.py", '"beams": mode in _BEAMS,', '"beams": False,', "beams that do not take their state along are scored"),
-    ("tracking/generate_call.py", "any(_is_used(given.get(name)) for name in CACHES)", "False", "a second turn that starts from a wrong state is scored"),
+    (
+        "tracking/decoder_hooks.py",
+        "            self._tapped(site, hidden)\n",
+        "            pass\n",
+        "buffers are not read",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "        self.finish()  # its retained sets are what this one begins with\n",
+        "",
+        "a step begins before the one under way has ended",
+    ),
+    (
+        "monitor/run.py",
+        "placed.columns - recording.offset,",
+        "placed.columns,",
+        "sinks get columns of the cache for positions",
+    ),
+    (
+        "tracking/recording.py",
+        "limits += [before] * len(begin.placed)",
+        "limits += [10**9] * len(begin.placed)",
+        "columns of an earlier turn are taken twice",
+    ),
+    (
+        "tracking/recording.py",
+        "real[:, :known] = mask[:, self.offset : self.offset + known] != 0",
+        "pass",
+        "padding appears in the result",
+    ),
+    (
+        "tracking/recording.py",
+        "return real & (np.arange(length) <= last[:, None])",
+        "return real",
+        "padding after the end appears in the result",
+    ),
+    (
+        "tracking/recording.py",
+        (
+            "            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(\n               "
+            " np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1\n            )"
+        ),
+        (
+            "            index[r, beams.begin : beams.begin + len(entries)] = np.maximum(np.asarray(entries,"
+            " dtype=np.int64), -1)"
+        ),
+        "beams point at scores that were forgotten",
+    ),
+    (
+        "tracking/generate_call.py",
+        '"beams": mode in _BEAMS,',
+        '"beams": False,',
+        "beams that do not take their state along are scored",
+    ),
+    (
+        "tracking/generate_call.py",
+        "any(_is_used(given.get(name)) for name in CACHES)",
+        "False",
+        "a second turn that starts from a wrong state is scored",
+    ),
     ("tracking/generate_call.py", '"padded": padded,', '"padded": False,', "padding in a state is not asked about"),
-    ("tracking/decoder_hooks.py", "        if generation is None or generation.by_hand:\n", "        if False:\n", "plain forwards that start from a wrong state are scored"),
-    ("tracking/decoder_hooks.py", "        self.abilities.check_streams(sites)\n", "", "streams that do not fit are attached to"),
-    ("tracking/watcher.py", '({"beside"} if self._running else frozenset())', "frozenset()", "two sequences in one module's state are scored"),
+    (
+        "tracking/decoder_hooks.py",
+        "        if generation is None or generation.by_hand:\n",
+        "        if False:\n",
+        "plain forwards that start from a wrong state are scored",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "        self.abilities.check_streams(sites)\n",
+        "",
+        "streams that do not fit are attached to",
+    ),
+    (
+        "tracking/watcher.py",
+        (
+            '            self._forwards.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
+            " self._running else frozenset()), prompt.length\n            )"
+        ),
+        "            self._forwards.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
+        "two sequences in one module's state are scored",
+    ),
     ("host/abilities.py", " and not tried.depends_on_the_cut:", ":", "hosts that look at what comes after are refused"),
-    ("host/twin.py", "func, kwargs[\"generator\"] = with_one, self._generator", "pass", "trying a host moves the random numbers"),
-    ("host/tap.py", "if width is not None and hidden.shape[2] != width:", "if False:", "states of another width are scored"),
-    ("host/tap.py", "if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):", "if hidden.dim() != 3:", "rows and tokens of another forward are scored"),
+    (
+        "host/twin.py",
+        'func, kwargs["generator"] = with_one, self._generator',
+        "pass",
+        "trying a host moves the random numbers",
+    ),
+    (
+        "host/tap.py",
+        "if width is not None and hidden.shape[2] != width:",
+        "if False:",
+        "states of another width are scored",
+    ),
+    (
+        "host/tap.py",
+        "if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):",
+        "if hidden.dim() != 3:",
+        "rows and tokens of another forward are scored",
+    ),
     ("host/tap.py", "    if len(holders) > 1:", "    if False:", "layers that share a module are attached to"),
-    ("tracking/decoder_hooks.py", "            if site in mine.ran:", "            if False:", "a layer that runs twice shows its last states"),
-    ("tracking/decoder_hooks.py", "        self.finish(report=False)\n", "        self.finish()\n", "what was not the tokens' is reported all the same"),
-    ("offline/corpus.py", "                check_states(site, hidden[0], ids.shape, self._width)\n", "", "a corpus is scored whatever its layers give"),
-    ("engine/engine.py", "        without[rows[self._beyond(largest, n, rows, probes)]] = True\n", "", "a score that may be no number is one"),
-    ("engine/engine.py", "unseen = unseen_inputs(largest, n)", "unseen = np.zeros(n, dtype=np.int64)", "states that are not finite are seen"),
-    ("packs/pack.py", "self.input_limit[first : first + len(limits)] = limits", "self.input_limit[first : first + len(limits)] = np.inf", "no weight is too large for any state"),
-    ("tracking/decoder_hooks.py", "if generation is None and self._of_another_head(forward, cache):", "if False:", "generate() of another head is taken for documents"),
-    ("tracking/decoder_hooks.py", "if self._acts() and self._decodes(forward):", "if False:", "a loop by hand looks calm beside rules"),
-    ("tracking/decoder_hooks.py", "            return forward.ids.shape[1] == 1\n", "            return False\n", "a loop by hand with a cache looks calm beside rules"),
-    ("tracking/decoder_hooks.py", "if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:", "if False:", "a run is blind where another follows"),
-    ("tracking/watcher.py", " and generate_around(self._forwards.decoder) is not None", "", "a loop that prepares its inputs is not seen"),
-    ("monitor/run.py", "if self._rules and error is None and self._watcher.n_documents:", "if False:", "rules that could never fire are not told"),
-    ("tracking/hand_loop.py", "self._ended = self._sampled(generation, ids, self._ended, True)", "self._ended = self._sampled(generation, ids, self._ended, False)", "rows that end in a loop by hand are fed on"),
-    ("tracking/hand_loop.py", "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n", "", "a loop by hand may run other tokens than it sampled"),
-    ("tracking/copied_caches.py", " or not torch.equal(one, two)", "", "any cache is taken for a copy of any other"),
-    ("tracking/recording.py", "    if len(agreeing) == 1:\n", "    if agreeing:\n", "a copy of an output is of the first generation that has its ids"),
-    ("tracking/watcher.py", "generation.check_prompt(ids.shape[1] + recording.offset)", "pass", "a prompt that was changed on its way into generate() is believed"),
+    (
+        "tracking/decoder_hooks.py",
+        "            if site in mine.ran:",
+        "            if False:",
+        "a layer that runs twice shows its last states",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "        self.finish(report=False)\n",
+        "        self.finish()\n",
+        "what was not the tokens' is reported all the same",
+    ),
+    (
+        "offline/corpus.py",
+        "                check_states(site, hidden[0], ids.shape, self._width)\n",
+        "",
+        "a corpus is scored whatever its layers give",
+    ),
+    (
+        "engine/engine.py",
+        "        without[rows[self._beyond(largest, n, rows, probes)]] = True\n",
+        "",
+        "a score that may be no number is one",
+    ),
+    (
+        "engine/engine.py",
+        "unseen = unseen_inputs(largest, n)",
+        "unseen = np.zeros(n, dtype=np.int64)",
+        "states that are not finite are seen",
+    ),
+    (
+        "packs/pack.py",
+        "self.input_limit[first : first + len(limits)] = limits",
+        "self.input_limit[first : first + len(limits)] = np.inf",
+        "no weight is too large for any state",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "if generation is None and self._of_another_head(forward, cache):",
+        "if False:",
+        "generate() of another head is taken for documents",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "if self._acts() and self._decodes(forward):",
+        "if False:",
+        "a loop by hand looks calm beside rules",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "            return forward.ids.shape[1] == 1\n",
+        "            return False\n",
+        "a loop by hand with a cache looks calm beside rules",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:",
+        "if False:",
+        "a run is blind where another follows",
+    ),
+    (
+        "tracking/watcher.py",
+        (
+            "        self._forwards.thread.foreign = (\n            generation is None\n            and not"
+            " FOLLOWING.models[id(self.model)]\n            and generate_around(self._forwards.decoder) is not None\n  "
+            "      )"
+        ),
+        "        self._forwards.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)]",
+        "a loop that prepares its inputs is not seen",
+    ),
+    (
+        "monitor/run.py",
+        "if self._rules and error is None and self._watcher.n_documents:",
+        "if False:",
+        "rules that could never fire are not told",
+    ),
+    (
+        "tracking/hand_loop.py",
+        "self._ended = self._sampled(generation, ids, self._ended, True)",
+        "self._ended = self._sampled(generation, ids, self._ended, False)",
+        "rows that end in a loop by hand are fed on",
+    ),
+    (
+        "tracking/hand_loop.py",
+        "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n",
+        "",
+        "a loop by hand may run other tokens than it sampled",
+    ),
+    (
+        "tracking/copied_caches.py",
+        (
+            "            if (\n                one.shape[2] != n_columns - begin\n                or one.dtype !="
+            " two.dtype\n                or one.device != two.device\n                or not torch.equal(one, two)\n   "
+            "         ):"
+        ),
+        "            if one.shape[2] != n_columns - begin or one.dtype != two.dtype or one.device != two.device:",
+        "any cache is taken for a copy of any other",
+    ),
+    (
+        "tracking/recording.py",
+        "    if len(agreeing) == 1:\n",
+        "    if agreeing:\n",
+        "a copy of an output is of the first generation that has its ids",
+    ),
+    (
+        "tracking/watcher.py",
+        "generation.check_prompt(ids.shape[1] + recording.offset)",
+        "pass",
+        "a prompt that was changed on its way into generate() is believed",
+    ),
     ("tracking/generate_call.py", "        if after:\n", "        if False:\n", "a prompt that ends in padding is run"),
-    ("tracking/decoder_hooks.py", "elif own is None and not mine.inside:", "elif False:", "layers that run past the decoder are not told"),
-    ("tracking/decoder_hooks.py", "if self.model is not self.decoder and self.abilities.drops_mask():", "if False:", "padding that a decoder is not told of is scored"),
-    ("tracking/recording.py", "hosts, one = [*hosts, one.host, one.host_after], one.earlier", "one = one.earlier", "an earlier turn of other adapters is not told"),
+    (
+        "tracking/decoder_hooks.py",
+        "elif own is None and not mine.inside:",
+        "elif False:",
+        "layers that run past the decoder are not told",
+    ),
+    (
+        "tracking/decoder_hooks.py",
+        "if self.model is not self.decoder and self.abilities.drops_mask():",
+        "if False:",
+        "padding that a decoder is not told of is scored",
+    ),
+    (
+        "tracking/recording.py",
+        "hosts, one = [*hosts, one.host, one.host_after], one.earlier",
+        "one = one.earlier",
+        "an earlier turn of other adapters is not told",
+    ),
     ("monitor/run.py", "            self._tell_silence()", "            pass", "a run that watched nothing looks calm"),
-    ("offline/corpus.py", "self._runs = model if wrapped else find_layers(host)[0]", "self._runs = find_layers(host)[0]", "a corpus is read without what PEFT's wrapper sets up"),
-    ("offline/corpus.py", "padded=self._padded", "padded=True", "padding gets into the documents of a corpus"),
-    ("offline/corpus.py", "class _Open(threading.local):", "class _Open:", "a corpus is scored by the forwards of other threads"),
-    ("offline/corpus.py", "after=self._looks_ahead", "after=False", "what a host looks ahead at is left out of a corpus"),
-    ("host/fingerprint.py", "if module not in inside or module in adapters:", "if False:", "an analysis is gone on with under another adapter"),
-    ("tracking/recording.py", "np.argwhere(self.ids != sequences)[:1]", "np.argwhere(self.ids != sequences)[:0]", "the last token of an output is not compared"),
-]  # fmt: skip
+    (
+        "offline/corpus.py",
+        "self._runs = model if wrapped else find_layers(host)[0]",
+        "self._runs = find_layers(host)[0]",
+        "a corpus is read without what PEFT's wrapper sets up",
+    ),
+    (
+        "offline/corpus.py",
+        (
+            "        grouped = batches(\n            pieces, max_tokens=self.reading.batch_tokens,"
+            " max_rows=self.reading.batch_rows, padded=self._padded\n        )"
+        ),
+        (
+            "        grouped = batches(pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows,"
+            " padded=True)"
+        ),
+        "padding gets into the documents of a corpus",
+    ),
+    (
+        "offline/corpus.py",
+        "class _Open(threading.local):",
+        "class _Open:",
+        "a corpus is scored by the forwards of other threads",
+    ),
+    (
+        "offline/corpus.py",
+        "after=self._looks_ahead",
+        "after=False",
+        "what a host looks ahead at is left out of a corpus",
+    ),
+    (
+        "host/fingerprint.py",
+        "if module not in inside or module in adapters:",
+        "if False:",
+        "an analysis is gone on with under another adapter",
+    ),
+    (
+        "tracking/recording.py",
+        "np.argwhere(self.ids != sequences)[:1]",
+        "np.argwhere(self.ids != sequences)[:0]",
+        "the last token of an output is not compared",
+    ),
+]
 
 
 def main() -> int:
@@ -140,7 +564,9 @@ def main() -> int:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.is_file() else {}
-        before_now = {one["what"]: one for one in known.get("mutations", []) if one["caught_by"] and known["commit"] == commit()}
+        before_now = {
+            one["what"]: one for one in known.get("mutations", []) if one["caught_by"] and known["commit"] == commit()
+        }
         if failed(copy, TESTS) or failed(copy, SLOW):
             print("the tests fail without any mutation", file=sys.stderr)
             return 2
@@ -153,10 +579,19 @@ def main() -> int:
                 return 2
             if what not in before_now:
                 path.write_text(text.replace(before, after))
-                before_now[what] = {"file": file, "what": what, "caught_by": failed(copy, first(file)) or failed(copy, SLOW)}
+                before_now[what] = {
+                    "file": file,
+                    "what": what,
+                    "caught_by": failed(copy, first(file)) or failed(copy, SLOW),
+                }
                 path.write_text(text)
             caught.append(before_now[what])
-            report = {"n_mutations": len(caught), "n_caught": sum(bool(one["caught_by"]) for one in caught), "mutations": caught, "commit": commit()}
+            report = {
+                "n_mutations": len(caught),
+                "n_caught": sum(bool(one["caught_by"]) for one in caught),
+                "mutations": caught,
+                "commit": commit(),
+            }
             if arguments.out:  # after each, so that a run that is ended goes on where it was
                 write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
@@ -171,10 +606,29 @@ def first(file: str) -> list[str]:
 
 def failed(copy: Path, tests: list[str]) -> str:
     """The first test that fails in the copy, or an empty string."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     # What waits for ever is noticed as well: no test takes a minute on a busy machine.
     at_most = ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-x", "-v", *at_most, "-p", "no:cacheprovider", "-k", "not compil" if tests is not SLOW else "compil or test_device_step", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-v",
+        *at_most,
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not compil" if tests is not SLOW else "compil or test_device_step",
+        *tests,
+    ]
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
     except subprocess.TimeoutExpired:

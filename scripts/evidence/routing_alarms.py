@@ -2,8 +2,9 @@
 
     python scripts/evidence/routing_alarms.py --out docs/benchmarks/routing_alarms.json
 
-Streams are synthetic and random, and healthy by construction, of kinds that differ in how peaked, uneven, slow and noisy they are. A step
-is one token of each of four rows; every kind has 100,000 of them. The latencies are drawn too: tails and pauses that any machine has.
+Streams are synthetic and random, and healthy by construction, of kinds that differ in how peaked, uneven, slow and
+noisy they are. A step is one token of each of four rows; every kind has 100,000 of them. The latencies are drawn too:
+tails and pauses that any machine has.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def choices(raw: np.ndarray, k: int) -> Decisions:
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights = (powers / powers.sum(axis=-1, keepdims=True))[None]
     top = largest(weights, k)
-    return Decisions.of(raw[None].astype(np.float32), weights, top, np.take_along_axis(weights, top, axis=-1).astype(np.float32))
+    return Decisions.of(
+        raw[None].astype(np.float32), weights, top, np.take_along_axis(weights, top, axis=-1).astype(np.float32)
+    )
 
 
 def peaked(rng: np.random.Generator, e: int, k: int, shares: np.ndarray, peak: float, stays: float) -> DecisionStream:
-    """Each row is at one expert, drawn by `shares`, and stays there with probability `stays` at each step; that one's logit stands out by `peak`."""
+    """Each row is at one expert, drawn by `shares`, and stays there with probability `stays` at each step; that one's
+    logit stands out by `peak`.
+    """
     at = rng.choice(e, size=ROWS, p=shares)
     while True:
         first = np.empty((ROWS, BATCH), dtype=np.int64)
@@ -53,7 +58,9 @@ def peaked(rng: np.random.Generator, e: int, k: int, shares: np.ndarray, peak: f
 
 
 def topics(rng: np.random.Generator, e: int, k: int) -> DecisionStream:
-    """Experts by topic, of which there are many: for some hundred steps each, another part of them is preferred, as text changes its subject."""
+    """Experts by topic, of which there are many: for some hundred steps each, another part of them is preferred, as
+    text changes its subject.
+    """
     left, liking = 0, np.zeros(e)
     while True:
         lines = []
@@ -81,7 +88,14 @@ def codes(rng: np.random.Generator, level: str, r: int) -> DecisionStream:
             t += 1
         flat = raw.reshape(1, -1, r)
         top = largest(np.abs(flat), 1)
-        yield Decisions.of(flat, None, top, np.take_along_axis(flat, top, axis=-1), decided=boundary.reshape(1, -1), chunk=chunk.ravel())
+        yield Decisions.of(
+            flat,
+            None,
+            top,
+            np.take_along_axis(flat, top, axis=-1),
+            decided=boundary.reshape(1, -1),
+            chunk=chunk.ravel(),
+        )
 
 
 def uneven(e: int, power: float) -> np.ndarray:
@@ -107,7 +121,13 @@ def run(kind: str, n_steps: int, seed: int) -> dict[str, Any]:
     """The alerts over `n_steps` of one kind."""
     source, level, make, e, k = KINDS[kind]
     rng = np.random.default_rng([seed, list(KINDS).index(kind)])
-    tally = Tally([Stream(source, "synthetic", 0, level)], e, k, codes=source == BEM, memory=lambda: (int(4e9 + 2e9 * rng.random()), int(8e9)))
+    tally = Tally(
+        [Stream(source, "synthetic", 0, level)],
+        e,
+        k,
+        codes=source == BEM,
+        memory=lambda: (int(4e9 + 2e9 * rng.random()), int(8e9)),
+    )
     history, alerts, done = History(ROWS, 1), Counter[str](), 0
     batches = make(rng)
     while done < n_steps:
@@ -120,7 +140,14 @@ def run(kind: str, n_steps: int, seed: int) -> dict[str, Any]:
         latency_us = float(rng.lognormal(1.5, 0.8) * (100 if rng.random() < 0.005 else 1))
         alerts.update(alert.kind for alert in tally.add(decisions, told, latency_us) if alert.raised)
         done += n
-    return {"kind": kind, "steps": n_steps, "tokens": tally.total().n_tokens, "windows": tally.total().n_tokens // 512, "false_alarms": sum(alerts.values()), "by_kind": dict(alerts)}
+    return {
+        "kind": kind,
+        "steps": n_steps,
+        "tokens": tally.total().n_tokens,
+        "windows": tally.total().n_tokens // 512,
+        "false_alarms": sum(alerts.values()),
+        "by_kind": dict(alerts),
+    }
 
 
 def main() -> None:
@@ -132,14 +159,26 @@ def main() -> None:
     begin, found = time.perf_counter(), []
     for kind in KINDS:
         found.append(run(kind, options.steps, options.seed))
-        print(f"{kind}: {found[-1]['false_alarms']} false alarms in {options.steps} steps {found[-1]['by_kind'] or ''}", file=sys.stderr)
+        print(
+            f"{kind}: {found[-1]['false_alarms']} false alarms in {options.steps} steps {found[-1]['by_kind'] or ''}",
+            file=sys.stderr,
+        )
     n_windows, n_alarms = sum(one["windows"] for one in found), sum(one["false_alarms"] for one in found)
     result = {
-        "what": "alerts of the default rules over healthy synthetic streams", "rows": ROWS, "seed": options.seed, "streams": found,
-        "steps": sum(one["steps"] for one in found), "windows": n_windows, "false_alarms": n_alarms,
-        "false_alarms_per_window_at_most": float(upper_bound(min(n_alarms, n_windows), n_windows)),  # 95 %, of windows of 512 tokens
-        "seconds": round(time.perf_counter() - begin, 1), "commit": commit(), "machine": machine(),
-    }  # fmt: skip
+        "what": "alerts of the default rules over healthy synthetic streams",
+        "rows": ROWS,
+        "seed": options.seed,
+        "streams": found,
+        "steps": sum(one["steps"] for one in found),
+        "windows": n_windows,
+        "false_alarms": n_alarms,
+        "false_alarms_per_window_at_most": float(
+            upper_bound(min(n_alarms, n_windows), n_windows)
+        ),  # 95 %, of windows of 512 tokens
+        "seconds": round(time.perf_counter() - begin, 1),
+        "commit": commit(),
+        "machine": machine(),
+    }
     write_text_atomically(options.out, json.dumps(result, indent=1) + "\n")
 
 

@@ -2,10 +2,10 @@
 
     python scripts/evidence/soak.py --out docs/benchmarks/soak.json
 
-The host is a tiny random Mistral with a sliding window, whose own cache is bounded; the pack is random too: what is measured
-is what watching keeps. Each arm is a process of its own: the bare host; watched with `keep_tokens` and a sink that takes every
-score, whose resident size must stay flat beside the bare one's; and a tenth of it that keeps every score, to say what a token costs then.
-Ends with status 1 if watching made it grow.
+The host is a tiny random Mistral with a sliding window, whose own cache is bounded; the pack is random too: what is
+measured is what watching keeps. Each arm is a process of its own: the bare host; watched with `keep_tokens` and a sink
+that takes every score, whose resident size must stay flat beside the bare one's; and a tenth of it that keeps every
+score, to say what a token costs then. Ends with status 1 if watching made it grow.
 """
 
 from __future__ import annotations
@@ -44,22 +44,45 @@ def make_host(n_tokens: int) -> Any:
     """A tiny random model that can run `n_tokens`."""
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1,
-        sliding_window=WINDOW, max_position_embeddings=n_tokens + 64, initializer_range=0.5, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=WINDOW,
+        max_position_embeddings=n_tokens + 64,
+        initializer_range=0.5,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return MistralForCausalLM(config).eval()
 
 
 def make_pack(folder: Path, model: Any) -> ProbePack:
     """A random tree of random linear probes."""
     rng, g = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    concepts = [{"id": f"c{i}", "name": f"concept {i}", "parents": [] if i < 20 else [f"c{rng.integers(0, i)}"]} for i in range(PROBES)]
+    concepts = [
+        {"id": f"c{i}", "name": f"concept {i}", "parents": [] if i < 20 else [f"c{rng.integers(0, i)}"]}
+        for i in range(PROBES)
+    ]
     return ProbePack.write(
-        folder / "pack", name="random", licence="CC0-1.0", card="Random probes.\n", score_rule="path", concepts=concepts,
+        folder / "pack",
+        name="random",
+        licence="CC0-1.0",
+        card="Random probes.\n",
+        score_rule="path",
+        concepts=concepts,
         weights={"w1": torch.randn(PROBES, 1, HIDDEN, generator=g), "b1": torch.randn(PROBES, 1, generator=g) + 1},
-        inputs=[{"site": "resid_post.1", "norm": "rmsnorm"}], alert_threshold=torch.full((PROBES,), 0.3),
-        host={"model_id": "tiny random mistral", "hidden_size": HIDDEN, "n_layers": LAYERS, "fingerprint": fingerprint(model)},
-    )  # fmt: skip
+        inputs=[{"site": "resid_post.1", "norm": "rmsnorm"}],
+        alert_threshold=torch.full((PROBES,), 0.3),
+        host={
+            "model_id": "tiny random mistral",
+            "hidden_size": HIDDEN,
+            "n_layers": LAYERS,
+            "fingerprint": fingerprint(model),
+        },
+    )
 
 
 def arm(name: str, n_tokens: int, every: int) -> dict[str, Any]:
@@ -93,11 +116,18 @@ def arm(name: str, n_tokens: int, every: int) -> dict[str, Any]:
         assert out.shape[1] == n_tokens + 1
         assert kept == n_tokens if name == "whole" else KEEP <= kept < KEEP + 256, kept
         sink = delivery.stats()
-        return {"seconds": round(seconds, 1), "n_kept": kept, "sink": {"written": sink.n_written, "dropped": sink.n_dropped}, "resident_bytes": sizes}
+        return {
+            "seconds": round(seconds, 1),
+            "n_kept": kept,
+            "sink": {"written": sink.n_written, "dropped": sink.n_dropped},
+            "resident_bytes": sizes,
+        }
 
 
 def growth(found: dict[str, Any]) -> int:
-    """From a fifth on (before that caches fill and the allocator finds its size) to the end: medians of a tenth each."""
+    """From a fifth on (before that caches fill and the allocator finds its size) to the end: medians of a tenth
+    each.
+    """
     sizes = found["resident_bytes"]
     tenth = max(1, len(sizes) // 10)
     return int(np.median(sizes[-tenth:]) - np.median(sizes[2 * tenth : 3 * tenth]))
@@ -107,7 +137,9 @@ def main() -> int:
     """Every arm in a process of its own, then the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--arm", choices=("bare", "bounded", "whole"), help="run this one alone and print what it found")
+    parser.add_argument(
+        "--arm", choices=("bare", "bounded", "whole"), help="run this one alone and print what it found"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.arm:
@@ -122,7 +154,11 @@ def main() -> int:
         found[name]["growth_bytes"] = growth(found[name])
     found["growth_of_watching_bytes"] = found["bounded"]["growth_bytes"] - found["bare"]["growth_bytes"]
     found["flat"] = found["growth_of_watching_bytes"] < FLAT_BYTES
-    found |= {"kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)), "machine": machine(), "commit": commit()}
+    found |= {
+        "kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)),
+        "machine": machine(),
+        "commit": commit(),
+    }
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

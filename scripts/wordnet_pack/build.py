@@ -1,6 +1,6 @@
 """From a dataset to a written pack: concepts, training, folding, calibration.
 
-    pack, report = build(data, shape=(), out=Path("probes/wordnet-smollm2-135m"), rate=0.01)
+pack, report = build(data, shape=(), out=Path("probes/wordnet-smollm2-135m"), rate=0.01)
 """
 
 from __future__ import annotations
@@ -110,9 +110,13 @@ class Bank:
         x = rmsnorm(states)
         standard = Standard.of(x[train])
         return cls(
-            data, standard(x), standard, train, data.where(split="validation"),
+            data,
+            standard(x),
+            standard,
+            train,
+            data.where(split="validation"),
             data.where(split="validation", sources=LABELLED),
-        )  # fmt: skip
+        )
 
     def fit(
         self, concepts: list[Concept], labels: torch.Tensor, shape: tuple[int, ...] = (), start: Weights | None = None
@@ -121,9 +125,16 @@ class Bank:
         seeds = [probe_seed(self.data.source.seed, concept) for concept in concepts]
         held_out = (self.x[self.validation], labels[self.validation])
         return fit(
-            self.x[self.train], labels[self.train], parents_of(concepts), seeds, held_out, HIDDEN if shape else LINEAR,
-            shape=shape, seed=self.data.source.seed, start=initial(shape, seeds, self.x.shape[1], start),
-        )  # fmt: skip
+            self.x[self.train],
+            labels[self.train],
+            parents_of(concepts),
+            seeds,
+            held_out,
+            HIDDEN if shape else LINEAR,
+            shape=shape,
+            seed=self.data.source.seed,
+            start=initial(shape, seeds, self.x.shape[1], start),
+        )
 
     def validation_auroc(self, weights: Weights, labels: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         scores = path_scores(logits_of(self.x[self.mentions], weights), parents)
@@ -194,13 +205,19 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
 
     lines: list[dict[str, Any]] = [
         {
-            "id": concept.id, "name": concept.name, "parents": [concept.parent] if concept.parent else [],
-            "definition": concept.definition, "lemmas": list(concept.lemmas), "synset": concept.key,
-            "n_train": concept.n_train, "n_heads": concept.n_heads,
-            "auroc_validation": round(float(area), 4), "weak": bool(area < WEAK),
+            "id": concept.id,
+            "name": concept.name,
+            "parents": [concept.parent] if concept.parent else [],
+            "definition": concept.definition,
+            "lemmas": list(concept.lemmas),
+            "synset": concept.key,
+            "n_train": concept.n_train,
+            "n_heads": concept.n_heads,
+            "auroc_validation": round(float(area), 4),
+            "weak": bool(area < WEAK),
         }
         for concept, area in zip(concepts, areas, strict=True)
-    ]  # fmt: skip
+    ]
     name = out.name
     provenance = {
         "data": data.recipe(),
@@ -208,24 +225,35 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
         "recipe": {"linear": asdict(LINEAR), **({"hidden": asdict(HIDDEN)} if shape else {})},
         "choice": asdict(choice),
         "thresholds": {
-            "false_positive_rate": FALSE_POSITIVES, "n_tokens": int(held_out.sum()),
+            "false_positive_rate": FALSE_POSITIVES,
+            "n_tokens": int(held_out.sum()),
             "tokens": "validation split: labelled mentions, ordinary running text, text by the host model",
         },
         "child_logit_shift": {"shift": shift, "share_evaluated_validation": round(share, 4), "goal": SHARE_GOAL},
         "dropped": [{"id": id, "auroc_validation": area} for id, area in dropped],
         "n_weak": sum(line["weak"] for line in lines),
         "versions": versions,
-    }  # fmt: skip
+    }
     golden = data.states[golden_rows(data)].float().unsqueeze(1)
 
     def write(to: Path, quality: dict[str, Any]) -> Any:
         return ProbePack.write(
-            to, name=name, concepts=lines, weights=folded, score_rule="path",
-            inputs=[{"site": f"resid_post.{data.source.layer}", "norm": "rmsnorm", "eps": EPS}], host=data.host,
-            licence=LICENCE, card=card(name, lines, data, provenance, quality), alert_threshold=thresholds,
-            golden_hidden=golden, recommended={"load_threshold": "exact", "keep_top_k": 0}, provenance=provenance, quality=quality,
+            to,
+            name=name,
+            concepts=lines,
+            weights=folded,
+            score_rule="path",
+            inputs=[{"site": f"resid_post.{data.source.layer}", "norm": "rmsnorm", "eps": EPS}],
+            host=data.host,
+            licence=LICENCE,
+            card=card(name, lines, data, provenance, quality),
+            alert_threshold=thresholds,
+            golden_hidden=golden,
+            recommended={"load_threshold": "exact", "keep_top_k": 0},
+            provenance=provenance,
+            quality=quality,
             overwrite=True,
-        )  # fmt: skip
+        )
 
     with TemporaryDirectory() as folder:
         # What is measured are files as they will be shipped, and only a measured pack takes the place of another.

@@ -117,5 +117,3 @@ SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as the GGUF file (Q4_1) in the 
 {data.licence}
 ```
 """
-
-

@@ -92,9 +92,7 @@ def choose(wordnet: WordNet, points: list[Point], choice: Choice) -> list[Concep
     kept = set(sorted(kept, key=lambda key: (-n_train[key], key))[: choice.max_concepts])
     chains = {key: [above for above in up[key] if above in kept] for key in kept}
     order = sorted(kept, key=lambda key: (len(chains[key]), [wordnet.ids[above] for above in reversed(chains[key])]))
-    return [
-        _concept(wordnet, wordnet.synsets[key], chains[key], n_train[key], len(heads[key])) for key in order
-    ]
+    return [_concept(wordnet, wordnet.synsets[key], chains[key], n_train[key], len(heads[key])) for key in order]
 
 
 def _concept(wordnet: WordNet, synset: Synset, chain: list[str], n_train: int, n_heads: int) -> Concept:

@@ -29,12 +29,18 @@ def concepts_of(pack: Any) -> list[Concept]:
     """The pack's concepts in its own order, each with its (only) parent."""
     return [
         Concept(
-            id=line["id"], name=line["name"], key=line["synset"], parent=(line["parents"] or [None])[0],
-            level=line["level"], definition=line["definition"], lemmas=tuple(line["lemmas"]),
-            n_train=line["n_train"], n_heads=line["n_heads"],
+            id=line["id"],
+            name=line["name"],
+            key=line["synset"],
+            parent=(line["parents"] or [None])[0],
+            level=line["level"],
+            definition=line["definition"],
+            lemmas=tuple(line["lemmas"]),
+            n_train=line["n_train"],
+            n_heads=line["n_heads"],
         )
         for line in pack.concepts
-    ]  # fmt: skip
+    ]
 
 
 def ranked(scores: torch.Tensor, labels: torch.Tensor, at_least: int) -> torch.Tensor:
@@ -143,9 +149,7 @@ def measure(pack: Any, data: Dataset) -> tuple[dict[str, Any], torch.Tensor]:
     return quality, areas["auroc"]
 
 
-def _per_source(
-    data: Dataset, mentions: torch.Tensor, scores: torch.Tensor, truth: torch.Tensor
-) -> dict[str, Any]:
+def _per_source(data: Dataset, mentions: torch.Tensor, scores: torch.Tensor, truth: torch.Tensor) -> dict[str, Any]:
     """Median and tenth percentile with the positives of one source, against all mentions that are no positives."""
     rows = mentions.nonzero().flatten().tolist()
     table = {}
@@ -154,8 +158,10 @@ def _per_source(
         kept = torch.where((truth == 1) & ~of_source.unsqueeze(1), torch.tensor(-1, dtype=torch.int8), truth)
         areas = ranked(scores, kept, MIN_POSITIVES_SMALL)
         table[source] = {
-            "auroc_median": quantile(areas, 0.5), "auroc_p10": quantile(areas, 0.1), "n_points": int(of_source.sum()),
-        }  # fmt: skip
+            "auroc_median": quantile(areas, 0.5),
+            "auroc_p10": quantile(areas, 0.1),
+            "n_points": int(of_source.sum()),
+        }
     return table
 
 
@@ -192,9 +198,7 @@ def differences(stated: Any, measured: Any, path: str = "") -> list[str]:
     if isinstance(stated, dict) and isinstance(measured, dict):
         keys = sorted(set(stated) | set(measured))
         return [
-            line
-            for key in keys
-            for line in differences(stated.get(key), measured.get(key), f"{path}.{key}".strip("."))
+            line for key in keys for line in differences(stated.get(key), measured.get(key), f"{path}.{key}".strip("."))
         ]
     close = isinstance(stated, float) and isinstance(measured, float) and abs(stated - measured) <= TOLERANCE
     return [] if close or stated == measured else [f"{path}: stated {stated}, measured {measured}"]

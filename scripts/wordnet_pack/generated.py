@@ -57,9 +57,13 @@ def generate_texts(model: Any, tokenizer: Any, *, seed: int, fingerprint: str, f
         whole = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
         inputs = tokenizer(whole, return_tensors="pt", padding=True, add_special_tokens=False)
         out = model.generate(
-            **inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.8, top_k=50,
+            **inputs,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
         for row, mask, prompt in zip(out, inputs["attention_mask"], whole, strict=True):
             answer = tokenizer.decode(row[len(mask) :], skip_special_tokens=True)
             texts.append(prompt + answer.strip())

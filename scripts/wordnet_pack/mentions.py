@@ -148,9 +148,7 @@ def _own_span(wordnet: WordNet, text: str, words: list[Word], lemmas: tuple[str,
     return None
 
 
-def collect(
-    wordnet: WordNet, *, generated: list[str], seed: int, limits: Limits
-) -> tuple[list[str], list[Point]]:
+def collect(wordnet: WordNet, *, generated: list[str], seed: int, limits: Limits) -> tuple[list[str], list[Point]]:
     """(texts, points), each point's text among the texts, in an order that depends on the arguments alone."""
     rng = random.Random(seed)
     texts: list[str] = []
@@ -233,9 +231,7 @@ def _background(
         if pieces:
             piece = rng.choice(pieces)
             used.add((piece.text, piece.end))
-            chosen.append(
-                Point(number, piece.end, "background", piece.split, piece.head, piece.lemma, piece.mass)
-            )
+            chosen.append(Point(number, piece.end, "background", piece.split, piece.head, piece.lemma, piece.mass))
     return chosen
 
 

@@ -1,8 +1,8 @@
 """Ranks and thresholds over score matrices.
 
-    auroc(scores, labels)                 # [P] fp64 from [N, P]; ties count half; NaN where a class is empty
-    thresholds_at(scores, negative, 0.01) # [P]: at most 1 % of the negatives score strictly above
-    path_scores(logits, parents)          # [N, P]: sigmoid times the parent's path score
+auroc(scores, labels)                 # [P] fp64 from [N, P]; ties count half; NaN where a class is empty
+thresholds_at(scores, negative, 0.01) # [P]: at most 1 % of the negatives score strictly above
+path_scores(logits, parents)          # [N, P]: sigmoid times the parent's path score
 """
 
 from __future__ import annotations

@@ -63,9 +63,7 @@ def cache_key(tokens: Tokens, fingerprint: str, layer: int) -> str:
     return digest.hexdigest()[:24]
 
 
-def extract(
-    model: Any, tokens: Tokens, layers: list[int], fingerprint: str, folder: Path
-) -> dict[int, torch.Tensor]:
+def extract(model: Any, tokens: Tokens, layers: list[int], fingerprint: str, folder: Path) -> dict[int, torch.Tensor]:
     """Hidden states [N, D] in the host's dtype for each layer (output of that decoder block), raw."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {layer: folder / f"states-{cache_key(tokens, fingerprint, layer)}.safetensors" for layer in layers}

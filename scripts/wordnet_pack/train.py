@@ -45,10 +45,13 @@ def initial(shape: tuple[int, ...], seeds: list[int], width: int, linear: Weight
         return {"w1": torch.zeros(n, 1, width), "b1": torch.zeros(n, 1)}
     first, second = shape
     weights = {
-        "w1": torch.empty(n, first, width), "b1": torch.zeros(n, first),
-        "w2": torch.empty(n, second, first), "b2": torch.zeros(n, second),
-        "w3": torch.empty(n, second), "b3": torch.zeros(n),
-    }  # fmt: skip
+        "w1": torch.empty(n, first, width),
+        "b1": torch.zeros(n, first),
+        "w2": torch.empty(n, second, first),
+        "b2": torch.zeros(n, second),
+        "w3": torch.empty(n, second),
+        "b3": torch.zeros(n),
+    }
     for probe, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         for name, fan_in in (("w1", width), ("w2", first), ("w3", second)):

@@ -1,4 +1,6 @@
-"""An adapter changes nothing at first, is a merged weight when its code is constant, leaves without trace, and comes back from its folder."""
+"""An adapter changes nothing at first, is a merged weight when its code is constant, leaves without trace, and comes
+back from its folder.
+"""
 
 import copy
 import gc
@@ -58,15 +60,21 @@ def test_a_fresh_adapter_leaves_the_host_bit_identical(shape, dtype):
         assert not torch.equal(logits(model), expected)  # so it was there
 
 
-@pytest.mark.parametrize("sites, dtype, tolerance", [(("o", "down"), torch.float32, 1e-5), (ALL, torch.float64, 1e-12)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "sites, dtype, tolerance", [(("o", "down"), torch.float32, 1e-5), (ALL, torch.float64, 1e-12)], ids=["fp32", "fp64"]
+)
 @pytest.mark.parametrize("level", ["position", "prefix", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_constant_code_is_a_merged_weight(shape, level, sites, dtype, tolerance):
-    """Routers of biases alone: the same code at every token, and W + s U diag(c) V^T in place of W (beside experts, which share no W)."""
+    """Routers of biases alone: the same code at every token, and W + s U diag(c) V^T in place of W (beside experts,
+    which share no W).
+    """
     model = make_host(shape).to(dtype)
     if shape == "mixtral":
         model.set_experts_implementation("eager")  # the others have no fp64
-    bem = randomise(Bem(model, BemConfig(sites=sites, level=level, token_limit=7, spectral_cap=None, **SMALL)).to(dtype), size=0.2)
+    bem = randomise(
+        Bem(model, BemConfig(sites=sites, level=level, token_limit=7, spectral_cap=None, **SMALL)).to(dtype), size=0.2
+    )
     code = torch.tensor([0.7, -1.1, 0.4], dtype=dtype)
     controller = bem.controller
     with torch.no_grad():
@@ -86,7 +94,9 @@ def test_a_constant_code_is_a_merged_weight(shape, level, sites, dtype, toleranc
             added = dense_update(bem.updates[site.key], code * sure / (1 + 1e-8 / code.norm()), bem.config.scale)
             layer = merged.model.layers[site.layer]
             if site.mergeable:
-                layer.get_submodule({"down": "mlp.down_proj"}.get(site.kind, f"self_attn.{site.kind}_proj")).weight += added
+                layer.get_submodule(
+                    {"down": "mlp.down_proj"}.get(site.kind, f"self_attn.{site.kind}_proj")
+                ).weight += added
             else:
                 layer.mlp.register_forward_hook(lambda module, args, output, added=added: output + args[0] @ added.T)
     with bem:
@@ -97,7 +107,12 @@ def test_a_constant_code_is_a_merged_weight(shape, level, sites, dtype, toleranc
 
 
 def test_only_linear_sites_can_be_merged():
-    assert [(site.name, site.mergeable) for site in Bem(make_host("mixtral"), BemConfig(**SMALL)).sites] == [("o.0", True), ("down.0", False), ("o.1", True), ("down.1", False)]
+    assert [(site.name, site.mergeable) for site in Bem(make_host("mixtral"), BemConfig(**SMALL)).sites] == [
+        ("o.0", True),
+        ("down.0", False),
+        ("o.1", True),
+        ("down.1", False),
+    ]
     assert all(site.mergeable for site in Bem(make_host("qwen3"), BemConfig(sites=ALL, **SMALL)).sites)
 
 
@@ -110,7 +125,9 @@ def test_detaching_leaves_nothing_behind(shape):
     before = trace(model)
     bem = randomise(attach_bem(model, BemConfig(sites=ALL, level="auto", **SMALL)))
     assert n_hooks(model) > before[0]
-    assert set(model.state_dict()) == before[3] and len(list(model.modules())) == before[4]  # its parameters are its own
+    assert (
+        set(model.state_dict()) == before[3] and len(list(model.modules())) == before[4]
+    )  # its parameters are its own
     cache = DynamicCache()
     untouched = set(vars(cache))
     model.generate(IDS, **GREEDY, past_key_values=cache)
@@ -118,7 +135,12 @@ def test_detaching_leaves_nothing_behind(shape):
     assert set(vars(cache)) > untouched and bem.state(copied) is not None
     bem.detach()
     assert trace(model) == before
-    assert not [key for kept in (cache, copied) for key in vars(kept) if key in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "reset")]
+    assert not [
+        key
+        for kept in (cache, copied)
+        for key in vars(kept)
+        if key in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "reset")
+    ]
     bem.detach()  # twice is once
     assert trace(model) == before
 
@@ -208,7 +230,10 @@ def test_an_adapter_stands_beside_peft_and_probes_see_what_it_gives():
     model = make_host()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
     base, seen = logits(adapted), []
-    with randomise(attach_bem(adapted, BemConfig(**SMALL))), Tap(model, ["resid_post.1"], lambda site, hidden: seen.append(hidden)):
+    with (
+        randomise(attach_bem(adapted, BemConfig(**SMALL))),
+        Tap(model, ["resid_post.1"], lambda site, hidden: seen.append(hidden)),
+    ):
         steered = logits(adapted)
     assert (steered - base).abs().max() > 0.1 and torch.equal(logits(adapted), base)
     with torch.no_grad():
@@ -232,7 +257,9 @@ def test_an_offloaded_host_is_steered_too():
 def test_probes_score_what_the_adapter_gives_in_whatever_order_they_leave(first_out, tmp_path):
     model = make_model()
     before = n_hooks(model), set(vars(model))
-    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.2", "resid_post.0")), keep_top_k=6)
+    manager = DynamicProbeManager(
+        make_pack(tmp_path / "pack", model, sites=("resid_post.2", "resid_post.0")), keep_top_k=6
+    )
     bare = manager.score_tokens(states(model, manager.pack, IDS[0].tolist()))
     bem, run = randomise(attach_bem(model, BemConfig(**SMALL))), manager.attach(model)
     with run:
@@ -256,7 +283,10 @@ def test_the_controller_is_run_once_a_forward_and_a_hook_sees_and_replaces_codes
             model.generate(IDS, **GREEDY)
         assert [tuple(codes.of("token").shape) for codes in seen] == [(2, 21, 3)] + [(2, 1, 3)] * 7
         assert torch.stack([codes.boundary[0, -1] for codes in seen]).tolist() == [n % 4 == 0 for n in range(20, 28)]
-        nothing = lambda module, args, codes: codes.replace(chunk=torch.zeros_like(codes.chunk), token=torch.zeros_like(codes.token))  # noqa: E731
+
+        def nothing(module, args, codes):
+            return codes.replace(chunk=torch.zeros_like(codes.chunk), token=torch.zeros_like(codes.token))
+
         with bem.controller.register_forward_hook(nothing):
             silenced = logits(model)
     assert torch.equal(silenced, logits(model)) and not torch.equal(steered, silenced)
@@ -308,7 +338,11 @@ def folder(tmp_path):
 def test_an_adapter_comes_back_with_equal_logits(folder):
     model, path, expected = folder
     assert sorted(file.name for file in path.iterdir()) == [SETTINGS, WEIGHTS]
-    for load in (lambda: attach_bem(model, path), lambda: attach_bem(model, str(path)), lambda: Bem.from_pretrained(model, path, strict=True)):
+    for load in (
+        lambda: attach_bem(model, path),
+        lambda: attach_bem(model, str(path)),
+        lambda: Bem.from_pretrained(model, path, strict=True),
+    ):
         with load() as bem:
             assert torch.equal(logits(model), expected)
             assert bem.config.layers == (1,) and bem.config.level == "auto"
@@ -327,7 +361,9 @@ def damage(path, how):
 
     def restate(**changes):
         made = {**stated, **changes}
-        settings.write_text(json.dumps({**made, "sha256": settings_hash({key: made[key] for key in ("config", "host", "files")})}))
+        settings.write_text(
+            json.dumps({**made, "sha256": settings_hash({key: made[key] for key in ("config", "host", "files")})})
+        )
 
     def reweigh(tensors):
         save_file(tensors, weights)
@@ -371,14 +407,24 @@ def damage(path, how):
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("no folder", "is not a saved adapter"), ("no settings", "is not a saved adapter"), ("no weights", "is missing"),
-        ("settings are no text", "cannot be read as JSON"), ("settings are a list", "format is 'list'"), ("truncated", "size or hash differs"),
-        ("a bit flipped", "size or hash differs"), ("a pickle", "cannot be read as safetensors"), ("a probe pack", "format is 'probemon-pack'"),
-        ("a later version", "upgrade probemon"), ("an unknown setting", "did you mean 'rank'"), ("another rank", "of another shape"),
-        ("no hash", "the hash of"), ("a tensor missing", "'controller.query' is missing"), ("a tensor too many", "'controller.other'"),
+        ("no folder", "is not a saved adapter"),
+        ("no settings", "is not a saved adapter"),
+        ("no weights", "is missing"),
+        ("settings are no text", "cannot be read as JSON"),
+        ("settings are a list", "format is 'list'"),
+        ("truncated", "size or hash differs"),
+        ("a bit flipped", "size or hash differs"),
+        ("a pickle", "cannot be read as safetensors"),
+        ("a probe pack", "format is 'probemon-pack'"),
+        ("a later version", "upgrade probemon"),
+        ("an unknown setting", "did you mean 'rank'"),
+        ("another rank", "of another shape"),
+        ("no hash", "the hash of"),
+        ("a tensor missing", "'controller.query' is missing"),
+        ("a tensor too many", "'controller.other'"),
         ("not finite", "is not finite"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_or_foreign_folder_is_a_typed_error(folder, how, message):
     model, path, _ = folder
     damage(path, how)
@@ -391,7 +437,9 @@ def test_another_host_is_a_mismatch_and_other_weights_a_warning(folder):
     _, path, _ = folder
     with pytest.raises(HostMismatch, match="n_layers 2, this LlamaForCausalLM has 3"):
         attach_bem(make_host(layers=3), path)
-    with pytest.raises(HostMismatch, match=r"site down\.1 of \[24, 16\] values in and out, this MixtralForCausalLM of \[16, 16\]"):
+    with pytest.raises(
+        HostMismatch, match=r"site down\.1 of \[24, 16\] values in and out, this MixtralForCausalLM of \[16, 16\]"
+    ):
         attach_bem(make_host("mixtral"), path)
     with pytest.warns(UserWarning, match="of other weights"):
         attach_bem(make_host(seed=3), path).detach()

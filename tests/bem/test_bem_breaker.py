@@ -1,4 +1,6 @@
-"""The circuit breaker opens after five failures in twenty calls, stays open for sixty seconds, and closes after three successes on trial."""
+"""The circuit breaker opens after five failures in twenty calls, stays open for sixty seconds, and closes after three
+successes on trial.
+"""
 
 import numpy as np
 import pytest
@@ -81,8 +83,18 @@ def test_healthy_calls_never_open_it():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("min_confidence", 1.0), ("min_confidence", -0.1), ("latency_factor", 1.0), ("n_failures", 21), ("n_failures", 0), ("window", 2.5), ("open_seconds", float("inf")), ("n_successes", True)]
-)  # fmt: skip
+    "name, value",
+    [
+        ("min_confidence", 1.0),
+        ("min_confidence", -0.1),
+        ("latency_factor", 1.0),
+        ("n_failures", 21),
+        ("n_failures", 0),
+        ("window", 2.5),
+        ("open_seconds", float("inf")),
+        ("n_successes", True),
+    ],
+)
 def test_a_setting_that_cannot_work_is_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} is"):
         FallbackPolicy(**{name: value})

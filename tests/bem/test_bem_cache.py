@@ -15,9 +15,19 @@ from probemon.errors import AlignmentError, BemError, BemStateError, NotSupporte
 
 N, P = 3, 6
 CONFIG = BemConfig(
-    sites=("q", "k", "v", "o", "down"), rank=3, width=6, chunk_tokens=N, prefix_tokens=P, token_limit=8, ema=0.7, spectral_cap=1.5, trust_region=4.0,
-)  # fmt: skip
-AUTO = BemConfig(rank=3, width=6, chunk_tokens=N, prefix_tokens=P, level="auto", auto_limits=(4, 7), sites=("v", "o", "down"))
+    sites=("q", "k", "v", "o", "down"),
+    rank=3,
+    width=6,
+    chunk_tokens=N,
+    prefix_tokens=P,
+    token_limit=8,
+    ema=0.7,
+    spectral_cap=1.5,
+    trust_region=4.0,
+)
+AUTO = BemConfig(
+    rank=3, width=6, chunk_tokens=N, prefix_tokens=P, level="auto", auto_limits=(4, 7), sites=("v", "o", "down")
+)
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 LENGTH = 3 * N + P + 3
 
@@ -52,7 +62,14 @@ def cached(model, ids, sizes, mask=None, cache=None):
     with torch.no_grad():
         for part in ids.split(sizes, dim=1):
             at += part.shape[1]
-            given = {} if mask is None else {"attention_mask": mask[:, :at], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, at - part.shape[1] : at]}
+            given = (
+                {}
+                if mask is None
+                else {
+                    "attention_mask": mask[:, :at],
+                    "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, at - part.shape[1] : at],
+                }
+            )
             parts.append(model(part, past_key_values=cache, use_cache=True, **given).logits)
     return torch.cat(parts, dim=1)
 
@@ -85,7 +102,9 @@ def test_cached_logits_equal_full_ones_with_padding(steered, sizes):
 
 def test_static_cache_gives_the_same_logits(steered):
     ids = some_ids(2)
-    found = cached(steered, ids, [6] + [1] * (LENGTH - 6), cache=StaticCache(config=steered.config, max_cache_len=LENGTH + 5))
+    found = cached(
+        steered, ids, [6] + [1] * (LENGTH - 6), cache=StaticCache(config=steered.config, max_cache_len=LENGTH + 5)
+    )
     assert (found - full(steered, ids)).abs().max() < 1e-5
 
 
@@ -96,7 +115,9 @@ def test_a_token_changes_nothing_before_it(steered):
     """Every token, and every position before it."""
     ids = some_ids()
     before = full(steered, ids)[0]
-    most = 1e-5 if steered.config.model_type == "mixtral" else 1e-6  # an expert's sums are of other sizes where a later token goes elsewhere, without an adapter too
+    most = (
+        1e-5 if steered.config.model_type == "mixtral" else 1e-6
+    )  # an expert's sums are of other sizes where a later token goes elsewhere, without an adapter too
     for t in range(LENGTH):
         other = ids.clone()
         other[0, t] = (other[0, t] - 3 + 1) % (VOCAB - 3) + 3
@@ -159,25 +180,44 @@ def test_beams_with_the_cache_equal_beams_without(host, config):
     with randomise(attach_bem(host, config)) as bem:
         moved, select = [], ControllerState.select
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ControllerState, "select", lambda state, rows: (moved.append(rows.tolist()), select(state, rows)))
+            patch.setattr(
+                ControllerState, "select", lambda state, rows: (moved.append(rows.tolist()), select(state, rows))
+            )
             found = host.generate(BATCH, **options)
         assert torch.equal(found, host.generate(BATCH, **options, use_cache=False))
         assert len(bem._states) == 0  # no longer than the cache
     assert any(len(set(rows)) < len(rows) for rows in moved)  # beams really took each other's places
 
 
-@pytest.mark.parametrize("how", ["draft model", not_in_oldest("prompt lookup", why="it needs an end of sequence"), not_in_oldest("early exit", why="it cannot")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "draft model",
+        not_in_oldest("prompt lookup", why="it needs an end of sequence"),
+        not_in_oldest("early exit", why="it cannot"),
+    ],
+)
 @POLICIES
 def test_assisted_greedy_equals_plain_greedy(host, config, how, monkeypatch):
     """Drafts run through the adapter, and what is rejected leaves no trace in its state."""
     drafter = host if how == "early exit" else make_host(host.config.model_type, noise=0.1)
-    more = {"draft model": {"assistant_model": drafter}, "prompt lookup": {"prompt_lookup_num_tokens": 3}, "early exit": {"assistant_early_exit": 1}}[how]
-    for name, value in {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}.items():
+    more = {
+        "draft model": {"assistant_model": drafter},
+        "prompt lookup": {"prompt_lookup_num_tokens": 3},
+        "early exit": {"assistant_early_exit": 1},
+    }[how]
+    for name, value in {
+        "assistant_confidence_threshold": 0.0,
+        "num_assistant_tokens": 4,
+        "num_assistant_tokens_schedule": "constant",
+    }.items():
         monkeypatch.setattr(drafter.generation_config, name, value)
     ids, cuts, keep = torch.tensor([[1, 44, 3, 17, 1, 44]]), [], ControllerState.keep
     with randomise(attach_bem(host, config)):
         plain = host.generate(ids, **GREEDY)
-        monkeypatch.setattr(ControllerState, "keep", lambda state, n: (cuts.append(state.n_columns - n), keep(state, n))[1])
+        monkeypatch.setattr(
+            ControllerState, "keep", lambda state, n: (cuts.append(state.n_columns - n), keep(state, n))[1]
+        )
         assert torch.equal(host.generate(ids, **GREEDY, **more), plain)
     assert max(cuts, default=0) > 1, cuts  # drafts were rejected, several at once
 
@@ -206,7 +246,10 @@ def test_second_turn_on_the_same_cache(host, config):
         first = host.generate(ids, **GREEDY, past_key_values=cache)
         assert torch.equal(first, host.generate(ids, **GREEDY))
         turn = torch.cat([first, some_ids(1, 5, seed=3)], dim=1)
-        options = {**GREEDY, "attention_mask": torch.ones_like(turn)}  # else a generated id that is the padding's is taken for padding
+        options = {
+            **GREEDY,
+            "attention_mask": torch.ones_like(turn),
+        }  # else a generated id that is the padding's is taken for padding
         second = host.generate(turn, **options, past_key_values=cache)
         again = DynamicCache()
         with torch.no_grad():  # under "auto" the level was decided by the first prompt
@@ -306,7 +349,10 @@ def test_a_cache_that_was_not_seen_is_an_error_and_not_a_guess(llama):
     with torch.no_grad():
         llama(ids, past_key_values=cache)
         with attach_bem(llama, CONFIG) as bem:
-            with pytest.raises(BemStateError, match="goes on from 10 cached columns, and the adapter has read none of them: attach it before"):
+            with pytest.raises(
+                BemStateError,
+                match="goes on from 10 cached columns, and the adapter has read none of them: attach it before",
+            ):
                 llama(ids, past_key_values=cache)
             cache = DynamicCache()
             llama(ids, past_key_values=cache)
@@ -319,13 +365,20 @@ def test_a_cache_that_was_not_seen_is_an_error_and_not_a_guess(llama):
             llama(ids, past_key_values=cache)
             for i in range(len(cache.layers)):  # past the decoder
                 cache.update(torch.zeros(2, 1, 3, 8), torch.zeros(2, 1, 3, 8), i)
-            with pytest.raises(BemStateError, match="goes on from 13 cached columns, and the adapter has read 10 columns of 2 rows"):
+            with pytest.raises(
+                BemStateError, match="goes on from 13 cached columns, and the adapter has read 10 columns of 2 rows"
+            ):
                 llama(ids[:, :1], past_key_values=cache)
             cache = DynamicCache()
             llama(ids, past_key_values=cache)
             for layer in cache.layers:  # past the cache's own methods
                 layer.batch_select_indices(torch.tensor([0]))
-            with pytest.raises(BemStateError, match="a forward of 1 rows goes on from 10 cached columns, and the adapter has read 10 columns of 2 rows"):
+            with pytest.raises(
+                BemStateError,
+                match=(
+                    "a forward of 1 rows goes on from 10 cached columns, and the adapter has read 10 columns of 2 rows"
+                ),
+            ):
                 llama(ids[:1, :1], past_key_values=cache)
 
 
@@ -371,7 +424,9 @@ def test_a_host_that_generate_would_compile_is_steered_too(llama):
     bare = llama.generate(ids, **options, compile_config=compiled)
     with randomise(attach_bem(llama, CONFIG)):
         expected = llama.generate(ids, **options)
-        assert torch.equal(llama.generate(ids, **options, compile_config=compiled), expected) and not torch.equal(bare, expected)
+        assert torch.equal(llama.generate(ids, **options, compile_config=compiled), expected) and not torch.equal(
+            bare, expected
+        )
     assert torch.equal(llama.generate(ids, **options, compile_config=compiled), bare)
     torch._dynamo.reset()
 

@@ -1,4 +1,6 @@
-"""Codes are those of the mathematics, token by token; they do not depend on how the columns came; levels follow their policy."""
+"""Codes are those of the mathematics, token by token; they do not depend on how the columns came; levels follow their
+policy.
+"""
 
 import dataclasses
 
@@ -11,7 +13,14 @@ from probemon.bem import Bem, BemConfig, Controller, ControllerState, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.errors import BemStateError, ConfigError, UnknownSetting
 
-SMALL = {"chunk_tokens": 4, "prefix_tokens": 8, "width": 6, "rank": 3, "ema": 0.7, "sites": ("q", "k", "v", "o", "down")}
+SMALL = {
+    "chunk_tokens": 4,
+    "prefix_tokens": 8,
+    "width": 6,
+    "rank": 3,
+    "ema": 0.7,
+    "sites": ("q", "k", "v", "o", "down"),
+}
 D = 10
 
 
@@ -35,9 +44,15 @@ def check_row(codes, row, real, oracle, tolerance=2e-6):
     for t, token in zip(at, oracle, strict=True):
         for level in LEVELS:
             if level in token and getattr(codes, level) is not None:
-                assert np.abs(codes.of(level)[row, t].detach().numpy() - token[level]).max() < tolerance, (row, t, level)
+                assert np.abs(codes.of(level)[row, t].detach().numpy() - token[level]).max() < tolerance, (
+                    row,
+                    t,
+                    level,
+                )
         assert abs(float(codes.confidence[row, t]) - token["confidence"]) < tolerance
-        assert int(codes.chunk_index[row, t]) == token["chunk_index"] and bool(codes.boundary[row, t]) == token["boundary"]
+        assert (
+            int(codes.chunk_index[row, t]) == token["chunk_index"] and bool(codes.boundary[row, t]) == token["boundary"]
+        )
         assert LEVELS[int(codes.level[row, t])] == token["level"]
 
 
@@ -62,7 +77,9 @@ def test_padding_takes_no_part(pads):
         check_row(codes, row, real, codes_of_row(alone, hidden[row][real[row]].numpy()))
     for level in ("chunk", "token"):
         assert not codes.of(level)[~real].any()
-    assert (codes.chunk_index[~real] == -1).all() and not codes.boundary[~real].any() and not codes.confidence[~real].any()
+    assert (
+        (codes.chunk_index[~real] == -1).all() and not codes.boundary[~real].any() and not codes.confidence[~real].any()
+    )
 
 
 @pytest.mark.parametrize("sizes", [[1] * 29, [7] * 5, [3, 1, 8, 1, 1, 4, 11], [16, 1, 1, 1, 13], [29]], ids=str)
@@ -107,7 +124,9 @@ def test_a_code_depends_on_its_own_token_and_complete_chunks_before_it(t):
     for level in ("prefix", "chunk"):
         assert torch.equal(before.of(level)[:, :chunk_end], after.of(level)[:, :chunk_end])
     if chunk_end < 22:
-        assert (before.of("chunk")[:, chunk_end:] - after.of("chunk")[:, chunk_end:]).abs().min(dim=1).values.max() > 1e-6
+        assert (before.of("chunk")[:, chunk_end:] - after.of("chunk")[:, chunk_end:]).abs().min(
+            dim=1
+        ).values.max() > 1e-6
         unsure = [codes.of("prefix") / codes.confidence[..., None] for codes in (before, after)]
         changed = (unsure[0] - unsure[1])[:, chunk_end:].abs().max()
         assert changed > 1e-4 if t < 8 else changed < 1e-6  # beyond P the prefix is what it was, but for its confidence
@@ -123,7 +142,9 @@ def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
     parts = [alone.controller(hidden[:, t : t + 1], real[:, :1], state) for t in range(cut, 22)]
     whole = alone.controller(hidden, real, ControllerState(1, state.level))
     for name in (*LEVELS, "confidence"):
-        assert (torch.cat([getattr(part, name) for part in parts], dim=1) - getattr(whole, name)[:, cut:]).abs().max() < 1e-6
+        assert (
+            torch.cat([getattr(part, name) for part in parts], dim=1) - getattr(whole, name)[:, cut:]
+        ).abs().max() < 1e-6
 
 
 def test_state_is_cut_selected_and_kept():
@@ -139,13 +160,20 @@ def test_state_is_cut_selected_and_kept():
     codes = alone.controller(hidden[rows, 9:20], real[rows, 9:20], state)
     assert [LEVELS[level] for level in codes.level[:, 0].tolist()] == ["token", "chunk", "chunk"]
     whole = alone.controller(hidden[rows], real[rows], ControllerState(3, state.level))
-    assert (codes.chunk - whole.chunk[:, 9:]).abs().max() < 1e-6 and (codes.token - whole.token[:, 9:]).abs().max() < 1e-6
+    assert (codes.chunk - whole.chunk[:, 9:]).abs().max() < 1e-6 and (
+        codes.token - whole.token[:, 9:]
+    ).abs().max() < 1e-6
     again = ControllerState.from_tensors(saved)
     again.carry = alone.controller.replay(*again.history())
     codes = alone.controller(hidden[:, 17:], real[:, 17:], again)
     whole = alone.controller(hidden, real, ControllerState(3, again.level))
     assert (codes.chunk - whole.chunk[:, 17:]).abs().max() < 1e-6
-    for wrong in ({}, {"z": saved["z"]}, {**saved, "real": saved["real"].float()}, {**saved, "level": saved["level"][:2]}):
+    for wrong in (
+        {},
+        {"z": saved["z"]},
+        {**saved, "real": saved["real"].float()},
+        {**saved, "level": saved["level"][:2]},
+    ):
         with pytest.raises(BemStateError):
             ControllerState.from_tensors(wrong)
 
@@ -200,14 +228,25 @@ def test_a_small_controller_is_enough():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"rank": 0}, "rank is 0"), ({"rank": True}, "rank is True"), ({"alpha": float("nan")}, "alpha is nan"), ({"ema": 1.0}, "ema is 1.0"),
-        ({"sites": "down"}, "sites is 'down'"), ({"sites": ()}, "sites is"), ({"sites": ("o", "o")}, "each once"), ({"sites": ("o", ["q"])}, "sites is"),
-        ({"level": "chunks"}, "level is 'chunks'"), ({"prefix_tokens": 100}, "give a multiple"), ({"auto_limits": (9, 3)}, "auto_limits is"),
-        ({"layers": (0,), "read_layer": 1}, "layers is"), ({"spectral_cap": 0.0}, "spectral_cap is 0.0"), ({"sparse_eps": -1.0}, "sparse_eps is -1.0"),
-        ({"sites": ("q", "v"), "level": "token"}, "these take chunk codes"), ({"sites": ("k",), "level": "prefix"}, "these take chunk codes"),
+        ({"rank": 0}, "rank is 0"),
+        ({"rank": True}, "rank is True"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"ema": 1.0}, "ema is 1.0"),
+        ({"sites": "down"}, "sites is 'down'"),
+        ({"sites": ()}, "sites is"),
+        ({"sites": ("o", "o")}, "each once"),
+        ({"sites": ("o", ["q"])}, "sites is"),
+        ({"level": "chunks"}, "level is 'chunks'"),
+        ({"prefix_tokens": 100}, "give a multiple"),
+        ({"auto_limits": (9, 3)}, "auto_limits is"),
+        ({"layers": (0,), "read_layer": 1}, "layers is"),
+        ({"spectral_cap": 0.0}, "spectral_cap is 0.0"),
+        ({"sparse_eps": -1.0}, "sparse_eps is -1.0"),
+        ({"sites": ("q", "v"), "level": "token"}, "these take chunk codes"),
+        ({"sites": ("k",), "level": "prefix"}, "these take chunk codes"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         BemConfig(**changes)
@@ -216,7 +255,10 @@ def test_settings_that_cannot_work_are_refused(changes, message):
 def test_settings_come_back_from_a_dict_and_a_typo_is_named():
     config = BemConfig(sites=("q", "down"), layers=(1, 2), level="auto")
     stated = dataclasses.asdict(config)
-    assert BemConfig.from_dict({**stated, "sites": list(config.sites), "layers": [1, 2], "auto_limits": [64, 256]}) == config
+    assert (
+        BemConfig.from_dict({**stated, "sites": list(config.sites), "layers": [1, 2], "auto_limits": [64, 256]})
+        == config
+    )
     with pytest.raises(UnknownSetting, match="did you mean 'sites'"):
         BemConfig.from_dict({"sights": ["o"]})
 
@@ -229,7 +271,9 @@ def test_settings_come_back_from_a_dict_and_a_typo_is_named():
 def test_logits_equal_a_host_steered_by_hand_in_fp64(shape, level):
     """Every update as a full matrix, governed by its own singular values, added token by token."""
     model = make_host(shape)
-    config = BemConfig(**{**SMALL, "level": level, "token_limit": 11, "auto_limits": (5, 30), "spectral_cap": 0.8, "trust_region": 2.0})
+    config = BemConfig(
+        **{**SMALL, "level": level, "token_limit": 11, "auto_limits": (5, 30), "spectral_cap": 0.8, "trust_region": 2.0}
+    )
     bem = randomise(Bem(model, config))
     ids = torch.randint(3, VOCAB, (19,), generator=torch.Generator().manual_seed(1))
     expected = steered_logits(model, bem, ids.tolist())

@@ -1,4 +1,6 @@
-"""The controller's step in Triton: in the interpreter against the eager controller, compiled for real chips without one; `-m gpu` runs it on one."""
+"""The controller's step in Triton: in the interpreter against the eager controller, compiled for real chips without
+one; `-m gpu` runs it on one.
+"""
 
 import copy
 import functools
@@ -34,7 +36,14 @@ SMALL = {"chunk_tokens": 4, "prefix_tokens": 8, "width": 6, "rank": 3, "ema": 0.
 VARIANTS = {
     "all": {**SMALL, "level": "auto", "sites": ("q", "o")},
     "chunk and token": {**SMALL, "level": "position", "chunk_tokens": 3, "prefix_tokens": 3, "width": 7, "rank": 1},
-    "prefix and chunk": {**SMALL, "level": "prefix", "sites": ("k", "down"), "chunk_tokens": 1, "prefix_tokens": 5, "rank": 5},
+    "prefix and chunk": {
+        **SMALL,
+        "level": "prefix",
+        "sites": ("k", "down"),
+        "chunk_tokens": 1,
+        "prefix_tokens": 5,
+        "rank": 5,
+    },
     "prefix": {**SMALL, "level": "prefix", "width": 1},
     "chunk": {**SMALL, "level": "chunk", "chunk_tokens": 5, "prefix_tokens": 10, "width": 17, "max_norm": 0.7},
     "token": {**SMALL, "level": "token", "max_norm": 50.0},
@@ -58,7 +67,10 @@ def make(variant="all", hidden_size=10, device="cpu", **changes):
 def columns(n_rows, n_columns, hidden_size=10, seed=0, device="cpu"):
     """Hidden states, and which are real: rows begin late, so that they are out of phase; one has padding inside."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, real = torch.randn(n_rows, n_columns, hidden_size, generator=generator), torch.ones(n_rows, n_columns, dtype=torch.bool)
+    hidden, real = (
+        torch.randn(n_rows, n_columns, hidden_size, generator=generator),
+        torch.ones(n_rows, n_columns, dtype=torch.bool),
+    )
     for row in range(n_rows):
         real[row, : 2 * row] = False
     real[-1, n_columns // 2 : n_columns // 2 + 3] = False
@@ -69,7 +81,9 @@ def columns(n_rows, n_columns, hidden_size=10, seed=0, device="cpu"):
 def run(controller, hidden, real, sizes, level=None):
     """Codes of each part, and the state after all."""
     state = ControllerState(len(hidden), level)
-    return [controller(*part, state) for part in zip(hidden.split(sizes, dim=1), real.split(sizes, dim=1), strict=True)], state
+    return [
+        controller(*part, state) for part in zip(hidden.split(sizes, dim=1), real.split(sizes, dim=1), strict=True)
+    ], state
 
 
 def assert_same_codes(mine, theirs, tolerance=2e-6):
@@ -79,14 +93,18 @@ def assert_same_codes(mine, theirs, tolerance=2e-6):
         assert (one is None) == (other is None), field.name
         if other is not None:
             assert one.shape == other.shape and one.is_floating_point() == other.is_floating_point(), field.name
-            assert torch.equal(one, other) if not other.is_floating_point() else (one - other).abs().max() <= tolerance, field.name
+            assert (
+                torch.equal(one, other) if not other.is_floating_point() else (one - other).abs().max() <= tolerance
+            ), field.name
 
 
 def assert_same_carry(mine, theirs, tolerance=2e-6):
     for field in fields(Carry):
         one, other = getattr(mine, field.name), getattr(theirs, field.name)
         assert one.shape == other.shape and one.is_floating_point() == other.is_floating_point(), field.name
-        assert torch.equal(one, other) or (torch.where(one == other, 0.0, one - other)).abs().max() <= tolerance, field.name
+        assert torch.equal(one, other) or (torch.where(one == other, 0.0, one - other)).abs().max() <= tolerance, (
+            field.name
+        )
 
 
 def made_by(codes):
@@ -98,21 +116,29 @@ def made_by(codes):
 def launched(monkeypatch):
     """Grids of the launches of the fused step."""
     grids, kernel = [], bem_step.step
-    monkeypatch.setattr(bem_step, "step", type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})())
+    monkeypatch.setattr(
+        bem_step, "step", type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
+    )
     return grids
 
 
 @torch.no_grad()
 @of_every_variant
 def test_steps_are_those_of_the_eager_controller(variant, launched):
-    """In fp64, to about the error of its own fp32. After a prompt: across the ends of chunks and of the prefix, rows out of phase, up to the level's limit and beyond."""
+    """In fp64, to about the error of its own fp32. After a prompt: across the ends of chunks and of the prefix, rows
+    out of phase, up to the level's limit and beyond.
+    """
     (eager, fused), (hidden, real) = make(variant), columns(3, 15)
     level = torch.tensor([2, 0, 1]) if variant == "all" else None
     sizes = [6] + [1] * 9
     (theirs, _), (mine, state) = (run(controller, hidden, real, sizes, level) for controller in (eager, fused))
     exact, after = run(eager.double(), hidden.double(), real, sizes, level)
     assert launched == [(3,)] * 9  # the prompt is read by the eager one
-    own = max(float((getattr(one, name) - getattr(true, name)).abs().max()) for one, true in zip(theirs, exact, strict=True) for name in made_by(true))
+    own = max(
+        float((getattr(one, name) - getattr(true, name)).abs().max())
+        for one, true in zip(theirs, exact, strict=True)
+        for name in made_by(true)
+    )
     for one, true in zip(mine, exact, strict=True):
         assert_same_codes(one, true, max(1e-6, 2 * own))
     assert_same_carry(state.carry, after.carry, max(1e-6, 2 * own))
@@ -143,11 +169,17 @@ def test_padding_leaves_its_row_as_it_was_and_has_no_code():
     codes = fused(hidden, real, state)
     for field in fields(Carry):
         one, other = getattr(state.carry, field.name), getattr(before, field.name)
-        assert torch.equal(one[[1, 3]], other[[1, 3]]) and (field.name in ("n", "open")) <= (not torch.equal(one[[0, 2]], other[[0, 2]]))
+        assert torch.equal(one[[1, 3]], other[[1, 3]]) and (field.name in ("n", "open")) <= (
+            not torch.equal(one[[0, 2]], other[[0, 2]])
+        )
     for level in LEVELS:
         code = codes.of(level)
         assert not code[[1, 3]].any() and code[[0, 2]].all()
-    assert codes.chunk_index[:, 0].tolist() == [1, -1, 0, -1] and not codes.boundary[[1, 3]].any() and not codes.confidence[[1, 3]].any()
+    assert (
+        codes.chunk_index[:, 0].tolist() == [1, -1, 0, -1]
+        and not codes.boundary[[1, 3]].any()
+        and not codes.confidence[[1, 3]].any()
+    )
     assert state.history()[0].isfinite().all()
 
 
@@ -161,7 +193,9 @@ def test_a_hidden_state_that_is_not_a_number_is_seen_in_its_row_alone():
     hidden[1, 5] = 0.0
     well, other = run(fused, hidden, real, [5, 1], level)
     assert ill[1].token[1].isnan().all() and state.carry.code[1].isnan().all()
-    assert torch.equal(ill[1].token[[0, 2]], well[1].token[[0, 2]]) and torch.equal(state.carry.code[[0, 2]], other.carry.code[[0, 2]])
+    assert torch.equal(ill[1].token[[0, 2]], well[1].token[[0, 2]]) and torch.equal(
+        state.carry.code[[0, 2]], other.carry.code[[0, 2]]
+    )
 
 
 @torch.no_grad()
@@ -188,8 +222,19 @@ def test_a_step_never_asks_the_device_whether_a_chunk_is_complete(monkeypatch):
     _, state = run(fused, hidden[:, :5], real[:, :5], [5], torch.tensor([2, 2]))
     for name in ("item", "tolist", "__int__", "__bool__", "__float__", "nonzero", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waited for a value"))
-    monkeypatch.setattr(bem_controller, "_forward", lambda settings, hidden, real, carry, weights: asked.append(real.shape) or made)  # the interpreter reads values
-    asked, made = [], (hidden.new_zeros(2, 1, 6), *astuple_of(state.carry), *[hidden.new_zeros(2, 1, 3)] * 3, hidden.new_zeros(2, 1), *[torch.zeros(2, 1, dtype=torch.int64)] * 3)
+    monkeypatch.setattr(
+        bem_controller, "_forward", lambda settings, hidden, real, carry, weights: asked.append(real.shape) or made
+    )  # the interpreter reads values
+    asked, made = (
+        [],
+        (
+            hidden.new_zeros(2, 1, 6),
+            *astuple_of(state.carry),
+            *[hidden.new_zeros(2, 1, 3)] * 3,
+            hidden.new_zeros(2, 1),
+            *[torch.zeros(2, 1, dtype=torch.int64)] * 3,
+        ),
+    )
     for t in range(5, 12):
         fused(hidden[:, t : t + 1], real[:, t : t + 1], state)
     assert asked == [(2, 1)] * 7 and state.room == 0 and not state.inside
@@ -203,11 +248,18 @@ def astuple_of(carry):
 
 
 def carried(config, n_rows, dtype=torch.float64, seed=0):
-    """A carry as it may be in decoding. Rows: in a chunk, completing the first, one of the prefix, one beyond it, padding at a chunk's last place."""
+    """A carry as it may be in decoding. Rows: in a chunk, completing the first, one of the prefix, one beyond it,
+    padding at a chunk's last place.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, width, rank = config.chunk_tokens, config.width, config.rank
-    n = torch.tensor([0, size - 1, config.prefix_tokens - 1, config.prefix_tokens + 2 * size - 1, size - 1, size + size // 2])[:n_rows]
-    open_ = torch.randn(n_rows, size, width, generator=generator, dtype=dtype) * (torch.arange(size) < (n % size)[:, None])[..., None]
+    n = torch.tensor(
+        [0, size - 1, config.prefix_tokens - 1, config.prefix_tokens + 2 * size - 1, size - 1, size + size // 2]
+    )[:n_rows]
+    open_ = (
+        torch.randn(n_rows, size, width, generator=generator, dtype=dtype)
+        * (torch.arange(size) < (n % size)[:, None])[..., None]
+    )
     code, summary = (torch.randn(n_rows, m, generator=generator, dtype=dtype) for m in (rank, width))
     mass = torch.where(n < size, -torch.inf, torch.randn(n_rows, generator=generator, dtype=dtype))
     real = torch.tensor([True, True, True, True, False, True])[:n_rows, None]
@@ -227,14 +279,19 @@ def gradients(controller, hidden, real, carry):
     """Of the finite outputs, weighted by their numbers in the row: a row's are the same in any batch."""
     inputs = {"hidden": hidden} | {field.name: getattr(carry, field.name) for field in fields(Carry)}
     inputs = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
-    made = outputs(controller, inputs["hidden"], real, Carry(**{name: t for name, t in inputs.items() if name != "hidden"}))
+    made = outputs(
+        controller, inputs["hidden"], real, Carry(**{name: t for name, t in inputs.items() if name != "hidden"})
+    )
     total = 0.0
     for i, t in enumerate(made.values()):
         flat = torch.where(t.isfinite(), t, 0.0).reshape(len(t), -1)
         total = total + (flat * torch.cos(torch.arange(flat.shape[1], device=t.device) + i)).sum()
     wanted = {name: t for name, t in {**inputs, **dict(controller.named_parameters())}.items() if t.requires_grad}
     found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    return {name: t.detach() for name, t in made.items()}, {name: torch.zeros_like(t) if grad is None else grad for (name, t), grad in zip(wanted.items(), found, strict=True)}
+    return {name: t.detach() for name, t in made.items()}, {
+        name: torch.zeros_like(t) if grad is None else grad
+        for (name, t), grad in zip(wanted.items(), found, strict=True)
+    }
 
 
 @of_every_variant
@@ -244,10 +301,15 @@ def test_step_and_gradients_in_fp64_are_those_of_the_eager_controller(variant):
     hidden = torch.randn(6, 1, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (made, mine), (expected, theirs) = (gradients(controller, hidden, real, carry) for controller in (fused, eager))
     for name, exact in expected.items():
-        assert made[name].dtype == torch.float64 and (torch.where(exact == made[name], 0.0, made[name] - exact)).abs().max() < 1e-12, name
+        assert (
+            made[name].dtype == torch.float64
+            and (torch.where(exact == made[name], 0.0, made[name] - exact)).abs().max() < 1e-12
+        ), name
     unused = {"default_summary", "default_code", "default_confidence"}
     for name, exact in theirs.items():
-        assert mine[name].shape == exact.shape and (mine[name] - exact).abs().max() < 1e-11 * max(1.0, float(exact.abs().max())), name
+        assert mine[name].shape == exact.shape and (mine[name] - exact).abs().max() < 1e-11 * max(
+            1.0, float(exact.abs().max())
+        ), name
         assert exact.any() or name in unused or (name == "norm.weight"), name
 
 
@@ -256,14 +318,27 @@ def test_gradcheck_in_fp64():
     carry, real = carried(fused.config, 2)
     carry = Carry(**{**vars(carry), "log_mass": carry.log_mass.clamp(min=-1.0)})  # of -inf there are no differences
     names = [name for name, _ in fused.named_parameters() if not name.startswith("default")]
-    inputs = [torch.randn(2, 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64), carry.open, carry.code, carry.summary, carry.log_mass, carry.confidence]
+    inputs = [
+        torch.randn(2, 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+        carry.open,
+        carry.code,
+        carry.summary,
+        carry.log_mass,
+        carry.confidence,
+    ]
     inputs += [dict(fused.named_parameters())[name].detach() for name in names]
     settings = bem_controller.StepSettings(0.7, 3.0, 4, 9, 2, 2)
 
     def step(flat):  # all in one, so that few evaluations say all
-        hidden, *given = (part.view(like.shape) for part, like in zip(flat.split([t.numel() for t in inputs]), inputs, strict=True))
-        made = bem_controller.controller_step(hidden, real, (carry.n, *given[:5]), dict(zip(names, given[5:], strict=True)), settings)
-        return torch.cat([t.flatten() for t in (made.z, *made.carry[1:], made.prefix, made.chunk, made.token, made.confidence)])
+        hidden, *given = (
+            part.view(like.shape) for part, like in zip(flat.split([t.numel() for t in inputs]), inputs, strict=True)
+        )
+        made = bem_controller.controller_step(
+            hidden, real, (carry.n, *given[:5]), dict(zip(names, given[5:], strict=True)), settings
+        )
+        return torch.cat(
+            [t.flatten() for t in (made.z, *made.carry[1:], made.prefix, made.chunk, made.token, made.confidence)]
+        )
 
     assert torch.autograd.gradcheck(step, torch.cat([t.flatten() for t in inputs]).requires_grad_(), fast_mode=True)
 
@@ -278,7 +353,9 @@ def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
     for name, other in (expected | theirs).items():
         one = (made | mine)[name]
         tolerance = 1e-5 if other.dtype == torch.float32 else 0.01
-        assert one.dtype == other.dtype and (torch.where(one == other, 0.0, one.float() - other.float())).abs().max() <= tolerance * max(1.0, float(other.abs().max())), name
+        assert one.dtype == other.dtype and (
+            torch.where(one == other, 0.0, one.float() - other.float())
+        ).abs().max() <= tolerance * max(1.0, float(other.abs().max())), name
 
 
 def test_a_row_has_the_same_bits_again_and_in_every_batch():
@@ -287,11 +364,16 @@ def test_a_row_has_the_same_bits_again_and_in_every_batch():
     hidden = torch.randn(4, 1, 33, generator=torch.Generator().manual_seed(1))
     whole, grads = gradients(fused, hidden, real, carry)
     again = gradients(fused, hidden, real, carry)
-    assert all(torch.equal(whole[name], again[0][name]) for name in whole) and all(torch.equal(grads[name], again[1][name]) for name in grads)
+    assert all(torch.equal(whole[name], again[0][name]) for name in whole) and all(
+        torch.equal(grads[name], again[1][name]) for name in grads
+    )
     for rows in ([3], [3, 0, 2]):
         some, back = gradients(fused, hidden[rows], real[rows], carry.select(torch.tensor(rows)))
         assert all(torch.equal(some[name], whole[name][rows]) for name in whole)
-        assert all(torch.equal(back[name], grads[name][rows]) for name in ("hidden", "open", "code", "summary", "log_mass", "confidence"))
+        assert all(
+            torch.equal(back[name], grads[name][rows])
+            for name in ("hidden", "open", "code", "summary", "log_mass", "confidence")
+        )
 
 
 def test_without_gradients_nothing_is_kept_and_the_bits_are_the_same():
@@ -306,7 +388,11 @@ def test_without_gradients_nothing_is_kept_and_the_bits_are_the_same():
     assert all(torch.equal(with_grad[name], without[name]) for name in without)
     frozen = outputs(fused, hidden.requires_grad_(), real, carry)["token"]
     frozen.sum().backward()
-    assert hidden.grad[real].any() and not hidden.grad[~real].any() and all(parameter.grad is None for parameter in fused.parameters())
+    assert (
+        hidden.grad[real].any()
+        and not hidden.grad[~real].any()
+        and all(parameter.grad is None for parameter in fused.parameters())
+    )
 
 
 def test_no_rows_give_nothing_and_gradients_of_zero():
@@ -314,7 +400,10 @@ def test_no_rows_give_nothing_and_gradients_of_zero():
     made = outputs(fused, torch.zeros(0, 1, 10), torch.zeros(0, 1, dtype=torch.bool), fused.start(0))
     assert made["token"].shape == (0, 1, 3) and made["carried open"].shape == (0, 4, 6)
     sum(t.sum() for t in made.values()).backward()
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in fused.parameters()) and fused.query.grad is not None
+    assert (
+        all(parameter.grad is None or not parameter.grad.any() for parameter in fused.parameters())
+        and fused.query.grad is not None
+    )
 
 
 def test_strides_change_no_bit():
@@ -326,7 +415,10 @@ def test_strides_change_no_bit():
         for parameter in fused.parameters():
             if parameter.dim() == 2:
                 parameter.set_(parameter.T.contiguous().T)
-    turned = Carry(carry.n.repeat_interleave(2)[::2], *(t.transpose(0, -1).contiguous().transpose(0, -1) for t in astuple_of(carry)[1:]))
+    turned = Carry(
+        carry.n.repeat_interleave(2)[::2],
+        *(t.transpose(0, -1).contiguous().transpose(0, -1) for t in astuple_of(carry)[1:]),
+    )
     other = outputs(fused, hidden[:, 1:2], real.expand(2, 2)[:, 1:], turned)
     assert all(torch.equal(plain[name], other[name]) for name in plain)
 
@@ -334,8 +426,24 @@ def test_strides_change_no_bit():
 # -- in an adapter ---------------------------------------------------------------------------------
 
 BATCH = torch.tensor([[PAD, PAD, PAD, 1, 5, 9, 33], [1, 44, 3, 17, 8, 21, 30], [PAD, PAD, PAD, PAD, PAD, 21, 22]])
-GREEDY = {"attention_mask": (BATCH != PAD).long(), "max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
-CONFIG = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8, "ema": 0.7, "spectral_cap": 1.5, "sites": ("v", "down"), "layers": (1,)}
+GREEDY = {
+    "attention_mask": (BATCH != PAD).long(),
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": PAD,
+    "eos_token_id": None,
+}
+CONFIG = {
+    "rank": 3,
+    "width": 6,
+    "chunk_tokens": 3,
+    "prefix_tokens": 6,
+    "token_limit": 8,
+    "ema": 0.7,
+    "spectral_cap": 1.5,
+    "sites": ("v", "down"),
+    "layers": (1,),
+}
 
 
 @pytest.mark.parametrize("level", ["position", "auto"])
@@ -376,7 +484,11 @@ def test_a_hook_may_replace_the_codes_of_a_step(launched):
     host = make_host()
     with randomise(attach_bem(host, BemConfig(**CONFIG))) as bem:
         bem.controller.fused = True
-        bem.controller.register_forward_hook(lambda controller, args, codes: codes.replace(chunk=torch.zeros_like(codes.chunk), token=torch.zeros_like(codes.token)))
+        bem.controller.register_forward_hook(
+            lambda controller, args, codes: codes.replace(
+                chunk=torch.zeros_like(codes.chunk), token=torch.zeros_like(codes.token)
+            )
+        )
         silenced = host.generate(BATCH, **GREEDY | {"max_new_tokens": 3})
     assert len(launched) == 2 and torch.equal(silenced, host.generate(BATCH, **GREEDY | {"max_new_tokens": 3}))
 
@@ -385,7 +497,10 @@ def test_a_hook_may_replace_the_codes_of_a_step(launched):
 @torch.no_grad()
 def test_a_step_that_fails_falls_back_and_the_next_goes_on(monkeypatch):
     eager, fused = make(chunk_tokens=2, prefix_tokens=4)
-    hidden, real = torch.randn(2, 12, 10, generator=torch.Generator().manual_seed(2)), torch.ones(2, 12, dtype=torch.bool)
+    hidden, real = (
+        torch.randn(2, 12, 10, generator=torch.Generator().manual_seed(2)),
+        torch.ones(2, 12, dtype=torch.bool),
+    )
     level = torch.tensor([2, 2])
     hidden[0, 8], real[1, 0] = float("inf"), False
     guard = FallbackGuard(FallbackPolicy(latency_factor=None))
@@ -398,8 +513,17 @@ def test_a_step_that_fails_falls_back_and_the_next_goes_on(monkeypatch):
             if t == 6:
                 patch.setattr(bem_controller, "_forward", lambda *_: 1 / 0)
             mine.append(fused(hidden[:, t : t + 1], real[:, t : t + 1], state))
-    assert mine[3].fallback.all() and (mine[3].token == 1).all() and guard.told.n_failed == 1 and "ZeroDivisionError" in guard.told.last_error
-    assert mine[5].fallback[:, 0].tolist() == [True, False] and (mine[5].token[0] == 1).all() and guard.told.n_not_finite == 3
+    assert (
+        mine[3].fallback.all()
+        and (mine[3].token == 1).all()
+        and guard.told.n_failed == 1
+        and "ZeroDivisionError" in guard.told.last_error
+    )
+    assert (
+        mine[5].fallback[:, 0].tolist() == [True, False]
+        and (mine[5].token[0] == 1).all()
+        and guard.told.n_not_finite == 3
+    )
     for t in (1, 2, 4):
         assert_same_codes(mine[t], theirs[t])
     for t in range(5, 9):
@@ -423,7 +547,9 @@ def test_fused_steps_train_as_eager_ones(launched):
     assert len(launched) == 2
     for (name, one), other in zip(fused.named_parameters(), eager.parameters(), strict=True):
         assert (other.grad is None) == (one.grad is None) or not one.grad.any(), name
-        assert other.grad is None or (one.grad - other.grad).abs().max() < 1e-5 * max(1.0, float(other.grad.abs().max())), name
+        assert other.grad is None or (one.grad - other.grad).abs().max() < 1e-5 * max(
+            1.0, float(other.grad.abs().max())
+        ), name
 
 
 # -- what does not fit -----------------------------------------------------------------------------
@@ -451,10 +577,20 @@ def test_what_does_not_fit_is_refused_before_the_kernel(change, message, launche
     _, fused = make()
     start = fused.start(2)
     weights = {name: parameter.detach() for name, parameter in fused.named_parameters()}
-    given = {"hidden": torch.zeros(2, 1, 10), "real": torch.ones(2, 1, dtype=torch.bool), **{field.name: getattr(start, field.name).detach() for field in fields(Carry)}, **weights} | change
-    carry, weights = [given[name] for name in bem_controller.CARRY], {name: given[name] for name in weights if given[name] is not None}
+    given = {
+        "hidden": torch.zeros(2, 1, 10),
+        "real": torch.ones(2, 1, dtype=torch.bool),
+        **{field.name: getattr(start, field.name).detach() for field in fields(Carry)},
+        **weights,
+    } | change
+    carry, weights = (
+        [given[name] for name in bem_controller.CARRY],
+        {name: given[name] for name in weights if given[name] is not None},
+    )
     with pytest.raises(ConfigError, match=message):
-        bem_controller.controller_step(given["hidden"], given["real"], carry, weights, bem_controller.StepSettings(0.7, 3.0, 8, 9, 2, 2))
+        bem_controller.controller_step(
+            given["hidden"], given["real"], carry, weights, bem_controller.StepSettings(0.7, 3.0, 8, 9, 2, 2)
+        )
     assert not launched
 
 
@@ -484,7 +620,11 @@ def test_every_kernel_compiles_for_real_chips_without_matrix_units_or_atomics():
 REAL = {"level": "auto", "sites": ("q", "o"), "rank": 8, "width": 64, "chunk_tokens": 8, "prefix_tokens": 16}
 
 
-@pytest.mark.parametrize("n_rows, hidden_size, changes", [(1, 576, {}), (5, 4096, {"chunk_tokens": 7, "prefix_tokens": 14}), (70, 2560, {"width": 200, "rank": 13})], ids=str)
+@pytest.mark.parametrize(
+    "n_rows, hidden_size, changes",
+    [(1, 576, {}), (5, 4096, {"chunk_tokens": 7, "prefix_tokens": 14}), (70, 2560, {"width": 200, "rank": 13})],
+    ids=str,
+)
 class TestOnAGpu:
     pytestmark = on_a_gpu
 
@@ -494,12 +634,18 @@ class TestOnAGpu:
         hidden, real = columns(n_rows, 2 * n_rows + 30, hidden_size, device="cuda")
         exact, level = copy.deepcopy(eager).double(), torch.full((n_rows,), 2, device="cuda")
         sizes = [2 * n_rows, *[1] * 30]
-        (right, _), (theirs, _), (mine, state) = (run(c, x, real, sizes, level) for c, x in ((exact, hidden.double()), (eager, hidden), (fused, hidden)))
+        (right, _), (theirs, _), (mine, state) = (
+            run(c, x, real, sizes, level) for c, x in ((exact, hidden.double()), (eager, hidden), (fused, hidden))
+        )
         for true, other, one in zip(right, theirs, mine, strict=True):
             for name in (*LEVELS, "confidence"):
-                error, own = ((getattr(codes, name).double() - getattr(true, name)).abs().max() for codes in (one, other))
+                error, own = (
+                    (getattr(codes, name).double() - getattr(true, name)).abs().max() for codes in (one, other)
+                )
                 assert error <= max(1e-6, 2 * own), name
-            assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("chunk_index", "boundary", "level"))
+            assert all(
+                torch.equal(getattr(one, name), getattr(other, name)) for name in ("chunk_index", "boundary", "level")
+            )
         assert state.carry.n.tolist() == real.sum(dim=1).tolist()
 
     def test_gradients_are_those_of_fp64(self, n_rows, hidden_size, changes):
@@ -524,11 +670,16 @@ class TestOnAGpu:
         carry, real = Carry(*(t.cuda() for t in astuple_of(carry.select(rows)))), real[rows].cuda()
         hidden = torch.randn(n_rows, 1, hidden_size, generator=torch.Generator().manual_seed(1)).cuda()
         (whole, grads), again = gradients(fused, hidden, real, carry), gradients(fused, hidden, real, carry)
-        assert all(torch.equal(whole[name], again[0][name]) for name in whole) and all(torch.equal(grads[name], again[1][name]) for name in grads)
+        assert all(torch.equal(whole[name], again[0][name]) for name in whole) and all(
+            torch.equal(grads[name], again[1][name]) for name in grads
+        )
         for some in ([0], [n_rows - 1], torch.randperm(n_rows)[: n_rows // 2 + 1].tolist()):
             made, back = gradients(fused, hidden[some], real[some], carry.select(torch.tensor(some, device="cuda")))
             assert all(torch.equal(made[name], whole[name][some]) for name in whole)
-            assert all(torch.equal(back[name], grads[name][some]) for name in ("hidden", "open", "code", "summary", "log_mass", "confidence"))
+            assert all(
+                torch.equal(back[name], grads[name][some])
+                for name in ("hidden", "open", "code", "summary", "log_mass", "confidence")
+            )
 
     @torch.no_grad()
     def test_a_step_can_be_captured_in_a_graph(self, n_rows, hidden_size, changes):

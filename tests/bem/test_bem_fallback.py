@@ -1,4 +1,6 @@
-"""Where the controller fails, is slow, is unsure or gives no numbers, the static twin steers, what follows is right, and every code says so."""
+"""Where the controller fails, is slow, is unsure or gives no numbers, the static twin steers, what follows is right,
+and every code says so.
+"""
 
 import copy
 import logging
@@ -19,7 +21,16 @@ from probemon.errors import BemStateError, KernelUnavailable
 from probemon.telemetry.monitor import RoutingMonitor
 
 N = 3
-SETTINGS = {"sites": ("q", "v", "o", "down"), "rank": 3, "width": 6, "chunk_tokens": N, "prefix_tokens": 2 * N, "token_limit": 8, "ema": 0.7, "spectral_cap": 1.5}
+SETTINGS = {
+    "sites": ("q", "v", "o", "down"),
+    "rank": 3,
+    "width": 6,
+    "chunk_tokens": N,
+    "prefix_tokens": 2 * N,
+    "token_limit": 8,
+    "ema": 0.7,
+    "spectral_cap": 1.5,
+}
 CONFIG = BemConfig(**SETTINGS)
 FREE = BemConfig(**{**SETTINGS, "spectral_cap": None})
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -42,7 +53,14 @@ class Broken:
     """For the time of the block a method of the controller raises, or takes longer."""
 
     def __init__(self, controller, *names, error=None, clock=None, seconds=0.0):
-        self.controller, self.names, self.error, self.clock, self.seconds, self.n_calls = controller, names, error or RuntimeError("on purpose"), clock, seconds, 0
+        self.controller, self.names, self.error, self.clock, self.seconds, self.n_calls = (
+            controller,
+            names,
+            error or RuntimeError("on purpose"),
+            clock,
+            seconds,
+            0,
+        )
 
     def _stand_in(self, original):
         def call(*args, **kwargs):
@@ -74,7 +92,9 @@ def static_where(mask):
     """Replaces codes by ones where `mask [B, T]`."""
 
     def replace(controller, args, codes):
-        return codes.replace(**{name: torch.where(mask[..., None], 1.0, getattr(codes, name)) for name in ("chunk", "token")})
+        return codes.replace(
+            **{name: torch.where(mask[..., None], 1.0, getattr(codes, name)) for name in ("chunk", "token")}
+        )
 
     return replace
 
@@ -113,7 +133,11 @@ def test_without_a_policy_an_error_is_raised_and_with_one_its_own_and_lack_of_me
         assert steered.state(cache).n_columns == 4
     assert steered.fallbacks.n_failed == 0 and steered.breaker.state == "closed"
     steered.detach()
-    with randomise(attach_bem(host, CONFIG)) as bem, Broken(bem.controller, "advance"), pytest.raises(RuntimeError, match="on purpose"):
+    with (
+        randomise(attach_bem(host, CONFIG)) as bem,
+        Broken(bem.controller, "advance"),
+        pytest.raises(RuntimeError, match="on purpose"),
+    ):
         full(host, some_ids())
 
 
@@ -125,7 +149,9 @@ def test_a_controller_that_raises_leaves_a_static_lora(host, broken, caplog):
         merged = copy.deepcopy(make_host())
         with torch.no_grad():
             for site in bem.sites:
-                block = merged.model.layers[site.layer].get_submodule({"down": "mlp.down_proj"}.get(site.kind, f"self_attn.{site.kind}_proj"))
+                block = merged.model.layers[site.layer].get_submodule(
+                    {"down": "mlp.down_proj"}.get(site.kind, f"self_attn.{site.kind}_proj")
+                )
                 block.weight += dense_update(bem.updates[site.key], torch.ones(3), FREE.scale)
         seen = watch(bem)
         with Broken(bem.controller, broken), caplog.at_level(logging.WARNING):
@@ -134,8 +160,14 @@ def test_a_controller_that_raises_leaves_a_static_lora(host, broken, caplog):
             assert torch.equal(host.generate(ids, **GREEDY, num_beams=3), merged.generate(ids, **GREEDY, num_beams=3))
         routed = full(host, ids)
     assert (found - full(merged, ids)).abs().max() < 1e-5 and (found - routed).abs().max() > 0.1
-    assert all(codes.fallback.all() and codes.confidence.isnan().all() for codes in seen[:-1]) and not seen[-1].fallback.any()
-    assert bem.fallbacks.n_failed == bem.fallbacks.n_forwards - 1 == 17 and bem.fallbacks.last_error == "RuntimeError: on purpose"
+    assert (
+        all(codes.fallback.all() and codes.confidence.isnan().all() for codes in seen[:-1])
+        and not seen[-1].fallback.any()
+    )
+    assert (
+        bem.fallbacks.n_failed == bem.fallbacks.n_forwards - 1 == 17
+        and bem.fallbacks.last_error == "RuntimeError: on purpose"
+    )
     assert bem.fallbacks.n_unread == (17 if broken == "features" else 0)
     assert len([record for record in caplog.records if "on purpose" in record.getMessage()]) == 17
 
@@ -148,11 +180,16 @@ def test_the_twin_is_within_the_same_limits(host):
         applied = bem.governor.apply({chunked: torch.ones(1, 1, 3) for chunked in (True, False)})
         assert max(np.linalg.norm(weight, 2) for weight in weights.values()) <= 0.4 * (1 + 1e-6)
         layer, seen = host.model.layers[0].mlp.down_proj, []
-        with Broken(bem.controller, "advance"), layer.register_forward_hook(lambda module, args, output: seen.append((args[0], output))):
+        with (
+            Broken(bem.controller, "advance"),
+            layer.register_forward_hook(lambda module, args, output: seen.append((args[0], output))),
+        ):
             full(host, some_ids(1, 5))
         [(x, y)] = seen
         added = (y - torch.nn.functional.linear(x, layer.weight)).double()
-        assert (added - x.double() @ torch.from_numpy(weights["down.0"]).T).abs().max() < 1e-5 and applied["down_0"].max() < 1
+        assert (added - x.double() @ torch.from_numpy(weights["down.0"]).T).abs().max() < 1e-5 and applied[
+            "down_0"
+        ].max() < 1
 
 
 @pytest.mark.parametrize("sizes", [[1] * 18, [4, 1, 1, 3, 1, 1, 1, 6]], ids=["one by one", "pieces"])
@@ -204,8 +241,14 @@ def test_a_row_without_numbers_falls_back_alone_and_from_there_on(host, steered)
     # Its own token, and all of the chunks after it: the rest of chunk 2 is of what was known before.
     assert told[1].tolist() == [t == 7 or t >= 9 for t in range(18)] and not told[[0, 2]].any()
     assert torch.equal(torch.cat([codes.fallback for codes in seen[2:]], dim=1), told)
-    assert torch.isfinite(seen[1].chunk).all() and torch.isfinite(seen[1].token).all() and (seen[1].token[1, 9:] == 1).all()
-    assert steered.fallbacks.n_not_finite == 1 + 1 + 9 and steered.breaker.state == "closed", "one row is no reason to leave the others alone"
+    assert (
+        torch.isfinite(seen[1].chunk).all()
+        and torch.isfinite(seen[1].token).all()
+        and (seen[1].token[1, 9:] == 1).all()
+    )
+    assert steered.fallbacks.n_not_finite == 1 + 1 + 9 and steered.breaker.state == "closed", (
+        "one row is no reason to leave the others alone"
+    )
     with steered.controller.register_forward_pre_hook(poison):
         for _ in range(4):  # sequences in which it happens again
             full(host, ids)
@@ -232,7 +275,9 @@ def test_unsure_tokens_fall_back_and_cached_still_equals_full(host):
 
 
 def test_a_slow_controller_is_left_out_and_tried_again(host):
-    """While the breaker is open the routers are not run; the codes after it are those of a controller that was never left out."""
+    """While the breaker is open the routers are not run; the codes after it are those of a controller that was never
+    left out.
+    """
     given = policy(n_baseline=4)
     ids, clock = some_ids(1, 60), given.clock
     with randomise(attach_bem(host, CONFIG, fallback=given)) as bem:
@@ -262,7 +307,11 @@ def test_a_slow_controller_is_left_out_and_tried_again(host):
         assert [bool(codes.fallback) for codes in seen] == [25 <= t < 32 for t in range(60)]
         full(host, ids)
         for name in ("chunk", "token"):
-            difference = (torch.cat([getattr(codes, name) for codes in seen[:-1]], dim=1) - getattr(seen[-1], name)).abs().amax(dim=-1)[0]
+            difference = (
+                (torch.cat([getattr(codes, name) for codes in seen[:-1]], dim=1) - getattr(seen[-1], name))
+                .abs()
+                .amax(dim=-1)[0]
+            )
             assert difference[:25].max() < 1e-5 and difference[32:].max() < 1e-5 and difference[25:32].min() > 1e-3
         for name in ("chunk_index", "boundary", "level"):
             assert torch.equal(torch.cat([getattr(codes, name) for codes in seen[:-1]], dim=1), getattr(seen[-1], name))
@@ -301,7 +350,9 @@ def guarded(level="token", **settings):
 
 
 def test_features_that_are_unknown_are_missed_as_long_as_codes_depend_on_them():
-    """Token codes: of the prefix for good, after the prefix until the next chunk is complete; cut off, they were never missed."""
+    """Token codes: of the prefix for good, after the prefix until the next chunk is complete; cut off, they were never
+    missed.
+    """
     hidden, real = torch.randn(1, 24, D), torch.ones(1, 24, dtype=torch.bool)
     for lost, expected in ((1, [1, *range(3, 24)]), (13, [13, 15, 16, 17])):
         controller, state, parts = guarded(), ControllerState(1), []
@@ -329,10 +380,17 @@ def test_padding_never_falls_back_and_levels_are_decided_all_the_same():
     with Broken(controller, "advance"):
         state = ControllerState(2)
         codes = controller(torch.randn(2, 9, D), real, state)
-    assert isinstance(codes, Codes) and torch.equal(codes.fallback, real) and state.level.tolist() == [0, 0] and state.n_columns == 9
+    assert (
+        isinstance(codes, Codes)
+        and torch.equal(codes.fallback, real)
+        and state.level.tolist() == [0, 0]
+        and state.n_columns == 9
+    )
     for name in ("prefix", "chunk", "token"):
         assert torch.equal(codes.of(name), real[..., None].float().expand(-1, -1, 3))
-    assert codes.chunk_index[0].tolist() == [-1] * 4 + [0, 0, 0, 1, 1] and codes.boundary[0].nonzero()[:, 0].tolist() == [4, 7]
+    assert codes.chunk_index[0].tolist() == [-1] * 4 + [0, 0, 0, 1, 1] and codes.boundary[0].nonzero()[
+        :, 0
+    ].tolist() == [4, 7]
     assert torch.equal(codes.confidence.isnan(), real) and not codes.confidence[~real].any()
 
 
@@ -341,15 +399,23 @@ def test_padding_never_falls_back_and_levels_are_decided_all_the_same():
 
 def test_auto_chooses_once_and_says_why(host, monkeypatch, caplog):
     with caplog.at_level(logging.INFO), attach_bem(host, CONFIG, impl="auto") as bem:
-        assert (bem.impl, bem.impl_why) == ("reference", "the kernels are for GPUs, and a site or the layer that is read is on cpu")
+        assert (bem.impl, bem.impl_why) == (
+            "reference",
+            "the kernels are for GPUs, and a site or the layer that is read is on cpu",
+        )
         assert any("reference: the kernels are for GPUs" in record.getMessage() for record in caplog.records)
     with attach_bem(host, CONFIG) as bem:
         assert (bem.impl, bem.impl_why) == ("reference", "it was asked for")
 
 
 @pytest.mark.parametrize(
-    "error, expected", [(None, ("triton", "every site is on a GPU")), (KernelUnavailable("needs triton"), ("reference", "needs triton")), (OSError("no cc"), ("reference", "OSError: no cc"))]
-)  # fmt: skip
+    "error, expected",
+    [
+        (None, ("triton", "every site is on a GPU")),
+        (KernelUnavailable("needs triton"), ("reference", "needs triton")),
+        (OSError("no cc"), ("reference", "OSError: no cc")),
+    ],
+)
 def test_on_a_gpu_auto_tries_the_kernel(monkeypatch, error, expected):
     tried = []
 

@@ -60,25 +60,41 @@ def test_limits_hold_on_every_site_and_token_and_are_those_of_the_oracle(shape, 
         codes, given = applied(bem, model)
         for row in range(3):
             for t in range(17):
-                names = {"chunk": codes.chunk[row, t].double().numpy(), "token": codes.token[row, t].double().numpy(), "level": LEVELS[int(codes.level[row, t])]}
+                names = {
+                    "chunk": codes.chunk[row, t].double().numpy(),
+                    "token": codes.token[row, t].double().numpy(),
+                    "level": LEVELS[int(codes.level[row, t])],
+                }
                 expected, weights = governed(bem, names)
                 total = 0.0
                 for site in bem.sites:
                     assert np.abs(given[site.name][row, t].numpy() - expected[site.name]).max() < 1e-5
-                    update = dense_update(bem.updates[site.key], given[site.name][row, t], bem.config.scale).detach().double()
+                    update = (
+                        dense_update(bem.updates[site.key], given[site.name][row, t], bem.config.scale)
+                        .detach()
+                        .double()
+                    )
                     assert np.abs(update.numpy() - weights[site.name]).max() < 1e-5
                     assert cap is None or float(torch.linalg.matrix_norm(update, 2)) <= cap * (1 + 1e-5)
                     total += float(update.square().sum())
                 assert trust is None or total**0.5 <= trust * (1 + 1e-5)
         if cap is not None and cap < 1:
-            assert any(not torch.equal(given[site.name], codes.chunk if site.chunked else codes.adaptive()) for site in bem.sites)
+            assert any(
+                not torch.equal(given[site.name], codes.chunk if site.chunked else codes.adaptive())
+                for site in bem.sites
+            )
 
 
 def test_codes_within_the_limits_are_untouched_bit_for_bit():
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=None))) as bem:
         codes, _ = applied(bem, model)
-        norms = {site.name: bem.governor.sigma1(site, (codes.chunk if site.chunked else codes.adaptive()).flatten(0, 1)).view(3, 17) for site in bem.sites}
+        norms = {
+            site.name: (
+                bem.governor.sigma1(site, (codes.chunk if site.chunked else codes.adaptive()).flatten(0, 1)).view(3, 17)
+            )
+            for site in bem.sites
+        }
         free = logits(model)
     cap = float(torch.stack(list(norms.values())).median())  # half of all tokens and sites are over it
     with bem_like(model, bem, spectral_cap=cap) as capped:
@@ -108,8 +124,10 @@ def logits(model):
 
 
 OPTIMISERS = {
-    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.5), "each by itself": lambda parameters: torch.optim.SGD(parameters, lr=20.0, foreach=False),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True), "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=20.0, fused=True),
+    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.5),
+    "each by itself": lambda parameters: torch.optim.SGD(parameters, lr=20.0, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.5, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=20.0, fused=True),
 }  # fmt: skip
 
 
@@ -165,7 +183,9 @@ def test_a_written_parameter_is_governed_as_it_is_now():
         _, given = applied(bem, model)
         for site in bem.sites:
             for code in given[site.name].flatten(0, 1):
-                assert float(torch.linalg.matrix_norm(dense_update(bem.updates[site.key], code, bem.config.scale).detach(), 2)) <= 0.5 * (1 + 1e-5)
+                assert float(
+                    torch.linalg.matrix_norm(dense_update(bem.updates[site.key], code, bem.config.scale).detach(), 2)
+                ) <= 0.5 * (1 + 1e-5)
 
 
 def test_limits_have_no_gradient_of_their_own():
@@ -187,7 +207,9 @@ def test_limits_have_no_gradient_of_their_own():
             bem.governor.apply = apply
             bem.zero_grad()
             model(ids, use_cache=False).logits.square().sum().backward()
-            grads.append([parameter.grad.clone() for parameter in bem.controller.parameters() if parameter.grad is not None])
+            grads.append(
+                [parameter.grad.clone() for parameter in bem.controller.parameters() if parameter.grad is not None]
+            )
         assert all((kept[0][site.key] < 0.999).any() for site in bem.sites[:2])
         assert len(grads[0]) > 10
         for a, b in zip(*grads, strict=True):
@@ -211,7 +233,11 @@ def test_decorrelation_is_one_for_copies_and_near_zero_for_independent_dimension
     other = pair.clone()
     other[:, 2000:] = 1e6  # padding
     assert torch.isclose(decorrelation(other, half), decorrelation(pair[:, :2000], half[:, :2000]))
-    assert float(decorrelation(torch.ones(2, 3, 4), real[:, :3])) == 0 == float(decorrelation(free[:, :1], half[:, :1] & False))
+    assert (
+        float(decorrelation(torch.ones(2, 3, 4), real[:, :3]))
+        == 0
+        == float(decorrelation(free[:, :1], half[:, :1] & False))
+    )
 
 
 def test_flips_of_a_stream_whose_flips_are_known():
@@ -232,12 +258,20 @@ def test_flips_of_a_stream_whose_flips_are_known():
 # -- 10: sparse application --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("m, n_in, n_out, r, eps", [(1, 5, 7, 1, 0.3), (13, 16, 24, 3, 0.4), (64, 31, 17, 8, 0.9), (7, 5, 7, 4, 0.0), (9, 5, 7, 4, 1e9)])
+@pytest.mark.parametrize(
+    "m, n_in, n_out, r, eps",
+    [(1, 5, 7, 1, 0.3), (13, 16, 24, 3, 0.4), (64, 31, 17, 8, 0.9), (7, 5, 7, 4, 0.0), (9, 5, 7, 4, 1e9)],
+)
 def test_sparse_application_errs_within_its_bound(m, n_in, n_out, r, eps):
     torch.manual_seed(m)
     x, v, u, codes = torch.randn(m, n_in), torch.randn(n_in, r), torch.randn(n_out, r), torch.randn(m, r) * 0.5
     codes[0] = 0
-    whole = torch.stack([1.7 * u.double() @ torch.diag(c) @ v.double().T @ row for c, row in zip(codes.double(), x.double(), strict=True)])
+    whole = torch.stack(
+        [
+            1.7 * u.double() @ torch.diag(c) @ v.double().T @ row
+            for c, row in zip(codes.double(), x.double(), strict=True)
+        ]
+    )
     assert (generated_update(x, v, u, codes, 1.7) - whole).abs().max() < 1e-5 * max(1.0, float(whole.abs().max()))
     found = generated_update(x, v, u, codes, 1.7, eps=eps).double()
     based = generated_update(x, v, u, codes, 1.7, eps=eps, base=torch.full((m, n_out), 2.0)).double() - 2
@@ -257,7 +291,9 @@ def test_the_bound_is_met_where_everything_is_aligned():
     """The bound is no larger than it must be: one direction in, one out."""
     x, v, u = torch.tensor([[3.0, 0, 0]]), torch.tensor([[2.0], [0], [0]]), torch.tensor([[0.0], [5]])
     error = generated_update(x, v, u, torch.tensor([[0.1]]), 4.0).norm()
-    assert torch.isclose(error, error_bound(x, v, u, 4.0, 0.1)[0]) and float(error) == pytest.approx(4 * 5 * 2 * 0.1 * 3)
+    assert torch.isclose(error, error_bound(x, v, u, 4.0, 0.1)[0]) and float(error) == pytest.approx(
+        4 * 5 * 2 * 0.1 * 3
+    )
 
 
 def test_rows_that_are_not_a_number_are_not_left_out():

@@ -1,4 +1,6 @@
-"""An int8 adapter: U and V within half a step of each column, updates within the bound that follows, the controller untouched, limits kept."""
+"""An int8 adapter: U and V within half a step of each column, updates within the bound that follows, the controller
+untouched, limits kept.
+"""
 
 import json
 import os
@@ -61,11 +63,19 @@ def write(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Written in a process of its own: where torchao can be imported, every import of transformers does so, and talks about it."""
+    """Written in a process of its own: where torchao can be imported, every import of transformers does so, and talks
+    about it.
+    """
     made = tmp_path_factory.mktemp("int8")
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")])
     code = "import sys, pathlib, test_bem_int8; test_bem_int8.write(pathlib.Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(made)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(made)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return made
 
@@ -82,10 +92,21 @@ def test_a_value_is_within_half_a_step_of_its_column(pair):
     wide, small = pair
     for key, update in small.updates.items():
         for name in "UV":
-            exact, stored, scale = getattr(wide.updates[key], name).detach().double(), getattr(update, f"{name}8"), getattr(update, f"{name}_scale").double()
-            assert stored.dtype == torch.int8 and (scale[exact.abs().amax(dim=0) > 0] <= exact.abs().amax(dim=0)[exact.abs().amax(dim=0) > 0] / 127).all()
+            exact, stored, scale = (
+                getattr(wide.updates[key], name).detach().double(),
+                getattr(update, f"{name}8"),
+                getattr(update, f"{name}_scale").double(),
+            )
+            assert (
+                stored.dtype == torch.int8
+                and (
+                    scale[exact.abs().amax(dim=0) > 0] <= exact.abs().amax(dim=0)[exact.abs().amax(dim=0) > 0] / 127
+                ).all()
+            )
             assert ((getattr(update, name).double() - exact).abs() <= 0.5001 * scale).all()
-            assert set(stored.int().abs().amax(dim=0).tolist()) <= ({127, 128, 0} if (key, name) == ("o_1", "U") else {127, 128})
+            assert set(stored.int().abs().amax(dim=0).tolist()) <= (
+                {127, 128, 0} if (key, name) == ("o_1", "U") else {127, 128}
+            )
 
 
 def test_an_update_is_within_the_bound_and_a_cast_is_far_worse(pair):
@@ -97,7 +118,10 @@ def test_an_update_is_within_the_bound_and_a_cast_is_far_worse(pair):
         exact = s * (U * code) @ V.T
         found = s * (update.U.double().numpy() * code) @ update.V.double().numpy().T
         cast = s * (np.trunc(U) * code) @ np.trunc(V).T
-        e_u, e_v = (np.sqrt(len(given) * ((getattr(update, f"{name}_scale").double().numpy() / 2) ** 2).sum()) for name, given in (("U", U), ("V", V)))
+        e_u, e_v = (
+            np.sqrt(len(given) * ((getattr(update, f"{name}_scale").double().numpy() / 2) ** 2).sum())
+            for name, given in (("U", U), ("V", V))
+        )
         norm = lambda x: np.linalg.norm(x, 2)  # noqa: E731
         bound = s * np.abs(code).max() * (e_u * norm(V) + norm(U) * e_v + e_u * e_v)
         error = norm(found - exact)
@@ -120,12 +144,18 @@ def test_the_host_says_nearly_the_same_and_within_the_same_limits(pair):
 def test_the_controller_keeps_its_precision_and_the_file_is_smaller(pair, folder):
     wide, small = pair
     for name, parameter in wide.controller.state_dict().items():
-        assert torch.equal(parameter, small.controller.state_dict()[name]) and small.controller.state_dict()[name].dtype == torch.float32
+        assert (
+            torch.equal(parameter, small.controller.state_dict()[name])
+            and small.controller.state_dict()[name].dtype == torch.float32
+        )
     assert not [name for name, _ in small.updates.named_parameters()]
     n_values = sum(update.U.numel() + update.V.numel() for update in wide.updates.values())
     stored = sum(x.numel() * x.element_size() for x in small.updates.state_dict().values())
     assert stored == n_values + 4 * 2 * 3 * len(small.sites)
-    assert json.loads((folder / "int8" / SETTINGS).read_text())["config"] == json.loads((folder / "wide" / SETTINGS).read_text())["config"]
+    assert (
+        json.loads((folder / "int8" / SETTINGS).read_text())["config"]
+        == json.loads((folder / "wide" / SETTINGS).read_text())["config"]
+    )
     assert (folder / "int8" / WEIGHTS).stat().st_size < (folder / "wide" / WEIGHTS).stat().st_size
 
 
@@ -136,14 +166,23 @@ def test_it_is_saved_again_and_runs_with_a_cache(pair, tmp_path):
     assert torch.equal(out, small.host.generate(IDS, max_new_tokens=6, do_sample=False, use_cache=False))
     small.save_pretrained(tmp_path)
     with attach_bem(make_host(), tmp_path) as again:
-        assert torch.equal(logits(again.host), expected) and all(isinstance(update, Int8Update) for update in again.updates.values())
+        assert torch.equal(logits(again.host), expected) and all(
+            isinstance(update, Int8Update) for update in again.updates.values()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_controller_of_another_dtype_comes_back_as_it_was(folder, dtype):
-    with attach_bem(make_host(), folder / f"int8 {dtype}") as small, attach_bem(make_host(), folder / f"wide {dtype}") as wide:
+    with (
+        attach_bem(make_host(), folder / f"int8 {dtype}") as small,
+        attach_bem(make_host(), folder / f"wide {dtype}") as wide,
+    ):
         for name, x in wide.controller.state_dict().items():
-            assert x.dtype == dtype and torch.equal(small.controller.state_dict()[name], x) and small.controller.state_dict()[name].dtype == dtype
+            assert (
+                x.dtype == dtype
+                and torch.equal(small.controller.state_dict()[name], x)
+                and small.controller.state_dict()[name].dtype == dtype
+            )
         assert all(update.U_scale.dtype == torch.float32 for update in small.updates.values())
         assert torch.equal(logits(small.host), torch.load(folder / f"logits {dtype}.pt"))
 

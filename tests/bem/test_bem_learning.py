@@ -1,4 +1,6 @@
-"""Adapters learn: every loss has its true value, toys with known answers are learned, and a distilled adapter is what PEFT loads."""
+"""Adapters learn: every loss has its true value, toys with known answers are learned, and a distilled adapter is what
+PEFT loads.
+"""
 
 import copy
 import math
@@ -86,7 +88,9 @@ def test_the_silenced_host_is_the_bare_one_bit_for_bit_and_a_generation_under_wa
 @pytest.mark.parametrize("level", ["position", "chunk"])
 def test_every_term_has_the_value_of_a_plain_loop(level):
     model = make_host()
-    with randomise(attach_bem(model, BemConfig(**SMALL, level=level, sites=("q", "o", "down"), token_limit=9, spectral_cap=None))) as bem:
+    with randomise(
+        attach_bem(model, BemConfig(**SMALL, level=level, sites=("q", "o", "down"), token_limit=9, spectral_cap=None))
+    ) as bem:
         found = adapter_losses(bem, BATCH)
         with torch.no_grad(), watched(bem) as seen:
             out = model(**BATCH, use_cache=False).logits
@@ -97,7 +101,15 @@ def test_every_term_has_the_value_of_a_plain_loop(level):
     assert abs(float(found.terms["lm"]) - lm) < 1e-5
     bem.requires_grad_(False).double()
     taken = {True: seen[0].chunk.double(), False: seen[0].adaptive().double()}
-    norms = [math.sqrt(sum(float(dense_update(bem.updates[s.key], taken[s.chunked][b, t], bem.config.scale).square().sum()) for s in bem.sites)) for b, t in at]
+    norms = [
+        math.sqrt(
+            sum(
+                float(dense_update(bem.updates[s.key], taken[s.chunked][b, t], bem.config.scale).square().sum())
+                for s in bem.sites
+            )
+        )
+        for b, t in at
+    ]
     assert abs(float(found.terms["update"]) - np.mean(norms)) < 1e-4 * np.mean(norms)
     entropies = []
     for codes in taken.values():
@@ -106,17 +118,31 @@ def test_every_term_has_the_value_of_a_plain_loop(level):
         entropies.append(np.mean([entropy(p) for p in shares]) - entropy(shares.mean(0)))
     assert abs(float(found.terms["entropy"]) - np.mean(entropies)) < 1e-6
     stated = LossWeights()
-    assert abs(float(found.total.detach()) - sum(getattr(stated, name) * float(term) for name, term in found.terms.items())) < 1e-6
+    assert (
+        abs(
+            float(found.total.detach()) - sum(getattr(stated, name) * float(term) for name, term in found.terms.items())
+        )
+        < 1e-6
+    )
     assert set(found.terms) == {"lm", "kl", "entropy", "update", "decorrelation", "flips"}
 
 
-@pytest.mark.parametrize("kind, expected", [("indifferent", 0.0), ("collapsed", 0.0), ("by chunk", -0.97), ("by token", -0.97)])
+@pytest.mark.parametrize(
+    "kind, expected", [("indifferent", 0.0), ("collapsed", 0.0), ("by chunk", -0.97), ("by token", -0.97)]
+)
 def test_entropy_rewards_specialisation_and_neither_collapse_nor_indifference(kind, expected):
-    """Four streams over 8 dimensions whose mutual information is known: each decision has an entropy of .02 of log 8 where it is sure, and 1 where it is not."""
+    """Four streams over 8 dimensions whose mutual information is known: each decision has an entropy of .02 of log 8
+    where it is sure, and 1 where it is not.
+    """
     rng, n = np.random.default_rng(0), 4000
     each = np.array([1 - 7 * 0.0007, *[0.0007] * 7])
     assert abs(-(each * np.log(each)).sum() / math.log(8) - 0.02) < 0.001
-    first = {"indifferent": np.zeros(n, int), "collapsed": np.full(n, 3), "by chunk": np.repeat(rng.integers(8, size=n // 4), 4), "by token": rng.integers(8, size=n)}[kind]
+    first = {
+        "indifferent": np.zeros(n, int),
+        "collapsed": np.full(n, 3),
+        "by chunk": np.repeat(rng.integers(8, size=n // 4), 4),
+        "by token": rng.integers(8, size=n),
+    }[kind]
     shares = np.full((n, 8), 1 / 8 if kind == "indifferent" else 0.0007)
     if kind != "indifferent":
         shares[np.arange(n), first] = 1 - 7 * 0.0007
@@ -129,7 +155,11 @@ def test_terms_of_weight_zero_are_not_computed_and_weights_are_checked():
     model = make_host()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         assert set(adapter_losses(bem, BATCH, LM_ONLY).terms) == {"lm"}
-    for wrong in ({"kl": -0.1}, {"lm": math.nan}, {"lm": 0, "kl": 0, "entropy": 0, "update": 0, "decorrelation": 0, "flips": 0}):
+    for wrong in (
+        {"kl": -0.1},
+        {"lm": math.nan},
+        {"lm": 0, "kl": 0, "entropy": 0, "update": 0, "decorrelation": 0, "flips": 0},
+    ):
         with pytest.raises(ConfigError):
             LossWeights(**wrong)
     with pytest.raises(BemError, match="attach it before it is trained"):
@@ -137,7 +167,9 @@ def test_terms_of_weight_zero_are_not_computed_and_weights_are_checked():
 
 
 def test_confidence_rises_where_the_update_helps_and_falls_where_it_harms():
-    """What multiplies a code is confidence, not uncertainty: alone free to learn, it goes up for the adapter's own words and down for the host's."""
+    """What multiplies a code is confidence, not uncertainty: alone free to learn, it goes up for the adapter's own
+    words and down for the host's.
+    """
     for helps in (True, False):
         model = make_host()
         base = logits_of(model)
@@ -156,7 +188,12 @@ def test_confidence_rises_where_the_update_helps_and_falls_where_it_harms():
 
             before = sure()
             free = [bem.controller.default_confidence, *bem.controller.confidence.parameters()]
-            fit(free, lambda batch, bem=bem: (adapter_losses(bem, batch, LM_ONLY).total, {}), [batch], TrainSettings(n_steps=15, lr=0.1))
+            fit(
+                free,
+                lambda batch, bem=bem: (adapter_losses(bem, batch, LM_ONLY).total, {}),
+                [batch],
+                TrainSettings(n_steps=15, lr=0.1),
+            )
             after = sure()
         assert (after[0] > before[0] + 0.02, after[1] > 1.02 * before[1]) == (helps, helps)
         assert (after[0] < before[0] - 0.02, after[1] < 0.98 * before[1]) == (not helps, not helps)
@@ -179,7 +216,9 @@ def test_training_is_deterministic_changes_the_adapter_alone_and_can_be_undone()
             with torch.no_grad():
                 parts = [model(IDS[:, a:b], past_key_values=cache).logits for a, b in ((0, 7), (7, 8), (8, 9), (9, 19))]
             assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-5 and (full - expected).abs().max() > 1e-3
-        assert not model.training and all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+        assert not model.training and all(
+            parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
+        )
         assert same(model, before) and torch.equal(logits_of(model), expected)
         assert any(not torch.equal(x, untrained[name]) for name, x in made[-1][0].items())
     assert all(torch.equal(x, made[1][0][name]) for name, x in made[0][0].items()) and made[0][1] == made[1][1]
@@ -198,7 +237,13 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_learned_from():
         assert same(bem, before)
         with pytest.raises(ConfigError, match="no batches"):
             train(bem, [], TrainSettings(n_steps=2))
-    for wrong in ({"n_steps": 0}, {"n_steps": 1, "lr": 0.0}, {"n_steps": 1, "max_grad_norm": 0.0}, {"n_steps": 1, "n_warmup": -1}, {"n_steps": 1, "weight_decay": math.nan}):
+    for wrong in (
+        {"n_steps": 0},
+        {"n_steps": 1, "lr": 0.0},
+        {"n_steps": 1, "max_grad_norm": 0.0},
+        {"n_steps": 1, "n_warmup": -1},
+        {"n_steps": 1, "weight_decay": math.nan},
+    ):
         with pytest.raises(ConfigError):
             TrainSettings(**wrong)
 
@@ -206,7 +251,11 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_learned_from():
 def test_transformers_trainer_learns_the_same(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    rows = [{"input_ids": ids, "labels": labels} for batch in two_domains(0, 1, 1, n_rows=6) for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)]
+    rows = [
+        {"input_ids": ids, "labels": labels}
+        for batch in two_domains(0, 1, 1, n_rows=6)
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
     weights, made = LossWeights(), []
     for by_trainer in (True, False):
         model = make_host()
@@ -214,13 +263,27 @@ def test_transformers_trainer_learns_the_same(tmp_path):
         with attach_bem(model, BemConfig(**SMALL)) as bem:
             if by_trainer:
                 arguments = TrainingArguments(
-                    output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=6, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=0,
-                    weight_decay=0.0, max_grad_norm=0.5, optim="adamw_torch", report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
-                    disable_tqdm=True, dataloader_pin_memory=False,
-                )  # fmt: skip
+                    output_dir=str(tmp_path),
+                    max_steps=5,
+                    per_device_train_batch_size=6,
+                    learning_rate=1e-2,
+                    lr_scheduler_type="linear",
+                    warmup_steps=0,
+                    weight_decay=0.0,
+                    max_grad_norm=0.5,
+                    optim="adamw_torch",
+                    report_to=[],
+                    save_strategy="no",
+                    logging_strategy="no",
+                    use_cpu=True,
+                    disable_tqdm=True,
+                    dataloader_pin_memory=False,
+                )
                 trainer = Trainer(model=Objective(bem, weights), args=arguments, train_dataset=rows)
                 trainer.train()
-                assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == {id(p) for p in bem.parameters()}
+                assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == {
+                    id(p) for p in bem.parameters()
+                }
                 model.eval()
             else:
                 batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
@@ -239,9 +302,19 @@ def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
 
     def trainer(folder, n_steps, bem, **more):
         arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=n_steps, per_device_train_batch_size=3, learning_rate=5e-2, lr_scheduler_type="constant", report_to=[], save_steps=2,
-            logging_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **more,
-        )  # fmt: skip
+            output_dir=str(folder),
+            max_steps=n_steps,
+            per_device_train_batch_size=3,
+            learning_rate=5e-2,
+            lr_scheduler_type="constant",
+            report_to=[],
+            save_steps=2,
+            logging_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **more,
+        )
         return Trainer(model=Objective(bem), args=arguments, train_dataset=rows)
 
     model, config = make_host(), BemConfig(**SMALL, level="prefix", sites=("v", "down"), alpha=5)
@@ -289,10 +362,13 @@ def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
     for tensors, told in (
         ({name: x for name, x in whole.items() if name != "settings"}, "of an older probemon: train on from it"),
         ({"weight": torch.zeros(2)}, r"does not state the settings of an adapter: give a folder with bem.json"),
-        (stated(settings[:-9]), "cannot be read as JSON"), (stated(b"[1]"), "format is 'list'"), (stated(settings.replace(b'"rank": 3', b'"rank": 4')), "of another shape"),
-        (stated(settings.replace(b'"format_version": 1', b'"format_version": 2')), "upgrade probemon"), (stated(settings.replace(b'"ema"', b'"emu"')), "config lacks ema"),
+        (stated(settings[:-9]), "cannot be read as JSON"),
+        (stated(b"[1]"), "format is 'list'"),
+        (stated(settings.replace(b'"rank": 3', b'"rank": 4')), "of another shape"),
+        (stated(settings.replace(b'"format_version": 1', b'"format_version": 2')), "upgrade probemon"),
+        (stated(settings.replace(b'"ema"', b'"emu"')), "config lacks ema"),
         ({**whole, "bem.controller.query": whole["bem.controller.query"] * math.nan}, "is not finite"),
-    ):  # fmt: skip
+    ):
         save_file(tensors, path)
         with pytest.raises(BemFileError, match=told):
             attach_bem(model, tmp_path)
@@ -341,7 +417,11 @@ def test_the_error_of_imitation_is_zero_for_the_experts_and_one_for_their_mean()
         assert same(bem.updates, before) and same(model, of_host)
         constant(bem, kept.mean(0).float() * 1.0, sure=1.0)
         assert abs(imitation_error(bem, [own]) - 1) < 1e-4
-        for wrong, message in (({}, "none"), ({"expert_codes": torch.zeros(3, 4)}, r"shape \(3, 4\)"), ({"expert_codes": torch.full((3, 3), 2.0)}, "scale the experts down")):
+        for wrong, message in (
+            ({}, "none"),
+            ({"expert_codes": torch.zeros(3, 4)}, r"shape \(3, 4\)"),
+            ({"expert_codes": torch.full((3, 3), 2.0)}, "scale the experts down"),
+        ):
             with pytest.raises(ConfigError, match=message):
                 imitate(bem, [{**BATCH, **wrong}], TrainSettings(n_steps=1))
         with pytest.raises(ConfigError, match="all the same"):
@@ -371,7 +451,10 @@ def constant(bem, code, sure=None):
 
 def test_log_probabilities_are_those_of_the_distributions():
     generator = torch.Generator().manual_seed(0)
-    codes, experts = torch.randn(7, 3, generator=generator, dtype=torch.float64), torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    codes, experts = (
+        torch.randn(7, 3, generator=generator, dtype=torch.float64),
+        torch.randn(4, 3, generator=generator, dtype=torch.float64),
+    )
     gaussian = Gaussian(0.4)
     actions = gaussian.sample(codes, generator)
     expected = torch.distributions.Normal(codes, 0.4).log_prob(actions).sum(-1)
@@ -381,7 +464,11 @@ def test_log_probabilities_are_those_of_the_distributions():
     chosen = torch.tensor([[torch.equal(a, e) for e in experts] for a in actions]).nonzero()[:, 1]
     expected = torch.distributions.Categorical(logits=codes @ experts.T / 0.7).log_prob(chosen)
     assert (categorical.log_prob(codes, actions) - expected).abs().max() < 1e-12
-    for wrong in (lambda: Gaussian(0.0), lambda: Categorical(torch.zeros(1, 3)), lambda: Categorical(experts, math.inf)):
+    for wrong in (
+        lambda: Gaussian(0.0),
+        lambda: Categorical(torch.zeros(1, 3)),
+        lambda: Categorical(experts, math.inf),
+    ):
         with pytest.raises(ConfigError):
             wrong()
 
@@ -447,18 +534,31 @@ def test_regret_is_what_the_best_would_have_earned_more():
 def test_regret_falls_far_below_that_of_a_uniform_choice():
     found = Bandit(0).learn("categorical", 100, 3e-3)
     slopes = found["slope_by_tenths"]
-    assert slopes[-1] < 0.25 * slopes[0] and slopes[-1] < 0.25 * found["uniform_slope"] and found["regret"] < found["uniform_regret"]
+    assert (
+        slopes[-1] < 0.25 * slopes[0]
+        and slopes[-1] < 0.25 * found["uniform_slope"]
+        and found["regret"] < found["uniform_regret"]
+    )
 
 
 def test_the_policy_learns_by_reward_alone_and_leaves_updates_and_host():
-    """The first step only sets the baseline; a reward that does not depend on actions teaches nothing on average, and one of a wrong shape is refused."""
+    """The first step only sets the baseline; a reward that does not depend on actions teaches nothing on average, and
+    one of a wrong shape is refused.
+    """
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
         before, updates, of_host = weights_of(bem), weights_of(bem.updates), weights_of(model)
         improve(bem, [BATCH], lambda batch, output: torch.rand(3), Gaussian(), TrainSettings(n_steps=1))
         assert same(bem, before)
-        history = improve(bem, [BATCH], lambda batch, output: output.logits[:, -1, 7], Gaussian(), TrainSettings(n_steps=3))
-        assert history.rewards.shape == (3, 3) and not same(bem, before) and same(bem.updates, updates) and same(model, of_host)
+        history = improve(
+            bem, [BATCH], lambda batch, output: output.logits[:, -1, 7], Gaussian(), TrainSettings(n_steps=3)
+        )
+        assert (
+            history.rewards.shape == (3, 3)
+            and not same(bem, before)
+            and same(bem.updates, updates)
+            and same(model, of_host)
+        )
         before = weights_of(bem)
         improve(bem, [BATCH], lambda batch, output: torch.ones(3), Gaussian(), TrainSettings(n_steps=3))
         assert same(bem, before)
@@ -479,15 +579,30 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
     from peft import PeftModel
 
     model = make_host()
-    bem = Bem(model, BemConfig(**SMALL, level="position", token_limit=9, sites=("q", "v", "o", "down"), spectral_cap=cap, alpha=7.5))
+    bem = Bem(
+        model,
+        BemConfig(**SMALL, level="position", token_limit=9, sites=("q", "v", "o", "down"), spectral_cap=cap, alpha=7.5),
+    )
     constant(randomise(bem, size=0.2), torch.tensor([0.7, -1.1, 0.4]))
     with bem:
         expected = logits_of(model, mask=MASK)
         found = distil(bem, [BATCH])
-    assert found.method == "constant" and found.error < 1e-12 and set(found.factors) == {f"model.layers.{i}.{n}" for i in (0, 1) for n in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")}
+    assert (
+        found.method == "constant"
+        and found.error < 1e-12
+        and set(found.factors)
+        == {
+            f"model.layers.{i}.{n}"
+            for i in (0, 1)
+            for n in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+        }
+    )
     found.save(tmp_path / "lora")
     found.save(tmp_path / "lora")  # over the older one
-    assert sorted(path.name for path in (tmp_path / "lora").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "lora").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     merged = copy.deepcopy(model)
     with torch.no_grad():
         for name in found.factors:
@@ -495,14 +610,19 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
     loaded = logits_of(PeftModel.from_pretrained(model, tmp_path / "lora"), mask=MASK)
     real = MASK == 1
     assert (loaded - logits_of(merged, mask=MASK))[real].abs().max() < 1e-5
-    assert (loaded - expected)[real].abs().max() < 1e-5 and (expected - logits_of(make_host(), mask=MASK))[real].abs().max() > 0.1
+    assert (loaded - expected)[real].abs().max() < 1e-5 and (expected - logits_of(make_host(), mask=MASK))[
+        real
+    ].abs().max() > 0.1
 
 
 def test_least_squares_is_the_nearest_lora_with_the_same_inputs():
     """Against numpy's least squares on the outputs themselves; the mean code is further away."""
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, layers=(1,), sites=("down",), spectral_cap=None))) as bem:
-        found, mean = distil(bem, [BATCH, {"input_ids": IDS.flip(0)}]), distil(bem, [BATCH, {"input_ids": IDS.flip(0)}], "mean")
+        found, mean = (
+            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}]),
+            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}], "mean"),
+        )
         with pytest.raises(ConfigError, match=r"codes vary at down\.1"):
             distil(bem, [BATCH], "constant")
         with pytest.raises(ConfigError, match="expected one of constant, mean, least_squares"):
@@ -522,7 +642,11 @@ def test_least_squares_is_the_nearest_lora_with_the_same_inputs():
     outputs = (p * c) @ u.T
     expected, *_ = np.linalg.lstsq(p, outputs, rcond=None)
     a, b = found.factors["model.layers.1.mlp.down_proj"]
-    assert found.method == "least_squares" and np.abs(a.numpy() - v.T).max() < 1e-7 and np.abs(b.double().numpy() - expected.T).max() < 1e-5 * np.abs(expected).max()
+    assert (
+        found.method == "least_squares"
+        and np.abs(a.numpy() - v.T).max() < 1e-7
+        and np.abs(b.double().numpy() - expected.T).max() < 1e-5 * np.abs(expected).max()
+    )
     error = ((outputs - p @ expected) ** 2).sum() / (outputs**2).sum()
     mean_error = ((outputs - (p * c.mean(0)) @ u.T) ** 2).sum() / (outputs**2).sum()
     assert abs(found.error - error) < 1e-6 and abs(mean.error - mean_error) < 1e-6 and 0.01 < error < mean_error - 0.01
@@ -537,18 +661,26 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
         before, of_host, wanted = weights_of(bem), weights_of(model), log_softmax(logits_of(model, mask=MASK))
         found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2), start="nearest")
         near = distil(bem, [BATCH])
-        assert same(bem, before) and same(model, of_host) and torch.equal(logits_of(model, mask=MASK), adapter_losses(bem, BATCH).logits)
+        assert (
+            same(bem, before)
+            and same(model, of_host)
+            and torch.equal(logits_of(model, mask=MASK), adapter_losses(bem, BATCH).logits)
+        )
     kl = {}
     for one in (near, found):
         one.save(tmp_path / one.method)
         given = log_softmax(logits_of(PeftModel.from_pretrained(make_host(), tmp_path / one.method), mask=MASK))
         kl[one.method] = float((np.exp(wanted) * (wanted - given)).sum(-1)[MASK.numpy() == 1].mean())
-    assert abs(history.losses[0] - kl["least_squares"]) < 1e-5 and kl["trained"] < 0.5 * kl["least_squares"] and found.error is None
+    assert (
+        abs(history.losses[0] - kl["least_squares"]) < 1e-5
+        and kl["trained"] < 0.5 * kl["least_squares"]
+        and found.error is None
+    )
 
 
 def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
-    """The same sites, rank, data, steps and learning rate; scripts/evidence/bem_learns.py has five seeds, four learning rates
-    and an interval.
+    """The same sites, rank, data, steps and learning rate; scripts/evidence/bem_learns.py has five seeds, four learning
+    rates and an interval.
     """
     lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
     _, bem, _ = routed(0, 5e-2, 120, lessons)
@@ -564,7 +696,8 @@ def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
 
 
 def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
-    """Of each term the first step's value, by hand; the rank and what training begins with are as they were asked for.
+    """Of each term the first step's value, by hand; the rank and what training begins with are as they were
+    asked for.
     """
     labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
     batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
@@ -621,20 +754,38 @@ def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
 
 
 def test_a_block_without_a_weight_cannot_become_a_lora():
-    with attach_bem(make_host("mixtral"), BemConfig(**SMALL)) as bem, pytest.raises(NotSupportedHost, match=r"site down\.0 is no plain linear layer"):
+    with (
+        attach_bem(make_host("mixtral"), BemConfig(**SMALL)) as bem,
+        pytest.raises(NotSupportedHost, match=r"site down\.0 is no plain linear layer"),
+    ):
         distil(bem, [{"input_ids": IDS}])
 
 
 def test_the_toy_host_and_data_are_what_they_say():
-    """Half the rows of each domain; nine steps in ten, and chance's share of the tenth, are by the domain's own permutation."""
+    """Half the rows of each domain; nine steps in ten, and chance's share of the tenth, are by the domain's own
+    permutation.
+    """
     batches = two_domains(0, 1, 40)
     ids = torch.cat([batch["input_ids"] for batch in batches])
     domain = torch.arange(len(ids)) % 2
-    assert ((ids[:, :8] >= 11).all(dim=1) == (domain == 1)).all() and ((ids[:, :8] >= 11).any(dim=1) == (domain == 1)).all()
-    follow = [torch.stack([torch.bincount(ids[domain == d, 9:][ids[domain == d, 8:-1] == token] - 20, minlength=16) for token in range(20, 36)]) for d in (0, 1)]
+    assert ((ids[:, :8] >= 11).all(dim=1) == (domain == 1)).all() and (
+        (ids[:, :8] >= 11).any(dim=1) == (domain == 1)
+    ).all()
+    follow = [
+        torch.stack(
+            [
+                torch.bincount(ids[domain == d, 9:][ids[domain == d, 8:-1] == token] - 20, minlength=16)
+                for token in range(20, 36)
+            ]
+        )
+        for d in (0, 1)
+    ]
     for counts in follow:
         assert sorted(counts.argmax(dim=1).tolist()) == list(range(16))
         assert abs(float(counts.max(dim=1).values.sum() / counts.sum()) - (0.9 + 0.1 / 16)) < 0.01
     assert (follow[0].argmax(dim=1) != follow[1].argmax(dim=1)).sum() > 8
-    assert all((batch["labels"][:, :9] == -100).all() and torch.equal(batch["labels"][:, 9:], batch["input_ids"][:, 9:]) for batch in batches)
+    assert all(
+        (batch["labels"][:, :9] == -100).all() and torch.equal(batch["labels"][:, 9:], batch["input_ids"][:, 9:])
+        for batch in batches
+    )
     assert not any(parameter.requires_grad for parameter in make_toy(0).parameters()) and BEM["prefix_tokens"] == 8

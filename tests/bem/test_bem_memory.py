@@ -1,4 +1,6 @@
-"""Memory: pressure is read where it is, batches become smaller and stay in order, and a checkpointed controller learns the same with less kept."""
+"""Memory: pressure is read where it is, batches become smaller and stay in order, and a checkpointed controller learns
+the same with less kept.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,11 @@ def test_a_group_that_limits_this_process_counts_without_its_cache_of_files(tmp_
 
 
 def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
-    for name, value in (("mem_get_info", (2 * GIB, 10 * GIB)), ("memory_reserved", 5 * GIB), ("memory_allocated", 1 * GIB)):
+    for name, value in (
+        ("mem_get_info", (2 * GIB, 10 * GIB)),
+        ("memory_reserved", 5 * GIB),
+        ("memory_allocated", 1 * GIB),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert memory_pressure(memory.gpu_memory("cuda:0")) == 0.4
     assert memory_of(torch.device("cuda:0"))() == (4 * GIB, 10 * GIB), "telemetry says the same"
@@ -52,7 +58,9 @@ def test_telemetry_has_the_limit_that_pressure_has(monkeypatch):
     used, whole = memory_of(torch.device("cpu"))()
     assert 1e6 < used < whole <= host_memory()[1] or whole < host_memory()[1]
     limit = whole // 3
-    monkeypatch.setattr(memory, "_of_group", lambda top, controller, names, whole: [(limit - 1, limit)] if controller else [])
+    monkeypatch.setattr(
+        memory, "_of_group", lambda top, controller, names, whole: [(limit - 1, limit)] if controller else []
+    )
     assert memory_of(torch.device("cpu"))()[1] == host_memory()[1] == limit, "of cgroups 1 too"
 
 
@@ -63,7 +71,11 @@ def calm():
     return 1, 10
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), None], ids=["gpu", "python", "torch on a CPU"])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), None],
+    ids=["gpu", "python", "torch on a CPU"],
+)
 @pytest.mark.parametrize("most, sizes", [(1, [1] * 11), (3, [2] * 5 + [1]), (5, [5, 5, 1]), (11, [11])])
 def test_a_batch_is_halved_until_it_fits_and_results_are_in_order(monkeypatch, error, most, sizes):
     held, given_back = [], []
@@ -79,13 +91,19 @@ def test_a_batch_is_halved_until_it_fits_and_results_are_in_order(monkeypatch, e
 
     done = with_batch_backoff(call, 11, source=calm)
     assert [row for part in done.results for row in part] == list(range(11)) and list(done.sizes) == sizes
-    assert len(held) == len(sizes) + done.n_out_of_memory and done.n_pressed == 0 and len(given_back) == done.n_out_of_memory
+    assert (
+        len(held) == len(sizes) + done.n_out_of_memory
+        and done.n_pressed == 0
+        and len(given_back) == done.n_out_of_memory
+    )
 
 
 def test_pressure_halves_a_batch_before_memory_runs_out_and_never_stops_a_row(monkeypatch):
     monkeypatch.setattr(memory.gc, "collect", lambda: None)
     pressure = iter([0.5, 0.95, 0.95, 0.2] + [0.99] * 99)
-    done = with_batch_backoff(lambda rows: rows, 16, size=8, limit=0.9, source=lambda: (int(1000 * next(pressure)), 1000))
+    done = with_batch_backoff(
+        lambda rows: rows, 16, size=8, limit=0.9, source=lambda: (int(1000 * next(pressure)), 1000)
+    )
     assert done.sizes == (8, 2, 1, 1, 1, 1, 1, 1) and done.n_pressed == 3 and done.n_out_of_memory == 0
     assert [done.results[1], done.results[-1]] == [slice(8, 10), slice(15, 16)]
 
@@ -109,15 +127,22 @@ def test_what_runs_out_for_one_row_and_any_other_error_are_raised():
 
 # -- checkpointing ---------------------------------------------------------------------------------
 
-CONFIG = BemConfig(rank=3, width=6, chunk_tokens=4, prefix_tokens=8, sites=("q", "o", "down"), level="auto", auto_limits=(10, 15))
+CONFIG = BemConfig(
+    rank=3, width=6, chunk_tokens=4, prefix_tokens=8, sites=("q", "o", "down"), level="auto", auto_limits=(10, 15)
+)
 IDS = torch.randint(3, VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))
 
 
 def trained(checkpointed):
     """Gradients by name, the loss, and what was written to the state, each time."""
     model, appended, append = make_host(), [], ControllerState.append
-    with pytest.MonkeyPatch.context() as patch, randomise(attach_bem(model, CONFIG, checkpoint_controller=checkpointed)) as bem:
-        patch.setattr(ControllerState, "append", lambda state, *given: appended.append(given[0].detach()) or append(state, *given))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        randomise(attach_bem(model, CONFIG, checkpoint_controller=checkpointed)) as bem,
+    ):
+        patch.setattr(
+            ControllerState, "append", lambda state, *given: appended.append(given[0].detach()) or append(state, *given)
+        )
         out = model(IDS, labels=IDS)
         out.loss.backward()
         return {name: p.grad for name, p in bem.named_parameters()}, out.loss.detach(), appended
@@ -132,7 +157,9 @@ def test_a_checkpointed_controller_has_the_same_gradients_and_reads_once():
 
 
 def test_a_checkpointed_controller_keeps_less():
-    """Values that are saved for the backward pass by the controller, with what a checkpoint keeps instead: its hidden states."""
+    """Values that are saved for the backward pass by the controller, with what a checkpoint keeps instead: its hidden
+    states.
+    """
     kept = {}
     for checkpointed in (False, True):
         model = make_host()

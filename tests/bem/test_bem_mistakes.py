@@ -54,13 +54,20 @@ def test_an_adapter_is_not_taken_off_in_the_middle_of_a_generation():
 
 def test_what_falls_back_is_not_learned_from():
     with attach_bem(make_model(), BemConfig(**SMALL), fallback=FallbackPolicy()) as bem:
-        for learn in (lambda: train(bem, LESSONS, TrainSettings(n_steps=1)), lambda: imitate(bem, LESSONS, TrainSettings(n_steps=1)), lambda: distil(bem, LESSONS)):
+        for learn in (
+            lambda: train(bem, LESSONS, TrainSettings(n_steps=1)),
+            lambda: imitate(bem, LESSONS, TrainSettings(n_steps=1)),
+            lambda: distil(bem, LESSONS),
+        ):
             with pytest.raises(ConfigError, match=r"FallbackPolicy.*without fallback="):
                 learn()
 
 
 def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
-    with attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem, pytest.raises(ConfigError, match=r"sparse_eps is 0.9"):
+    with (
+        attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem,
+        pytest.raises(ConfigError, match=r"sparse_eps is 0.9"),
+    ):
         distil(bem, LESSONS)
 
 
@@ -137,13 +144,18 @@ def forged(folder, **change):
     tensors[name] = change["tensor"](tensors[name])
     save_file(tensors, folder / "bem.safetensors")
     settings = json.loads((folder / "bem.json").read_text())
-    settings["files"]["bem.safetensors"] = {"sha256": sha256(folder / "bem.safetensors"), "size": (folder / "bem.safetensors").stat().st_size}
+    settings["files"]["bem.safetensors"] = {
+        "sha256": sha256(folder / "bem.safetensors"),
+        "size": (folder / "bem.safetensors").stat().st_size,
+    }
     (folder / "bem.json").write_text(hashed(settings))
 
 
 def hashed(settings):
     """The text of bem.json with a hash that is right."""
-    return json.dumps({**settings, "sha256": settings_hash({key: settings[key] for key in ("config", "host", "files")})})
+    return json.dumps(
+        {**settings, "sha256": settings_hash({key: settings[key] for key in ("config", "host", "files")})}
+    )
 
 
 def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_path):
@@ -153,8 +165,12 @@ def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_
     text = (tmp_path / "bem.json").read_text()
     settings = json.loads(text)
     del settings["config"]["alpha"]
-    for broken, message in ((hashed(settings), "lacks alpha"), ("[" * 100_000, "cannot be read as JSON"), (hashed(json.loads(text.replace('"rank": 3', '"rank": 10000000000000'))), "rank is 10000000000000"),
-                            (text.replace('"ema": 0.5', '"ema": 0.6'), "is not as save_pretrained wrote it")):
+    for broken, message in (
+        (hashed(settings), "lacks alpha"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        (hashed(json.loads(text.replace('"rank": 3', '"rank": 10000000000000'))), "rank is 10000000000000"),
+        (text.replace('"ema": 0.5', '"ema": 0.6'), "is not as save_pretrained wrote it"),
+    ):
         (tmp_path / "bem.json").write_text(broken)
         with pytest.raises(BemFileError, match=message):
             attach_bem(model, tmp_path)
@@ -210,7 +226,7 @@ def test_learning_makes_gradients_wherever_it_is_called():
         (lambda: evaluate(make_model(), [{"input_ids": IDS}]), "a batch has input_ids and no labels"),
         (lambda: RoutingSettings(memory=3), "memory is 3"),
     ],
-)  # fmt: skip
+)
 def test_odd_arguments_are_told_by_name(wrong, message):
     with pytest.raises(ConfigError, match=message):
         wrong()
@@ -224,7 +240,13 @@ def test_what_cannot_be_learned_from_is_told_before_a_step_is_made():
         assert distil(bem, [*LESSONS, padding]).error == distil(bem, LESSONS).error
         before = {name: x.clone() for name, x in bem.state_dict().items()}
         with pytest.raises(ConfigError, match="batches have 1, 2 rows"):
-            improve(bem, [{"input_ids": IDS}, {"input_ids": IDS.expand(2, -1)}], lambda batch, output: torch.ones(len(batch["input_ids"])), Gaussian(), TrainSettings(n_steps=4))
+            improve(
+                bem,
+                [{"input_ids": IDS}, {"input_ids": IDS.expand(2, -1)}],
+                lambda batch, output: torch.ones(len(batch["input_ids"])),
+                Gaussian(),
+                TrainSettings(n_steps=4),
+            )
         assert all(torch.equal(x, before[name]) for name, x in bem.state_dict().items())
 
 
@@ -234,20 +256,29 @@ def learning(bem, settings=None, **changes):
     batch = {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2, **changes}
     batch = {name: x for name, x in batch.items() if x is not None}
     return {
-        "train": lambda: train(bem, [batch], settings), "imitate": lambda: imitate(bem, [batch], settings),
-        "improve": lambda: improve(bem, [batch], lambda batch, output: torch.ones(1), Gaussian(), settings), "distil": lambda: distil(bem, [batch]),
-        "trained": lambda: distil_trained(bem, [batch], settings), "evaluate": lambda: evaluate(bem.host, [batch]), "error": lambda: imitation_error(bem, [batch]),
-    }  # fmt: skip
+        "train": lambda: train(bem, [batch], settings),
+        "imitate": lambda: imitate(bem, [batch], settings),
+        "improve": lambda: improve(bem, [batch], lambda batch, output: torch.ones(1), Gaussian(), settings),
+        "distil": lambda: distil(bem, [batch]),
+        "trained": lambda: distil_trained(bem, [batch], settings),
+        "evaluate": lambda: evaluate(bem.host, [batch]),
+        "error": lambda: imitation_error(bem, [batch]),
+    }
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"input_ids": None}, "input_ids are not among labels, expert_codes"), ({"input_ids": [[1, 2, 3]]}, "input_ids are a list"), ({"input_ids": IDS[0]}, r"of shape \(6,\)"),
-        ({"input_ids": IDS[:0]}, r"of shape \(0, 6\)"), ({"input_ids": IDS.float()}, "torch.float32"), ({"labels": IDS[:, :4]}, r"labels of a batch are of shape \(1, 4\), its input_ids of \(1, 6\)"),
-        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask of a batch are of shape \(1, 4\)"), ({"labels": [1]}, "labels of a batch are a list"),
+        ({"input_ids": None}, "input_ids are not among labels, expert_codes"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids are a list"),
+        ({"input_ids": IDS[0]}, r"of shape \(6,\)"),
+        ({"input_ids": IDS[:0]}, r"of shape \(0, 6\)"),
+        ({"input_ids": IDS.float()}, "torch.float32"),
+        ({"labels": IDS[:, :4]}, r"labels of a batch are of shape \(1, 4\), its input_ids of \(1, 6\)"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask of a batch are of shape \(1, 4\)"),
+        ({"labels": [1]}, "labels of a batch are a list"),
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_is_none_is_told_by_whoever_takes_it(changes, message):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for name, learn in learning(bem, **changes).items():
@@ -259,12 +290,19 @@ def test_a_batch_that_is_none_is_told_by_whoever_takes_it(changes, message):
 def test_what_is_learned_from_is_told_apart_from_what_is_not():
     settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2}
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
-        ways = (lambda b, s: train(bem, b, s), lambda b, s: imitate(bem, b, s), lambda b, s: improve(bem, b, lambda batch, output: [1.0], Gaussian(), s))
+        ways = (
+            lambda b, s: train(bem, b, s),
+            lambda b, s: imitate(bem, b, s),
+            lambda b, s: improve(bem, b, lambda batch, output: [1.0], Gaussian(), s),
+        )
         for learn in ways:
             for batches, given, message in (
-                (ok, settings, r"batches is a dict.*\[batch\] of one"), ((x for x in [ok]), settings, r"batches is a generator.*list\(batches\)"), (["x"], settings, "a batch is a str"),
-                ([ok], {"n_steps": 1}, r"settings is \{'n_steps': 1\}: give TrainSettings"), ([], settings, "no batches to learn from"),
-            ):  # fmt: skip
+                (ok, settings, r"batches is a dict.*\[batch\] of one"),
+                ((x for x in [ok]), settings, r"batches is a generator.*list\(batches\)"),
+                (["x"], settings, "a batch is a str"),
+                ([ok], {"n_steps": 1}, r"settings is \{'n_steps': 1\}: give TrainSettings"),
+                ([], settings, "no batches to learn from"),
+            ):
                 with pytest.raises(ConfigError, match=message):
                     learn(batches, given)
             assert learn([ok], settings) is not None
@@ -279,15 +317,27 @@ def test_rewards_policies_and_baselines_that_are_none_are_told():
     settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS}
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for reward, policy, more, message in (
-            (lambda batch, output: [1.0], Categorical(torch.eye(4)), {}, r"experts have shape \(4, 4\), and this adapter's codes have rank 3"),
-            (lambda batch, output: None, Gaussian(), {}, "the reward gave None"), (lambda batch, output: ["a"], Gaussian(), {}, r"the reward gave \['a'\]"),
-            (lambda batch, output: [1.0, 2.0], Gaussian(), {}, r"the reward gave \[1.0, 2.0\] for 1 rows"), (lambda batch, output: [1.0], None, {}, "policy is None"),
-            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": 7}, "baseline_decay is 7"), (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": None}, "baseline_decay is None"),
-        ):  # fmt: skip
+            (
+                lambda batch, output: [1.0],
+                Categorical(torch.eye(4)),
+                {},
+                r"experts have shape \(4, 4\), and this adapter's codes have rank 3",
+            ),
+            (lambda batch, output: None, Gaussian(), {}, "the reward gave None"),
+            (lambda batch, output: ["a"], Gaussian(), {}, r"the reward gave \['a'\]"),
+            (lambda batch, output: [1.0, 2.0], Gaussian(), {}, r"the reward gave \[1.0, 2.0\] for 1 rows"),
+            (lambda batch, output: [1.0], None, {}, "policy is None"),
+            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": 7}, "baseline_decay is 7"),
+            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": None}, "baseline_decay is None"),
+        ):
             with pytest.raises(ConfigError, match=message):
                 improve(bem, [ok], reward, policy, settings, **more)
         assert improve(bem, [ok], lambda batch, output: [2], Gaussian(), settings).rewards.tolist() == [[2.0]]
-        for wrong, message in ((lambda: Gaussian("a"), "std is 'a'"), (lambda: Categorical([[1.0], [2.0]]), "experts are a list"), (lambda: Categorical(torch.eye(2), None), "temperature is None")):
+        for wrong, message in (
+            (lambda: Gaussian("a"), "std is 'a'"),
+            (lambda: Categorical([[1.0], [2.0]]), "experts are a list"),
+            (lambda: Categorical(torch.eye(2), None), "temperature is None"),
+        ):
             with pytest.raises(ConfigError, match=message):
                 wrong()
 
@@ -308,9 +358,10 @@ def test_masks_of_whole_numbers_choose_the_tokens_that_those_of_bools_do():
         for wrong in (where[:, :4], where[0], [True]):
             batch = {"input_ids": ids, "expert_codes": codes, "counted": wrong, "acts": wrong}
             for learn, name in (
-                (lambda b: imitate(bem, [b], settings), "counted"), (lambda b: imitation_error(bem, [b]), "counted"),
+                (lambda b: imitate(bem, [b], settings), "counted"),
+                (lambda b: imitation_error(bem, [b]), "counted"),
                 (lambda b: improve(bem, [b], lambda batch, output: [1.0, 1.0], Gaussian(), settings), "acts"),
-            ):  # fmt: skip
+            ):
                 with pytest.raises(ConfigError, match=f"{name} of a batch are"):
                     learn(batch)
 
@@ -343,9 +394,11 @@ def test_a_state_of_another_level_is_not_restored():
             cache = model(IDS, use_cache=True).past_key_values
             kept[config.level] = bem.state(cache).tensors()
     for config, state, message in (
-        (auto, kept["position"], "has no level of its rows"), (fixed, kept["auto"], "has a level of its rows"), (auto, {**kept["auto"], "level": torch.tensor([9])}, r"levels are \[9\]"),
+        (auto, kept["position"], "has no level of its rows"),
+        (fixed, kept["auto"], "has a level of its rows"),
+        (auto, {**kept["auto"], "level": torch.tensor([9])}, r"levels are \[9\]"),
         (auto, {**kept["auto"], "level": torch.tensor([0.0])}, "torch.float32"),
-    ):  # fmt: skip
+    ):
         with attach_bem(model, config) as bem:
             cache = model(IDS, use_cache=True).past_key_values
             bem.restore(cache, kept[config.level])
@@ -359,9 +412,11 @@ def test_a_state_of_another_dtype_or_of_other_rows_is_not_restored():
         cache = model(ids, use_cache=True).past_key_values
         kept = bem.state(cache).tensors()
         for state, message in (
-            ({**kept, "z": kept["z"].bfloat16()}, "a state of torch.bfloat16 for a controller of torch.float32"), ({**kept, "z": kept["z"].long()}, "a state of torch.int64"),
-            ({name: x[:1] for name, x in kept.items()}, "a state of 1 rows for a cache of 2"), ({name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in kept.items()}, "a state of 4 rows"),
-        ):  # fmt: skip
+            ({**kept, "z": kept["z"].bfloat16()}, "a state of torch.bfloat16 for a controller of torch.float32"),
+            ({**kept, "z": kept["z"].long()}, "a state of torch.int64"),
+            ({name: x[:1] for name, x in kept.items()}, "a state of 1 rows for a cache of 2"),
+            ({name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in kept.items()}, "a state of 4 rows"),
+        ):
             with pytest.raises(BemStateError, match=message):
                 bem.restore(cache, state)
         bem.restore(cache, kept)
@@ -384,7 +439,10 @@ def test_a_source_of_memory_that_fails_ends_no_generation(tmp_path):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         expected = model.generate(IDS, **GREEDY)
-        with pytest.raises(CallbackFailed, match="no such device"), RoutingMonitor(model, bem=bem, memory=gone, window=4) as monitor:
+        with (
+            pytest.raises(CallbackFailed, match="no such device"),
+            RoutingMonitor(model, bem=bem, memory=gone, window=4) as monitor,
+        ):
             assert torch.equal(model.generate(IDS, **GREEDY), expected)
             report = monitor.report()
             assert report["n_tokens"] > 0 and report["memory_watermark_bytes"] == 0
@@ -403,7 +461,11 @@ def test_sequences_packed_in_one_row_are_refused():
             train(bem, [packed], TrainSettings(n_steps=1))
         rising = {"input_ids": IDS, "position_ids": torch.arange(3, 9)[None]}
         assert model(**rising).logits.isfinite().all()
-        padded = {"input_ids": torch.cat([torch.zeros_like(IDS[:, :2]), IDS], dim=1), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]), "position_ids": torch.tensor([[0, 0, *range(6)]])}
+        padded = {
+            "input_ids": torch.cat([torch.zeros_like(IDS[:, :2]), IDS], dim=1),
+            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]),
+            "position_ids": torch.tensor([[0, 0, *range(6)]]),
+        }
         assert (model(**padded).logits[:, 2:] - model(IDS).logits).abs().max() < 1e-5
 
 
@@ -441,7 +503,9 @@ def test_a_rank_may_be_larger_than_a_side_of_some_sites(rank, sites, level, cap)
         codes = torch.randn(5, rank, generator=torch.Generator().manual_seed(2))
         for site in bem.sites:
             update = bem.updates[site.key]
-            dense = [config.scale * update.U.double() @ torch.diag(code.double()) @ update.V.double().T for code in codes]
+            dense = [
+                config.scale * update.U.double() @ torch.diag(code.double()) @ update.V.double().T for code in codes
+            ]
             expected = torch.stack([torch.linalg.matrix_norm(one, 2) for one in dense])
             assert (bem.governor.sigma1(site, codes).double() / expected - 1).abs().max() < 1e-5
         with RoutingMonitor(model, bem=bem):
@@ -453,11 +517,20 @@ def test_padding_predicts_nothing():
     model = make_model()
     pads = torch.zeros_like(IDS[:, :2])
     alone = {"input_ids": IDS, "labels": IDS}
-    left = {"input_ids": torch.cat([pads, IDS], dim=1), "attention_mask": torch.cat([pads, torch.ones_like(IDS)], dim=1)}
+    left = {
+        "input_ids": torch.cat([pads, IDS], dim=1),
+        "attention_mask": torch.cat([pads, torch.ones_like(IDS)], dim=1),
+    }
     left["labels"] = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
-    right = {name: torch.cat([x, pads if name != "labels" else pads - 100], dim=1) for name, x in {**alone, "attention_mask": torch.ones_like(IDS)}.items()}
+    right = {
+        name: torch.cat([x, pads if name != "labels" else pads - 100], dim=1)
+        for name, x in {**alone, "attention_mask": torch.ones_like(IDS)}.items()
+    }
     with attach_bem(model, BemConfig(**SMALL)) as bem:
-        found = [float(adapter_losses(bem, batch, LossWeights(kl=0.0)).terms["lm"].detach()) for batch in (alone, left, right)]
+        found = [
+            float(adapter_losses(bem, batch, LossWeights(kl=0.0)).terms["lm"].detach())
+            for batch in (alone, left, right)
+        ]
         assert max(found) - min(found) < 1e-5
         measured = [evaluate(model, [batch]) for batch in (alone, left, right)]
         assert max(measured) - min(measured) < 1e-5 and abs(measured[0] - found[0]) < 1e-5
@@ -465,15 +538,30 @@ def test_padding_predicts_nothing():
 
 def test_nothing_to_learn_from_is_not_called_divergence():
     padding = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
-    experts = {"input_ids": IDS, "expert_codes": torch.ones(1, 6, 3) / 2, "counted": torch.zeros_like(IDS, dtype=torch.bool)}
+    experts = {
+        "input_ids": IDS,
+        "expert_codes": torch.ones(1, 6, 3) / 2,
+        "counted": torch.zeros_like(IDS, dtype=torch.bool),
+    }
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for learn, message in (
             (lambda: train(bem, [padding], TrainSettings(n_steps=1)), "only padding"),
-            (lambda: train(bem, [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}], TrainSettings(n_steps=1)), "no label behind a token"),
+            (
+                lambda: train(
+                    bem, [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}], TrainSettings(n_steps=1)
+                ),
+                "no label behind a token",
+            ),
             (lambda: train(bem, [{"input_ids": IDS[:, :1]}], TrainSettings(n_steps=1)), "no label behind a token"),
-            (lambda: imitate(bem, [experts], TrainSettings(n_steps=1)), "no token that counts"), (lambda: imitation_error(bem, []), "no batches to measure on"),
-            (lambda: improve(bem, [padding], lambda batch, output: torch.ones(1), Gaussian(), TrainSettings(n_steps=1)), "no token at which the policy acts"),
-        ):  # fmt: skip
+            (lambda: imitate(bem, [experts], TrainSettings(n_steps=1)), "no token that counts"),
+            (lambda: imitation_error(bem, []), "no batches to measure on"),
+            (
+                lambda: improve(
+                    bem, [padding], lambda batch, output: torch.ones(1), Gaussian(), TrainSettings(n_steps=1)
+                ),
+                "no token at which the policy acts",
+            ),
+        ):
             with pytest.raises(ConfigError, match=message):
                 learn()
 
@@ -509,7 +597,16 @@ def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
         assert {p.dtype for p in again.parameters()} == {dtype} and torch.equal(model(IDS).logits, expected)
 
 
-@pytest.mark.parametrize("part, dtype", [("controller", torch.bfloat16), ("controller", torch.float64), ("updates", torch.bfloat16), ("updates", torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "part, dtype",
+    [
+        ("controller", torch.bfloat16),
+        ("controller", torch.float64),
+        ("updates", torch.bfloat16),
+        ("updates", torch.float64),
+    ],
+    ids=str,
+)
 def test_each_part_of_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, part, dtype):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
@@ -525,7 +622,9 @@ def test_each_part_of_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, 
     for block in (torch.enable_grad(), torch.inference_mode()):
         with block, attach_bem(model, tmp_path) as again:
             found = again.state_dict()
-            assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in kept.items()) and torch.equal(model(IDS).logits, expected)
+            assert all(
+                torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in kept.items()
+            ) and torch.equal(model(IDS).logits, expected)
             assert not any(parameter.is_inference() or not parameter.requires_grad for parameter in again.parameters())
 
 
@@ -554,10 +653,14 @@ def test_the_kernel_is_not_chosen_for_an_adapter_in_half_precision(tmp_path, mon
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         bem.to(torch.bfloat16).save_pretrained(tmp_path)
-    before = [n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))]
+    before = [
+        n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))
+    ]
     with pytest.raises(ConfigError, match=r"saved in torch\.bfloat16, and the controller's kernel"):
         attach_bem(model, tmp_path, impl="triton")
-    assert before == [n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))]
+    assert before == [
+        n for _, module in model.named_modules() for n in (len(module._forward_hooks), len(module._forward_pre_hooks))
+    ]
     monkeypatch.setattr("probemon.bem.attached.choose_impl", lambda *_: ("triton", "as on a GPU"))
     with attach_bem(model, tmp_path, impl="auto") as bem:
         assert bem.impl == "reference" and "saved in torch.bfloat16" in bem.impl_why
@@ -581,13 +684,23 @@ def test_batches_hold_what_rewards_need_and_nothing_where_there_is_none():
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         lesson = Lesson({"input_ids": IDS, "labels": None, "attention_mask": None, "text": ["x"]})
         assert len(train(bem, [lesson], TrainSettings(n_steps=1)).losses) == 1
-        improve(bem, [lesson], lambda batch, output: seen.append((batch.tag, batch["text"])) or torch.ones(1), Gaussian(), TrainSettings(n_steps=1))
+        improve(
+            bem,
+            [lesson],
+            lambda batch, output: seen.append((batch.tag, batch["text"])) or torch.ones(1),
+            Gaussian(),
+            TrainSettings(n_steps=1),
+        )
     assert seen == [("mine", ["x"])]
 
 
 def test_packed_rows_whose_mask_hides_nothing_are_refused_where_the_host_drops_it():
     model = make_model()
-    packed = {"input_ids": torch.cat([IDS, IDS[:, :4]], dim=1), "position_ids": torch.tensor([[*range(6), *range(4)]]), "attention_mask": torch.ones(1, 10, dtype=torch.int64)}
+    packed = {
+        "input_ids": torch.cat([IDS, IDS[:, :4]], dim=1),
+        "position_ids": torch.tensor([[*range(6), *range(4)]]),
+        "attention_mask": torch.ones(1, 10, dtype=torch.int64),
+    }
     with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():
         assert model(**packed).logits.isfinite().all()  # one row to the host
         model.config._attn_implementation = "flash_attention_2"
@@ -598,6 +711,10 @@ def test_packed_rows_whose_mask_hides_nothing_are_refused_where_the_host_drops_i
 def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_the_reverse():
     model = make_model()
     for attached, watched in ((model.model, model), (model, model.model)):
-        with attach_bem(attached, BemConfig(**SMALL)) as bem, RoutingMonitor(watched, bem=bem) as monitor, torch.no_grad():
+        with (
+            attach_bem(attached, BemConfig(**SMALL)) as bem,
+            RoutingMonitor(watched, bem=bem) as monitor,
+            torch.no_grad(),
+        ):
             watched(IDS)
         assert monitor.n_tokens == IDS.numel()

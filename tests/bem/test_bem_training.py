@@ -14,7 +14,14 @@ from probemon.bem.training import Objective
 from probemon.core.files import sha256
 from probemon.errors import BemError
 
-SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8, "sites": ("q", "k", "v", "o", "down"), "spectral_cap": None}
+SMALL = {
+    "rank": 3,
+    "width": 6,
+    "chunk_tokens": 4,
+    "prefix_tokens": 8,
+    "sites": ("q", "k", "v", "o", "down"),
+    "spectral_cap": None,
+}
 IDS = torch.randint(3, VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))
 
 
@@ -34,8 +41,16 @@ def test_gradients_reach_every_parameter_and_none_of_the_host(shape, level):
     mask[0, :6] = 0  # 13 and 19 tokens: chunk and token codes under "auto"
     with randomise(attach_bem(model, config)) as bem:
         loss_of(model, mask=mask).backward()
-    silent = {name for name, parameter in bem.named_parameters() if parameter.grad is None or not parameter.grad.abs().max() > 0}
-    assert silent == ({name for name, _ in bem.named_parameters() if name.startswith("controller.prefix")} if level == "auto" else set())
+    silent = {
+        name
+        for name, parameter in bem.named_parameters()
+        if parameter.grad is None or not parameter.grad.abs().max() > 0
+    }
+    assert silent == (
+        {name for name, _ in bem.named_parameters() if name.startswith("controller.prefix")}
+        if level == "auto"
+        else set()
+    )
     assert all(torch.isfinite(parameter.grad).all() for parameter in bem.parameters() if parameter.grad is not None)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -44,7 +59,9 @@ def test_gradients_reach_every_parameter_and_none_of_the_host(shape, level):
 def test_gradients_are_those_of_finite_differences(level):
     model = make_host().double()
     for layer in model.model.layers:
-        layer.input_layernorm, layer.post_attention_layernorm = (torch.nn.RMSNorm(16, dtype=torch.float64) for _ in range(2))
+        layer.input_layernorm, layer.post_attention_layernorm = (
+            torch.nn.RMSNorm(16, dtype=torch.float64) for _ in range(2)
+        )
     model.model.norm = torch.nn.RMSNorm(16, dtype=torch.float64)  # the host's own are computed in fp32
     config = BemConfig(**{**SMALL, "level": level, "token_limit": 9})
     mask = torch.ones_like(IDS)
@@ -114,7 +131,10 @@ def test_autocast_does_not_reach_the_adapter():
     model, seen = make_host(), []
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         bare = model(IDS).logits
-    with attach_bem(model, BemConfig(**{**SMALL, "spectral_cap": 1.0})) as bem, bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes)):
+    with (
+        attach_bem(model, BemConfig(**{**SMALL, "spectral_cap": 1.0})) as bem,
+        bem.controller.register_forward_hook(lambda module, args, codes: seen.append(codes)),
+    ):
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(model(IDS).logits, bare)
         with torch.no_grad():
@@ -126,7 +146,9 @@ def test_autocast_does_not_reach_the_adapter():
             expected = model(IDS).logits
     for level in ("chunk", "token"):
         assert seen[0].of(level).dtype == torch.float32 and torch.equal(seen[0].of(level), seen[1].of(level))
-        assert torch.equal(seen[2].of(level), seen[3].of(level)) and not torch.equal(seen[0].of(level), seen[2].of(level))
+        assert torch.equal(seen[2].of(level), seen[3].of(level)) and not torch.equal(
+            seen[0].of(level), seen[2].of(level)
+        )
     assert bare.dtype == steered.dtype and (steered - expected).norm() / expected.norm() < 0.05
 
 
@@ -143,7 +165,9 @@ def test_gradient_checkpointing_of_the_host_is_refused_and_not_wrong():
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "mixtral"])
 def test_a_host_in_bf16_agrees_within_bf16(shape):
-    """The update is computed in fp32 and rounded once: the steered host is no further from fp32 than three times the bare one."""
+    """The update is computed in fp32 and rounded once: the steered host is no further from fp32 than three times the
+    bare one.
+    """
     model, config = make_host(shape), BemConfig(**SMALL)
     low = make_host(shape).bfloat16()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""The Triton kernels of the generated update: in the interpreter against fp64, compiled for real chips without one; `-m gpu` runs them on one."""
+"""The Triton kernels of the generated update: in the interpreter against fp64, compiled for real chips without one; `-m
+gpu` runs them on one.
+"""
 
 import functools
 import json
@@ -29,7 +31,11 @@ on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no GPU, or T
 def case(m, n_in, n_out, rank, dtype=torch.float32, seed=0, weights=torch.float32):
     """x, V, U, codes, base: about as large as in a model."""
     g = torch.Generator().manual_seed(seed)
-    x, v, u = torch.randn(m, n_in, generator=g), torch.randn(n_in, rank, generator=g) / max(n_in, 1) ** 0.5, torch.randn(n_out, rank, generator=g)
+    x, v, u = (
+        torch.randn(m, n_in, generator=g),
+        torch.randn(n_in, rank, generator=g) / max(n_in, 1) ** 0.5,
+        torch.randn(n_out, rank, generator=g),
+    )
     codes, base = torch.randn(m, rank, generator=g), torch.randn(m, n_out, generator=g)
     return x.to(dtype), v.to(weights), u.to(weights), codes, base.to(dtype)
 
@@ -37,7 +43,11 @@ def case(m, n_in, n_out, rank, dtype=torch.float32, seed=0, weights=torch.float3
 def oracle(x, v, u, codes, base=None, eps=0.0, scale=SCALE):
     """In fp64, and what the absolute values of all terms add up to: rounding errors are in proportion to it."""
     x, v, u, codes = x.double(), v.double(), u.double(), codes.double()
-    live = (codes.abs() > eps).any(dim=1, keepdim=True) if eps else torch.ones(len(codes), 1, dtype=torch.bool, device=codes.device)
+    live = (
+        (codes.abs() > eps).any(dim=1, keepdim=True)
+        if eps
+        else torch.ones(len(codes), 1, dtype=torch.bool, device=codes.device)
+    )
     codes = torch.where(live, codes, 0.0)
     exact, size = scale * ((x @ v) * codes) @ u.T, scale * ((x.abs() @ v.abs()) * codes.abs()) @ u.abs().T
     return (exact, size) if base is None else (exact + base.double(), size + base.double().abs())
@@ -46,7 +56,9 @@ def oracle(x, v, u, codes, base=None, eps=0.0, scale=SCALE):
 def assert_close(mine, exact, size):
     """Within some roundings of fp32 on the way and one to the dtype at the end."""
     one = torch.finfo(mine.dtype)
-    rounding = one.eps if mine.dtype == torch.bfloat16 and not ON_GPU else one.eps / 2  # Triton's interpreter cuts bf16 off
+    rounding = (
+        one.eps if mine.dtype == torch.bfloat16 and not ON_GPU else one.eps / 2
+    )  # Triton's interpreter cuts bf16 off
     allowed = 8 * 2.0**-24 * size + rounding * exact.abs() + one.smallest_normal
     assert ((mine.double() - exact).abs() <= allowed).all(), ((mine.double() - exact).abs() / allowed).max()
 
@@ -68,7 +80,9 @@ def test_update_and_its_sum_with_a_base_are_those_of_fp64(m, n_in, n_out, rank, 
         assert_close(added, *oracle(x, v, u, codes, base))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.float64, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.float64, torch.float32)], ids=str
+)
 def test_a_base_of_another_dtype_gives_it_to_the_sum(dtypes):
     x, v, u, codes, base = case(5, 12, 9, 4, dtypes[0])
     base = base.to(dtypes[1])
@@ -117,7 +131,9 @@ def weighting(out):
 def gradients_in_fp64(given, weight, eps=0.0):
     """Of each input, and what the absolute values of their terms add up to, as `oracle` has it of the output."""
     codes = torch.where((given[3].abs() > eps).any(dim=1, keepdim=True), given[3], 0.0) if eps else given[3]
-    exact, sizes = ([t.double().requires_grad_() for t in of] for of in (given, [t.abs() for t in (*given[:3], codes, given[4])]))
+    exact, sizes = (
+        [t.double().requires_grad_() for t in of] for of in (given, [t.abs() for t in (*given[:3], codes, given[4])])
+    )
     oracle(*exact, eps=eps)[0].backward(weight.double())
     oracle(*sizes)[0].backward(weight.double().abs())
     return [(t.grad, size.grad) for t, size in zip(exact, sizes, strict=True)]
@@ -131,13 +147,21 @@ def test_a_row_has_the_same_bits_again_and_in_every_batch(rank, dtype):
     out, of_x, _, _, of_codes, _ = once
     for rows in ([4], [18, 3], torch.randperm(19, generator=torch.Generator().manual_seed(1)).tolist()):
         some = forward_and_backward(x[rows], v, u, codes[rows], base[rows])
-        assert torch.equal(some[0], out[rows]) and torch.equal(some[1], of_x[rows]) and torch.equal(some[4], of_codes[rows])
+        assert (
+            torch.equal(some[0], out[rows])
+            and torch.equal(some[1], of_x[rows])
+            and torch.equal(some[4], of_codes[rows])
+        )
 
 
 def test_how_outputs_are_shared_among_programs_changes_no_bit(monkeypatch):
     given = case(9, 40, 600, 16)  # five tiles of outputs
     grids, kernel = [], bem_triton._over_rows
-    monkeypatch.setattr(bem_triton, "_over_rows", type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})())
+    monkeypatch.setattr(
+        bem_triton,
+        "_over_rows",
+        type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})(),
+    )
     found = []
     for programs in (128, 6, 1):
         monkeypatch.setattr(bem_triton, "_PROGRAMS", programs)
@@ -162,7 +186,9 @@ def test_gradcheck_in_fp64():
     inputs = [t.double() for t in case(2, 2, 2, 2)]
     inputs[3][1] = 0  # codes of zero have a gradient
     inputs = [t.requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(lambda x, v, u, codes, base: generated_update(x, v, u, codes, SCALE, base=base), inputs)
+    assert torch.autograd.gradcheck(
+        lambda x, v, u, codes, base: generated_update(x, v, u, codes, SCALE, base=base), inputs
+    )
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -179,7 +205,9 @@ def test_codes_of_zero_have_their_gradient_under_an_eps_of_zero_by_every_impleme
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.9])
-@pytest.mark.parametrize("rank, dtype", [*((rank, torch.float32) for rank in RANKS), (5, torch.float16), (5, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "rank, dtype", [*((rank, torch.float32) for rank in RANKS), (5, torch.float16), (5, torch.bfloat16)], ids=str
+)
 def test_gradients_are_those_of_fp64_in_parts_of_rows(rank, dtype, eps, monkeypatch):
     """eps > 0: of what was computed, so rows that were left out give and get none."""
     monkeypatch.setattr(bem_triton, "PART", 16)
@@ -218,7 +246,11 @@ def test_a_row_that_is_left_out_adds_nothing_to_gradients_whatever_is_in_it():
 def test_sums_over_rows_are_made_in_a_bounded_number_of_parts(monkeypatch):
     given = case(40, 5, 3, 1)
     grids, kernel = [], bem_triton._over_columns
-    monkeypatch.setattr(bem_triton, "_over_columns", type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})())
+    monkeypatch.setattr(
+        bem_triton,
+        "_over_columns",
+        type("Counted", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})(),
+    )
     found = [forward_and_backward(*given)]
     monkeypatch.setattr(bem_triton, "PART", 8)
     found.append(forward_and_backward(*given))
@@ -231,7 +263,10 @@ def test_sums_over_rows_are_made_in_a_bounded_number_of_parts(monkeypatch):
 @pytest.mark.parametrize("wanted", range(5))
 def test_a_gradient_has_the_same_bits_whichever_others_are_asked_for(wanted):
     given = case(6, 20, 12, 3)
-    everything, alone = forward_and_backward(*given), forward_and_backward(*given, needs=tuple(i == wanted for i in range(5)))
+    everything, alone = (
+        forward_and_backward(*given),
+        forward_and_backward(*given, needs=tuple(i == wanted for i in range(5))),
+    )
     assert torch.equal(everything[0], alone[0])
     for i, (one, other) in enumerate(zip(everything[1:], alone[1:], strict=True)):
         assert torch.equal(one, other) if i == wanted else other is None
@@ -245,8 +280,12 @@ def test_rows_of_zero_codes_are_exact_zeros_and_leave_their_base_bit_identical(d
     codes[dead], x[5, 2], x[9] = 0, float("nan"), float("inf")
     base[:, :4] = torch.tensor([-0.0, float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 4]).to(dtype)
     alone, added = generated_update(x, v, u, codes, SCALE), generated_update(x, v, u, codes, SCALE, base=base)
-    kept = generated_update(x, v, u, codes.clone().requires_grad_(), SCALE).detach()  # with its x V, of which some is NaN
-    assert not bits(alone[dead]).any() and not bits(kept[dead]).any() and torch.equal(bits(added[dead]), bits(base[dead]))
+    kept = generated_update(
+        x, v, u, codes.clone().requires_grad_(), SCALE
+    ).detach()  # with its x V, of which some is NaN
+    assert (
+        not bits(alone[dead]).any() and not bits(kept[dead]).any() and torch.equal(bits(added[dead]), bits(base[dead]))
+    )
     live = [i for i in range(19) if i not in dead]
     assert_close(alone[live], *oracle(x[live], v, u, codes[live]))
     untrained = generated_update(x[live], v, torch.zeros_like(u), codes[live], SCALE, base=base[live])
@@ -285,7 +324,11 @@ def test_a_block_of_rows_that_are_left_out_reads_its_codes_alone(monkeypatch):
     codes[:9] = 0  # a block, and a row of the next
     n_read, builder = [], interpreter.interpreter_builder
     load = builder.create_masked_load
-    monkeypatch.setattr(builder, "create_masked_load", lambda ptrs, mask, *rest: n_read.append(int(mask.data.sum())) or load(ptrs, mask, *rest))
+    monkeypatch.setattr(
+        builder,
+        "create_masked_load",
+        lambda ptrs, mask, *rest: n_read.append(int(mask.data.sum())) or load(ptrs, mask, *rest),
+    )
     counted = []
     for rows, gradient in (slice(0, 8), False), (slice(8, 16), False), (slice(0, 8), True):
         n_read.clear()
@@ -313,7 +356,13 @@ def test_a_block_of_rows_that_are_left_out_reads_its_codes_alone(monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_kernel(change, message):
-    fitting = {"x": torch.zeros(2, 5), "V": torch.zeros(5, 3), "U": torch.zeros(4, 3), "codes": torch.zeros(2, 3), "scale": 1.0}
+    fitting = {
+        "x": torch.zeros(2, 5),
+        "V": torch.zeros(5, 3),
+        "U": torch.zeros(4, 3),
+        "codes": torch.zeros(2, 3),
+        "scale": 1.0,
+    }
     with pytest.raises(ConfigError, match=message):
         generated_update(**fitting | change)
 
@@ -335,7 +384,9 @@ def on_device(m, n_in, n_out, rank, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("m, n_in, n_out, rank", [(1, 576, 576, 8), (19, 1536, 576, 5), (300, 4096, 4096, 8), (1030, 700, 900, 64)])
+@pytest.mark.parametrize(
+    "m, n_in, n_out, rank", [(1, 576, 576, 8), (19, 1536, 576, 5), (300, 4096, 4096, 8), (1030, 700, 900, 64)]
+)
 class TestOnAGpu:
     pytestmark = on_a_gpu
 

@@ -37,7 +37,9 @@ def manager():
 
 def cli(*arguments, **more):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "140"}
-    return subprocess.run([sys.executable, "-m", "probemon.cli", *arguments], capture_output=True, text=True, env=environment, **more)
+    return subprocess.run(
+        [sys.executable, "-m", "probemon.cli", *arguments], capture_output=True, text=True, env=environment, **more
+    )
 
 
 # -- stream --------------------------------------------------------------------------------------
@@ -54,19 +56,29 @@ def test_stream_gives_every_token_with_the_scores_of_the_result(demo, manager):
         assert np.array_equal(event.scores.active_scores(0), result.scores.active_scores(i))
         assert event.unseen == (LAST if i == len(events) - 1 else "")
         assert event.leading(3) == result.leading(i, 3)
-    bare = model.generate(**tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True), max_new_tokens=8, do_sample=False)
+    bare = model.generate(
+        **tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True),
+        max_new_tokens=8,
+        do_sample=False,
+    )
     assert bare[0].tolist() == [e.token_id for e in events]
 
 
 def test_streamed_animals_are_animals(demo, manager):
-    """What the whole thing is for, once, end to end: the animal probe fires on animals and on nothing else (of three it misses one)."""
+    """What the whole thing is for, once, end to end: the animal probe fires on animals and on nothing else (of three it
+    misses one).
+    """
     model, tokenizer = demo
     text = "The whale swam past the boat, and a dog barked at the old horse near the table."
     with manager.attach(model, tokenizer, strict=True) as run, torch.no_grad():
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         model(ids)
     result, animal = run.result(ids), manager.pack.find("animal")
-    fired = {tokenizer.decode([int(result.token_id[i])]).strip() for i in range(len(result)) if animal in result.scores.fired(i)}
+    fired = {
+        tokenizer.decode([int(result.token_id[i])]).strip()
+        for i in range(len(result))
+        if animal in result.scores.fired(i)
+    }
     assert {"whale", "dog"} <= fired <= {"whale", "dog", "horse"}
 
 
@@ -124,7 +136,9 @@ def test_views_show_each_token_with_its_path(demo, manager):
     assert "a closing line" in text and text.count(" > ") >= 1
 
 
-@pytest.mark.parametrize("token, shown", [("\n", "\\n"), (" ", "' '"), ("\x1b[31m", "\\x1b[31m"), (" whale", " whale"), ("", "''")])
+@pytest.mark.parametrize(
+    "token, shown", [("\n", "\\n"), (" ", "' '"), ("\x1b[31m", "\\x1b[31m"), (" whale", " whale"), ("", "''")]
+)
 def test_control_characters_never_reach_the_terminal(token, shown):
     assert printable(token) == shown
 
@@ -137,7 +151,11 @@ def test_narrow_path_keeps_the_root_and_the_concept():
     assert widths == sorted(widths)
     for width in (0, 30, 50, len(full) - 1):
         shown = path_text(concept, width).plain.split(" > ")
-        assert shown[:2] == ["organism", "…"] and shown[-1] == "bovid" and concept.path[-len(shown) + 2 :] == tuple(shown[2:])
+        assert (
+            shown[:2] == ["organism", "…"]
+            and shown[-1] == "bovid"
+            and concept.path[-len(shown) + 2 :] == tuple(shown[2:])
+        )
         assert width < 30 or len(" > ".join(shown)) <= width
 
 
@@ -220,7 +238,9 @@ def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
         text = pipe("Whales are", max_new_tokens=6, do_sample=False, return_full_text=True)[0]["generated_text"]
         streamer = TextIteratorStreamer(tokenizer)
         inputs = tokenizer("Whales are", return_tensors="pt")
-        thread = threading.Thread(target=model.generate, kwargs={**inputs, "streamer": streamer, "max_new_tokens": 6, "do_sample": False})
+        thread = threading.Thread(
+            target=model.generate, kwargs={**inputs, "streamer": streamer, "max_new_tokens": 6, "do_sample": False}
+        )
         thread.start()
         streamed = "".join(streamer)
         thread.join()
@@ -234,5 +254,9 @@ def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
 
 def test_the_command_line_starts_without_torch():
     """It takes seconds, and help, errors and reports need none of it."""
-    done = subprocess.run([sys.executable, "-c", "import probemon.cli.app, sys; print('torch' in sys.modules)"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import probemon.cli.app, sys; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -45,16 +45,26 @@ def folder(tmp_path_factory):
 
 def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run):
     out = tmp_path / "routing.parquet"
-    code, text, errors = run(folder, "--prompt", SAY, "--max-new-tokens", "6", "--json", "--window", "4", "--out", str(out))
+    code, text, errors = run(
+        folder, "--prompt", SAY, "--max-new-tokens", "6", "--json", "--window", "4", "--out", str(out)
+    )
     assert code == 0, errors
     lines = text.splitlines()
     result = json.loads(lines[-1])
-    assert result["n_tokens"] == 10 and result["generated_tokens"] == 6 and [s["site"] for s in result["streams"]] == ["router.0", "router.1", "router.2"]
+    assert (
+        result["n_tokens"] == 10
+        and result["generated_tokens"] == 6
+        and [s["site"] for s in result["streams"]] == ["router.0", "router.1", "router.2"]
+    )
     assert all(sum(stream["load"]) == 20 and stream["n_tokens"] == 10 for stream in result["streams"])
     assert result["latency_us"]["p99"] >= result["latency_us"]["p50"] > 0 and result["memory_watermark_bytes"] > 1e6
     tokens = [line for line in lines if line.lstrip()[:1].isdigit() and "; router.1 " in line]
-    assert [int(line.split()[0]) for line in tokens] == list(range(10)) and [line.split()[1] for line in tokens[:5]] == SAY.split()
-    assert any("MaxVio" in line and "not finite" not in line for line in lines) and any("capture of a decision" in line for line in lines)
+    assert [int(line.split()[0]) for line in tokens] == list(range(10)) and [
+        line.split()[1] for line in tokens[:5]
+    ] == SAY.split()
+    assert any("MaxVio" in line and "not finite" not in line for line in lines) and any(
+        "capture of a decision" in line for line in lines
+    )
     assert "\x1b" not in text
     table = pq.read_table(out).to_pylist()
     assert len(table) == 30
@@ -69,21 +79,27 @@ def test_codes_of_a_bem_adapter(tmp_path, run):
     with make_bem(model) as bem:
         bem.save_pretrained(tmp_path / "adapter")
     host = saved(model, tmp_path / "host")
-    code, text, errors = run(host, "--bem", str(tmp_path / "adapter"), "--prompt", SAY, "--max-new-tokens", "4", "--json", "--plain")
+    code, text, errors = run(
+        host, "--bem", str(tmp_path / "adapter"), "--prompt", SAY, "--max-new-tokens", "4", "--json", "--plain"
+    )
     assert code == 0, errors
     lines = text.splitlines()
     result = json.loads(lines[-1])
-    assert [stream["level"] for stream in result["streams"]] == ["chunk", "token"] and all(stream["n_tokens"] == 8 for stream in result["streams"])
+    assert [stream["level"] for stream in result["streams"]] == ["chunk", "token"] and all(
+        stream["n_tokens"] == 8 for stream in result["streams"]
+    )
     assert any("bem chunk" in line and "reused" in line for line in lines) and any("rank" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--prompt", " "], "the prompt is empty"), (["--max-new-tokens", "0"], "give 1 or more"), (["--out", "x.csv"], "ends with .jsonl or .parquet"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--max-new-tokens", "0"], "give 1 or more"),
+        (["--out", "x.csv"], "ends with .jsonl or .parquet"),
         (["--device", "nowhere"], "nowhere"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(folder, arguments, message, run):
     code, _, error = run(folder, *arguments)
     assert code == 2 and message in error and len(error.splitlines()) == 1
@@ -92,7 +108,12 @@ def test_bad_input_is_one_line(folder, arguments, message, run):
 def test_a_file_that_is_there_is_left_alone_in_one_line(folder, tmp_path, run):
     (tmp_path / "r.jsonl").write_text("mine")
     code, _, error = run(folder, "--prompt", SAY, "--out", str(tmp_path / "r.jsonl"))
-    assert code == 2 and len(error.splitlines()) == 1 and "give another name, or remove it first" in error and "overwrite" not in error
+    assert (
+        code == 2
+        and len(error.splitlines()) == 1
+        and "give another name, or remove it first" in error
+        and "overwrite" not in error
+    )
     assert (tmp_path / "r.jsonl").read_text() == "mine"
 
 
@@ -100,14 +121,23 @@ def test_few_tokens_that_are_not_finite_are_an_alert(tmp_path, run):
     model = make_moe()
     with torch.no_grad():
         model.model.layers[2].mlp.gate.weight[0] = float("nan")
-    code, text, errors = run(saved(model, tmp_path / "broken"), "--prompt", SAY, "--max-new-tokens", "2", "--json", "--plain")
+    code, text, errors = run(
+        saved(model, tmp_path / "broken"), "--prompt", SAY, "--max-new-tokens", "2", "--json", "--plain"
+    )
     assert code == 0, errors
     lines = text.splitlines()
     result = json.loads(lines[-1])
-    assert result["n_tokens"] == 6 and [alert.split(",")[0] for alert in result["alerts"]] == ["not finite: router.2"] and "not finite" not in result["unjudged"]
+    assert (
+        result["n_tokens"] == 6
+        and [alert.split(",")[0] for alert in result["alerts"]] == ["not finite: router.2"]
+        and "not finite" not in result["unjudged"]
+    )
     assert any(line.startswith("alert: not finite: router.2") for line in lines)
     heading = next(line for line in lines if "MaxVio" in line)
-    shown = {site: next(line for line in lines if line.startswith(f"{site} ") and "(" not in line) for site in ("router.0", "router.2")}
+    shown = {
+        site: next(line for line in lines if line.startswith(f"{site} ") and "(" not in line)
+        for site in ("router.0", "router.2")
+    }
     assert "not finite" in heading and shown["router.2"].split()[-2] == "6" and shown["router.0"].split()[-2] == "0"
 
 
@@ -121,9 +151,13 @@ def test_the_live_frame_shows_text_routers_and_alerts():
     view = LiveRouting(console, title="a model routing")
     model = make_moe()
     with view, RoutingMonitor(model, window=4) as monitor:
-        monitor.listen(lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report))
+        monitor.listen(
+            lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report)
+        )
         model.generate(PROMPT, **GREEDY)
-    console.print(view.render({**monitor.report(), "alerts": ["collapse: router.1, spread 0.1 (threshold 0.2) at token 512"]}))
+    console.print(
+        view.render({**monitor.report(), "alerts": ["collapse: router.1, spread 0.1 (threshold 0.2) at token 512"]})
+    )
     frame = console.export_text()
     last = frame[frame.rindex("a model routing") :]
     assert "".join(f"<{i}>" for i in range(12)) in last.replace("\n", "") and "router.0" in last and "router.2" in last
@@ -137,33 +171,66 @@ def test_the_live_frame_of_an_adapter_shows_its_codes():
     view = LiveRouting(console, title="an adapter routing")
     model = make_model()
     with make_bem(model) as bem, view, RoutingMonitor(model, bem=bem, window=4) as monitor:
-        monitor.listen(lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report))
+        monitor.listen(
+            lambda placed, decisions, record: view.show(lambda position: f"<{position}>", record, monitor.report)
+        )
         model.generate(PROMPT, **GREEDY)
     report = monitor.report()
     console.print(view.render(report))
     frame = console.export_text()
     last = frame[frame.rindex("an adapter routing") :]
-    assert "".join(f"<{i}>" for i in range(report["n_tokens"])) in last.replace("\n", "") and f"{report['n_tokens']} tokens" in last
-    lines = {stream["level"]: next(line for line in last.splitlines() if f" {stream['level']} " in line) for stream in report["streams"]}
+    assert (
+        "".join(f"<{i}>" for i in range(report["n_tokens"])) in last.replace("\n", "")
+        and f"{report['n_tokens']} tokens" in last
+    )
+    lines = {
+        stream["level"]: next(line for line in last.splitlines() if f" {stream['level']} " in line)
+        for stream in report["streams"]
+    }
     assert set(lines) == {"chunk", "token"}
     for stream in report["streams"]:
-        for figure in (f"{stream['code_norm']:.2f}", f"{stream['confidence']:.2f}", f"{stream['effective_rank']:.1f}", f"{stream['code_reuse_rate']:.1%}", load_bars(stream["variances"]).plain):
+        for figure in (
+            f"{stream['code_norm']:.2f}",
+            f"{stream['confidence']:.2f}",
+            f"{stream['effective_rank']:.1f}",
+            f"{stream['code_reuse_rate']:.1%}",
+            load_bars(stream["variances"]).plain,
+        ):
             assert figure in lines[stream["level"]].split("│")[1], (figure, lines)
 
 
 def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
     console = Console(record=True, width=100, height=16, force_terminal=True, file=io.StringIO())
     report = {
-        "n_tokens": 5, "n_unseen": 0, "latency_us": {"p50": 1.0}, "memory_watermark_bytes": 10**7, "alerts": [], "unjudged": {},
-        "streams": [{"source": "moe", "site": f"router.{i}", "layer": i, "level": "", "decision_entropy": 0.5, "load": [1, 0, 3]} for i in range(20)],
-    }  # fmt: skip
+        "n_tokens": 5,
+        "n_unseen": 0,
+        "latency_us": {"p50": 1.0},
+        "memory_watermark_bytes": 10**7,
+        "alerts": [],
+        "unjudged": {},
+        "streams": [
+            {
+                "source": "moe",
+                "site": f"router.{i}",
+                "layer": i,
+                "level": "",
+                "decision_entropy": 0.5,
+                "load": [1, 0, 3],
+            }
+            for i in range(20)
+        ],
+    }
     console.print(LiveRouting(console, title="many").render(report))
     frame = console.export_text()
     assert len(frame.splitlines()) <= 16 and "and 15 more routers" in frame and "no alert" in frame
 
 
 def test_load_bars_are_read_as_loads():
-    assert load_bars([0, 1, 2, 4]).plain == "·▃▅█" and load_bars([0, 0]).plain == "··" and load_bars([5] * 64).plain == "▅" * 32
+    assert (
+        load_bars([0, 1, 2, 4]).plain == "·▃▅█"
+        and load_bars([0, 0]).plain == "··"
+        and load_bars([5] * 64).plain == "▅" * 32
+    )
 
 
 def test_summary_and_lines_have_no_control_characters():

@@ -38,7 +38,9 @@ from probemon.offline.expansion import Expansion
 
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x9b31m\r\b\x7f"
-MARKUP = "[red]x[/nonsense]:skull:\u2028"  # what names may have: no control characters, no overrides of the writing direction
+MARKUP = (  # what names may have: no control characters, no overrides of the writing direction
+    "[red]x[/nonsense]:skull:\u2028"
+)
 COMMANDS = typer.main.get_command(cli.app)  # made once: it takes longer than most commands
 HOSTILE = f"{ESCAPES}{MARKUP}\u202egnp\u2066\n\ud800"
 
@@ -259,7 +261,13 @@ def hostile_pack(tmp_path_factory):
         content["provenance"] = {
             HOSTILE[:-1]: HOSTILE[:-1],
             "calibrations": [
-                {"source": {"name": HOSTILE[:-1]}, "aggregator": HOSTILE[:-1], "unit": HOSTILE[:-1], "n_watched": 1, "fpr": 0.1}
+                {
+                    "source": {"name": HOSTILE[:-1]},
+                    "aggregator": HOSTILE[:-1],
+                    "unit": HOSTILE[:-1],
+                    "n_watched": 1,
+                    "fpr": 0.1,
+                }
             ],
         }
         content["inputs"][0]["eps"] = 1e-6
@@ -277,7 +285,11 @@ def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypa
     )
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack, "--json")
     told = json.loads(out)
-    assert told["host"]["model_id"] == HOSTILE[:-1] and told["name"] == MARKUP and told["quality"][HOSTILE[:-1]] == HOSTILE[:-1]
+    assert (
+        told["host"]["model_id"] == HOSTILE[:-1]
+        and told["name"] == MARKUP
+        and told["quality"][HOSTILE[:-1]] == HOSTILE[:-1]
+    )
     (tmp_path / "new.json").write_text(json.dumps({f"{MARKUP}1": {"name": f"{MARKUP}!"}}))
     (tmp_path / "bad.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (tmp_path / "tree.json").write_text(json.dumps({f"{MARKUP}1": [f"{MARKUP}2"], HOSTILE: [HOSTILE]}))
@@ -652,7 +664,8 @@ def command():
             time.sleep(60)
         else:
             import numba, numba.core.codegen
-            library = numba.core.codegen.JITCodeLibrary if hasattr(numba.core.codegen, "JITCodeLibrary") else numba.core.codegen.CPUCodeLibrary
+            codegen = numba.core.codegen
+            library = codegen.JITCodeLibrary if hasattr(codegen, "JITCodeLibrary") else codegen.CPUCodeLibrary
             before = numba.core.codegen.CPUCodeLibrary._object_compiled_hook.__func__
             def hook(cls, module, buffer):
                 signal.raise_signal(signal.SIGTERM)

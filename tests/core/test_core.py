@@ -58,7 +58,10 @@ def plain_score(x, weights, slot):
     weights = dequantized(weights)
 
     def layer(w, b, values):
-        return [sum(float(wi) * vi for wi, vi in zip(row, values, strict=True)) + float(bi) for row, bi in zip(w, b, strict=True)]
+        return [
+            sum(float(wi) * vi for wi, vi in zip(row, values, strict=True)) + float(bi)
+            for row, bi in zip(w, b, strict=True)
+        ]
 
     h = layer(weights["w1"][slot].tolist(), weights["b1"][slot].tolist(), [float(v) for v in x])
     if "w2" in weights:
@@ -77,7 +80,9 @@ def test_kernel_equals_fp64_oracle(impl, hidden, dtype):
     rows, slots = torch.tensor([0, 2, 1, 0, 2]), torch.tensor([5, 0, 3, 1, 2])
     scored = score_probes(x, weights, rows, slots, impl=impl)
     rounded = x.to(input_dtype(dtype))
-    expected = [plain_score(rounded[r].tolist(), weights, s) for r, s in zip(rows.tolist(), slots.tolist(), strict=True)]
+    expected = [
+        plain_score(rounded[r].tolist(), weights, s) for r, s in zip(rows.tolist(), slots.tolist(), strict=True)
+    ]
     assert np.abs(scored.numpy() - np.array(expected)).max() < 1e-5
 
 
@@ -89,7 +94,9 @@ def test_score_is_bitwise_the_same_whatever_else_is_scored(impl, hidden, dtype):
     x = torch.randn(4, 37, generator=torch.Generator().manual_seed(2))
     rows, slots = torch.arange(4).repeat_interleave(19), torch.arange(19).repeat(4)
     everything = score_probes(x, weights, rows, slots, impl=impl).view(4, 19)
-    alone = torch.cat([score_probes(x[2:3], weights, torch.tensor([0]), torch.tensor([s]), impl=impl) for s in range(19)])
+    alone = torch.cat(
+        [score_probes(x[2:3], weights, torch.tensor([0]), torch.tensor([s]), impl=impl) for s in range(19)]
+    )
     assert torch.equal(alone, everything[2])
 
 
@@ -114,7 +121,10 @@ def test_normalisation_equals_fp64(norm):
 
 def random_dag(rng, n, two_parents):
     ids = [f"c{i}" for i in range(n)]
-    parents = [[] if i < 2 else [ids[j] for j in rng.sample(range(i), k=min(i, rng.choice([1, 2]) if two_parents else 1))] for i in range(n)]
+    parents = [
+        [] if i < 2 else [ids[j] for j in rng.sample(range(i), k=min(i, rng.choice([1, 2]) if two_parents else 1))]
+        for i in range(n)
+    ]
     shuffled = list(range(n))
     rng.shuffle(shuffled)
     return [ids[i] for i in shuffled], [parents[i] for i in shuffled]
@@ -204,10 +214,18 @@ def toy(tmp_path):
         {"id": "bird", "name": "life", "parents": ["animal"]},
     ]
     pack = ProbePack.write(
-        tmp_path / "toy", name="toy", concepts=concepts, weights=random_weights(5, 11, (4, 3), torch.bfloat16), score_rule="path",
-        inputs=[{"site": "resid_post.1", "norm": "rmsnorm", "eps": 1e-6}], host={"hidden_size": 11, "n_layers": 4}, licence="CC0-1.0",
-        card="# toy\n", alert_threshold=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]), golden_hidden=torch.randn(3, 1, 11),
-    )  # fmt: skip
+        tmp_path / "toy",
+        name="toy",
+        concepts=concepts,
+        weights=random_weights(5, 11, (4, 3), torch.bfloat16),
+        score_rule="path",
+        inputs=[{"site": "resid_post.1", "norm": "rmsnorm", "eps": 1e-6}],
+        host={"hidden_size": 11, "n_layers": 4},
+        licence="CC0-1.0",
+        card="# toy\n",
+        alert_threshold=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]),
+        golden_hidden=torch.randn(3, 1, 11),
+    )
     return pack
 
 
@@ -268,7 +286,9 @@ def test_other_format_version_asks_for_an_upgrade(toy):
         ProbePack.open(toy.directory)
 
 
-@pytest.mark.parametrize("changes", [{"format": "zip"}, {"score_rule": "vote"}, {"inputs": [{"site": "x", "norm": "batch"}]}, {"host": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"format": "zip"}, {"score_rule": "vote"}, {"inputs": [{"site": "x", "norm": "batch"}]}, {"host": 3}]
+)
 def test_manifest_that_is_not_ours_is_refused(toy, changes):
     edit_manifest(toy, **changes)
     with pytest.raises(PackError, match=next(iter(changes)).rstrip("s")):
@@ -287,9 +307,16 @@ def test_nan_weight_is_named_with_its_concept(tmp_path):
     weights["w1"][1, 0, 2] = float("nan")
     with pytest.raises(PackCorrupt, match="'b'"):
         ProbePack.write(
-            tmp_path / "bad", name="bad", concepts=[{"id": i, "name": i, "parents": []} for i in "ab"], weights=weights,
-            score_rule="independent", inputs=[{"site": "resid_post.0"}], host={}, licence="x", card="x",
-        )  # fmt: skip
+            tmp_path / "bad",
+            name="bad",
+            concepts=[{"id": i, "name": i, "parents": []} for i in "ab"],
+            weights=weights,
+            score_rule="independent",
+            inputs=[{"site": "resid_post.0"}],
+            host={},
+            licence="x",
+            card="x",
+        )
     assert list(tmp_path.iterdir()) == []
 
 

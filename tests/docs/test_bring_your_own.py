@@ -1,4 +1,6 @@
-"""The page on bringing one's own probes tells the truth: every example runs, in its order, on files as the other projects write them."""
+"""The page on bringing one's own probes tells the truth: every example runs, in its order, on files as the other
+projects write them.
+"""
 
 import json
 import re
@@ -28,13 +30,28 @@ def place(tmp_path_factory):
     hatcat.write_hierarchy(lenses)
     foreign.probelab_logistic(here / "probelab-probes/lie.pt")
     foreign.probelab_mlp(here / "probelab-probes/net.pt")
-    (here / "probekit.json").write_text(json.dumps({"deception": foreign.probekit_dict()[0], "refusal": foreign.probekit_dict(45, False)[0]}))
+    (here / "probekit.json").write_text(
+        json.dumps({"deception": foreign.probekit_dict()[0], "refusal": foreign.probekit_dict(45, False)[0]})
+    )
     foreign.steerkit_probe(here / "steerkit-probes/refusal.safetensors")
     foreign.sae(here / "sae", "jumprelu")
     (here / "sae-names.json").write_text('{"7": "cats"}')
     foreign.hallucination_head(here / "hallucination-head")
-    tensors = {"animal.weight": (1, 12), "animal.bias": (1,), "kinds.weight": (5, 12), "kinds.bias": (5,), "fc1.weight": (6, 12), "fc1.bias": (6,), "fc2.weight": (1, 6), "mean": (12,), "std": (12,)}
-    save_file({name: foreign.random(*shape, seed=i).abs() + 0.1 for i, (name, shape) in enumerate(tensors.items())}, here / "heads.safetensors")
+    tensors = {
+        "animal.weight": (1, 12),
+        "animal.bias": (1,),
+        "kinds.weight": (5, 12),
+        "kinds.bias": (5,),
+        "fc1.weight": (6, 12),
+        "fc1.bias": (6,),
+        "fc2.weight": (1, 6),
+        "mean": (12,),
+        "std": (12,),
+    }
+    save_file(
+        {name: foreign.random(*shape, seed=i).abs() + 0.1 for i, (name, shape) in enumerate(tensors.items())},
+        here / "heads.safetensors",
+    )
     (mapping,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
     (here / "heads.json").write_text(mapping)
     return here
@@ -44,12 +61,25 @@ def test_every_python_example_runs(place):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(blocks) == 8
     (place / "example.py").write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, "-W", "error", "example.py"], cwd=place, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "example.py"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "HatCat" in PAGE and "probes" in done.stdout
     for name in ("mine-too", "sklearn", "lie", "probekit-too", "refusal", "cats", "hallucination-too", "own", "heads"):
         assert ProbePack.open(place / "packs" / name, verify=True).n_probes
-    assert [c["id"] for c in ProbePack.open(place / "packs/sklearn").concepts] == ["deception", "refusal", "humour", "animal/cat", "animal/dog", "animal/owl"]
+    assert [c["id"] for c in ProbePack.open(place / "packs/sklearn").concepts] == [
+        "deception",
+        "refusal",
+        "humour",
+        "animal/cat",
+        "animal/dog",
+        "animal/owl",
+    ]
 
 
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
@@ -63,7 +93,12 @@ def test_every_command_runs_and_says_what_it_made(place, monkeypatch, capsys, li
     target = Path(arguments[3])
     code, out, _ = run(monkeypatch, capsys, *arguments, "--overwrite", "--json")
     told, pack = json.loads(out), ProbePack.open(target, verify=True)
-    assert code == 0 and told["n_probes"] == pack.n_probes and told["directory"] == str(target) and told["report"] == json.loads(json.dumps(pack.manifest["provenance"]["import"]))
+    assert (
+        code == 0
+        and told["n_probes"] == pack.n_probes
+        and told["directory"] == str(target)
+        and told["report"] == json.loads(json.dumps(pack.manifest["provenance"]["import"]))
+    )
     code, _, error = run(monkeypatch, capsys, *arguments)
     assert code == 2 and error.startswith(f"probemon: {target} exists") and error.count("\n") == 1
 
@@ -78,30 +113,49 @@ def run(monkeypatch, capsys, *arguments):
 
 
 def test_every_importer_has_its_command_and_its_section():
-    assert {line.split()[2] for line in COMMANDS} == {"hatcat", "probelab", "probekit", "steerkit", "saelens", "hallucination", "safetensors"}
+    assert {line.split()[2] for line in COMMANDS} == {
+        "hatcat",
+        "probelab",
+        "probekit",
+        "steerkit",
+        "saelens",
+        "hallucination",
+        "safetensors",
+    }
     for section in re.findall(r"\]\(#([\w-]+)\)", PAGE):
-        assert any(re.sub(r"[^\w]+", "-", line[3:].lower()) == section for line in PAGE.splitlines() if line.startswith("## ")), section
+        assert any(
+            re.sub(r"[^\w]+", "-", line[3:].lower()) == section for line in PAGE.splitlines() if line.startswith("## ")
+        ), section
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["probelab", "nothing.pt", "p", "--site", "resid_post.1", "--normalize", "none"], "nothing.pt"),
-    (["probelab", "probelab-probes", "p", "--site", "layer.1", "--normalize", "none"], "site 'layer.1' is not supported"),
-    (["probelab", "probelab-probes", "p"], "Missing option '--site'"),
-    (["probelab", "probelab-probes", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
-    (["probelab", "probelab-probes", "p", "--site", "resid_post.1", "--normalize", "l2"], "normalize is 'l2': give one of 'none', 'layernorm', 'rmsnorm'"),
-    (["probekit", "probekit.json", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
-    (["hallucination", "hallucination-head", "p"], "Missing option '--normalize'"),
-    (["hatcat", "lens_packs/mine", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
-    (["steerkit", "steerkit-probes", "p"], "Missing option '--scale'"),
-    (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is no number and no range"),
-    (["saelens", "sae", "p", "--features", "3,99"], "no feature 99"),
-    (["saelens", "sae", "p", "--features", "3-999999999"], "no feature 9: the SAE has features 0 to 8"),
-    (["saelens", "sae", "p", "--features", "1,7-3"], "'7-3' is backwards"),
-    (["saelens", "sae", "p", "--sharpness", "1e-30"], "sharpness is 1e-30: give a number from 0.001 to 1000"),
-    (["saelens", "sae", "p", "--names", "heads.json"], "names by number of feature"),
-    (["saelens", "probelab-probes", "p"], "cfg.json is missing"),
-    (["safetensors", "heads.safetensors", "p", "--mapping", "sae-names.json"], "no field '7'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["probelab", "nothing.pt", "p", "--site", "resid_post.1", "--normalize", "none"], "nothing.pt"),
+        (
+            ["probelab", "probelab-probes", "p", "--site", "layer.1", "--normalize", "none"],
+            "site 'layer.1' is not supported",
+        ),
+        (["probelab", "probelab-probes", "p"], "Missing option '--site'"),
+        (["probelab", "probelab-probes", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+        (
+            ["probelab", "probelab-probes", "p", "--site", "resid_post.1", "--normalize", "l2"],
+            "normalize is 'l2': give one of 'none', 'layernorm', 'rmsnorm'",
+        ),
+        (["probekit", "probekit.json", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+        (["hallucination", "hallucination-head", "p"], "Missing option '--normalize'"),
+        (["hatcat", "lens_packs/mine", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
+        (["steerkit", "steerkit-probes", "p"], "Missing option '--scale'"),
+        (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is no number and no range"),
+        (["saelens", "sae", "p", "--features", "3,99"], "no feature 99"),
+        (["saelens", "sae", "p", "--features", "3-999999999"], "no feature 9: the SAE has features 0 to 8"),
+        (["saelens", "sae", "p", "--features", "1,7-3"], "'7-3' is backwards"),
+        (["saelens", "sae", "p", "--sharpness", "1e-30"], "sharpness is 1e-30: give a number from 0.001 to 1000"),
+        (["saelens", "sae", "p", "--names", "heads.json"], "names by number of feature"),
+        (["saelens", "probelab-probes", "p"], "cfg.json is missing"),
+        (["safetensors", "heads.safetensors", "p", "--mapping", "sae-names.json"], "no field '7'"),
+    ],
+)
 def test_bad_input_is_one_line_and_status_2(place, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(place)
     code, out, error = run(monkeypatch, capsys, "import", *arguments)
@@ -137,13 +191,26 @@ def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, 
     _, out, _ = run(monkeypatch, capsys, "inspect", "packs/probelab")
     assert "for a host that is not stated (hidden size 12), read at resid_post.15" in out and "None" not in out
     code, _, error = run(monkeypatch, capsys, "inspect", "packs/probelab/manifest.json")
-    assert code == 2 and error == "probemon: packs/probelab/manifest.json is a file: give the folder of the pack, packs/probelab\n"
+    assert (
+        code == 2
+        and error == "probemon: packs/probelab/manifest.json is a file: give the folder of the pack, packs/probelab\n"
+    )
 
 
 def test_the_page_states_the_bounds_that_are_kept():
     from probemon.importers import flat, sources, weights
 
-    bounds = [line for line in PAGE.split("## What is read at most")[1].splitlines() if line.startswith("| a ") or line.startswith("| the ")]
+    bounds = [
+        line
+        for line in PAGE.split("## What is read at most")[1].splitlines()
+        if line.startswith("| a ") or line.startswith("| the ")
+    ]
     stated = [re.search(r"\| (\d+) ([GM])iB", line) for line in bounds]
     sizes = [int(found[1]) << {"G": 30, "M": 20}[found[2]] for found in stated]
-    assert sizes == [sources.MAX_BYTES, weights.MAX_BYTES, weights._MAX_PICKLE_BYTES, weights.MAX_JSON_BYTES, flat.MAX_PACK_BYTES]
+    assert sizes == [
+        sources.MAX_BYTES,
+        weights.MAX_BYTES,
+        weights._MAX_PICKLE_BYTES,
+        weights.MAX_JSON_BYTES,
+        flat.MAX_PACK_BYTES,
+    ]

@@ -26,7 +26,13 @@ def test_every_python_example_of_the_readme_runs(tmp_path):
     assert len(blocks) >= 4
     (tmp_path / "probes").symlink_to(ROOT / "probes")
     (tmp_path / "example.py").write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "organism > animal" in done.stdout and "'not_reached'" in done.stdout
     assert (tmp_path / "my-pack/manifest.json").is_file()
@@ -35,7 +41,13 @@ def test_every_python_example_of_the_readme_runs(tmp_path):
 def test_every_python_example_of_the_page_on_adapters_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/bem.md").read_text(), flags=re.DOTALL)
     (tmp_path / "example.py").write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+    )
     assert len(blocks) >= 2 and done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "adapter/bem.safetensors").is_file()
 
@@ -43,7 +55,10 @@ def test_every_python_example_of_the_page_on_adapters_runs(tmp_path):
 def test_what_adapters_learn_is_what_was_measured():
     page, found = (ROOT / "docs/bem.md").read_text(), result("bem_learns.json")
     over = found["two_domains"]["over_routed"]
-    for name, words in (("lora", "{mean:.3f} nats above the routed adapter's (95 % interval {low:.3f} to {high:.3f})"), ("lora, all linear layers", "{mean:.3f} ({low:.3f} to {high:.3f})")):
+    for name, words in (
+        ("lora", "{mean:.3f} nats above the routed adapter's (95 % interval {low:.3f} to {high:.3f})"),
+        ("lora, all linear layers", "{mean:.3f} ({low:.3f} to {high:.3f})"),
+    ):
         assert words.format(**over[name]) in page and over[name]["excludes_0"] and over[name]["n"] == 5
     lost = found["afterwards"]["distilled"]["least_squares"]["squared_update_lost"]
     assert f"loses {100 * lost:.0f} % of the squared update" in page
@@ -58,23 +73,41 @@ def test_what_adapters_learn_is_what_was_measured():
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
     measured, page = result("cpu.json"), (ROOT / "docs/performance.md").read_text()
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)
-    for table, text in ((figures.claims, README), (figures.host, README), (figures.claims, page), (figures.host, page), (figures.grid, page)):
+    for table, text in (
+        (figures.claims, README),
+        (figures.host, README),
+        (figures.claims, page),
+        (figures.host, page),
+        (figures.grid, page),
+    ):
         assert "\n".join(table(measured)) in text
     paged = {row["method"]: row for row in measured["rows"] if row["part"] == "paging"}
-    assert f"{paged['paged, copies in RAM']['ratio_to_ours']:.1f} times" in page and f"{paged['paged, nothing kept in RAM']['ratio_to_ours']:.1f} times" in page
+    assert (
+        f"{paged['paged, copies in RAM']['ratio_to_ours']:.1f} times" in page
+        and f"{paged['paged, nothing kept in RAM']['ratio_to_ours']:.1f} times" in page
+    )
     for row in measured["rows"]:
         if row["part"] == "scoring" and row["max_error"] is not None:
-            assert row["max_error"] < (1e-6 if row["method"].startswith("ours") else 5e-3)  # what the page says of errors
+            assert row["max_error"] < (
+                1e-6 if row["method"].startswith("ours") else 5e-3
+            )  # what the page says of errors
 
 
 def test_agreement_is_what_was_measured():
     rows = result("agreement.json")["rows"]
-    assert len(rows) == 12 and all(row["largest"] == 0 and row["n_scores"] > 5000 for row in rows if row["mode"].endswith("same forwards"))
+    assert len(rows) == 12 and all(
+        row["largest"] == 0 and row["n_scores"] > 5000 for row in rows if row["mode"].endswith("same forwards")
+    )
     others = [row for row in rows if not row["mode"].endswith("same forwards")]
-    largest = {dtype: max(row["largest"] for row in others if row["dtype"] == dtype) for dtype in ("float32", "bfloat16")}
+    largest = {
+        dtype: max(row["largest"] for row in others if row["dtype"] == dtype) for dtype in ("float32", "bfloat16")
+    }
     bf16 = [row for row in others if row["dtype"] == "bfloat16"]
     once, fired = (sum(row[name] for row in bf16) for name in ("n_fired_in_one_only", "n_fired"))
-    assert f"at most {largest['float32']} in fp32 and {largest['bfloat16']} in bf16, where {once} of {fired:,} pairs" in README
+    assert (
+        f"at most {largest['float32']} in fp32 and {largest['bfloat16']} in bf16, where {once} of {fired:,} pairs"
+        in README
+    )
     assert not any(row["n_fired_in_one_only"] for row in others if row["dtype"] == "float32")
 
 
@@ -82,7 +115,11 @@ def test_the_cost_of_a_corpus_is_what_was_measured():
     found = result("corpus.json")
     memory = found["memory"]
     assert "\n".join(figures.corpus(found)) in README and found["claim"]["holds"] and found["claim"]["value_pct"] <= 15
-    assert f"over {memory['n_tokens']:,} tokens" in README and f"rise by {memory['growth_pct']:.1f} %" in README and f"to {memory['late_bytes'] / 1e9:.2f} GB" in README
+    assert (
+        f"over {memory['n_tokens']:,} tokens" in README
+        and f"rise by {memory['growth_pct']:.1f} %" in README
+        and f"to {memory['late_bytes'] / 1e9:.2f} GB" in README
+    )
     assert memory["n_tokens"] > 1_000_000 and memory["growth_pct"] < 10
 
 
@@ -91,15 +128,26 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
     assert "\n".join(figures.bem_claims(found)) in page and "\n".join(figures.bem_grid(found)) in page
     assert {row["length"] for row in found["rows"]} == {128, 256, 512, 2048} and found["suite"] == "grid"
     hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
-    assert f"takes at most {100 * hooks:.1f} % of a forward" in page and f"({found['checked']['host_cached_vs_full_max']:.2g})" in page
+    assert (
+        f"takes at most {100 * hooks:.1f} % of a forward" in page
+        and f"({found['checked']['host_cached_vs_full_max']:.2g})" in page
+    )
     assert found["checked"]["u0_max_difference"] == 0
     quick = result("bem_quick.json")
-    assert quick["suite"] == "quick" and quick["seconds"] < 300 and f"in {quick['seconds']:.0f} s" in page and set(quick["claims"]) == set(found["claims"])
+    assert (
+        quick["suite"] == "quick"
+        and quick["seconds"] < 300
+        and f"in {quick['seconds']:.0f} s" in page
+        and set(quick["claims"]) == set(found["claims"])
+    )
 
 
 def test_importing_takes_what_was_measured():
     found, page = result("import.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
-    said = f"{found['counts']['probes']:,} random probes of {found['hidden_size']:,} values (bf16, {found['source_bytes'] / 1e9:.1f} GB of files) take {found['seconds']:.0f} s on a 2-core CPU"
+    said = (
+        f"{found['counts']['probes']:,} random probes of {found['hidden_size']:,} values (bf16,"
+        f" {found['source_bytes'] / 1e9:.1f} GB of files) take {found['seconds']:.0f} s on a 2-core CPU"
+    )
     assert f"{said} and {found['peak_bytes_over_start'] / 1e6:.0f} MB of memory" in page
     assert found["counts"]["probes"] == 8000 and found["seconds"] <= 120 and found["claim"]["holds"]
 
@@ -107,19 +155,29 @@ def test_importing_takes_what_was_measured():
 def test_fuzzing_found_what_is_said():
     found, page = result("fuzz.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
     uncompared = found["outcomes"]["made, not compared"]
-    assert f"of {found['cases']:,} cases, {found['outcomes']['made']:,} gave a pack that verifies" in page and f"does, {uncompared:,} one that has" in page
+    assert (
+        f"of {found['cases']:,} cases, {found['outcomes']['made']:,} gave a pack that verifies" in page
+        and f"does, {uncompared:,} one that has" in page
+    )
     assert found["crashes"] == 0 and found["troubles"] == []
 
 
 def test_false_alarms_of_routing_are_what_was_counted():
     found, page = result("routing_alarms.json"), (ROOT / "docs/bem.md").read_text()
-    assert f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most {found['false_alarms_per_window_at_most']:.5f} a window" in page
+    assert (
+        f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most"
+        f" {found['false_alarms_per_window_at_most']:.5f} a window" in page
+    )
     assert found["steps"] >= 100_000
 
 
 def test_kept_code_buffers_gain_as_little_as_is_said():
     for row in result("code_buffers.json")["rows"]:  # "as fast" in a step; in a prompt a small part of governance
-        assert row["new_over_kept"] < 1.1 if row["n_tokens"] <= 8 else abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"]
+        assert (
+            row["new_over_kept"] < 1.1
+            if row["n_tokens"] <= 8
+            else abs(row["new_us"] - row["kept_us"]) < 0.01 * row["governance_us"]
+        )
 
 
 def test_quality_is_what_was_measured():
@@ -130,22 +188,33 @@ def test_quality_is_what_was_measured():
         if row["rule"] == "exact" and row.get("max_rounds", "none") != 1:
             assert row["firing_recall"] == row["document_recall"] == 1
         if row["rule"].startswith("calibrated") and row["text"] == "news":  # the text that the bound is for
-            assert row["document_high"] >= float(row["rule"].split()[1]) and row["document_recall"] >= float(row["rule"].split()[1])
+            assert row["document_high"] >= float(row["rule"].split()[1]) and row["document_recall"] >= float(
+                row["rule"].split()[1]
+            )
     best = [row["document_recall"] for row in rows if row.get("keep_top_k") == 100 and row["max_rounds"] == 1]
     assert max(best) < 0.82  # "about a fifth"
     for pack in ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"):
-        assert json.loads((ROOT / "probes" / pack / "manifest.json").read_text())["recommended"] == {"load_threshold": "exact", "keep_top_k": 0}
+        assert json.loads((ROOT / "probes" / pack / "manifest.json").read_text())["recommended"] == {
+            "load_threshold": "exact",
+            "keep_top_k": 0,
+        }
 
 
 def test_mails_are_what_was_measured():
     page, found = (ROOT / "docs/quality.md").read_text(), result("mails.json")
     assert "\n".join(figures.mails(found)) in page
-    assert f"{sum(sum(part.values()) for part in found['mails'].values()):,} mails" in page and f"{found['mails']['watch']['spam']} spam and {found['mails']['watch']['ham']} other" in page
+    assert (
+        f"{sum(sum(part.values()) for part in found['mails'].values()):,} mails" in page
+        and f"{found['mails']['watch']['spam']} spam and {found['mails']['watch']['ham']} other" in page
+    )
     rows = {row["method"]: row for row in found["rows"]}
     for row in found["rows"]:
         assert all(row[unit]["fpr"]["rate"] <= 0.01 for unit in ("token", "document") if row[unit])
     caught = {name: row["document"]["tpr"]["rate"] for name, row in rows.items()}
-    assert max((rate, name) for name, rate in caught.items() if rows[name]["token"])[1] == "ema(0.3)" and caught["mean"] < caught["each"] > caught["attention(0.1)"]
+    assert (
+        max((rate, name) for name, rate in caught.items() if rows[name]["token"])[1] == "ema(0.3)"
+        and caught["mean"] < caught["each"] > caught["attention(0.1)"]
+    )
     assert min(rate for name, rate in caught.items() if not rows[name]["token"]) > caught["ema(0.3)"]
 
 
@@ -165,7 +234,9 @@ def test_speedup_in_the_readme_is_the_measured_one():
 
 def test_memory_in_the_readme_is_the_measured_one():
     soak = result("soak.json")
-    assert soak["n_tokens"] == 100_000 and soak["flat"] and soak["bounded"]["sink"] == {"written": 100_000, "dropped": 0}
+    assert (
+        soak["n_tokens"] == 100_000 and soak["flat"] and soak["bounded"]["sink"] == {"written": 100_000, "dropped": 0}
+    )
     bare, watched = (soak[arm]["growth_bytes"] / 1e6 for arm in ("bare", "bounded"))
     assert f"grew by {bare:.1f} MB" in README and f"took every token) by {watched:.1f} MB" in README
     assert f"cost {soak['kept_bytes_per_token'] / 1e3:.1f} kB a token" in README
@@ -174,7 +245,9 @@ def test_memory_in_the_readme_is_the_measured_one():
 def test_no_architecture_is_wrong_in_any_mode():
     found, page = result("architectures.json"), (ROOT / "docs/compatibility.md").read_text()
     rows = {name: row["modes"] for name, row in found["architectures"].items() if "modes" in row}
-    assert len(rows) >= 170 and len(found["modes"]) >= 10 and all(set(row) == set(found["modes"]) for row in rows.values())
+    assert (
+        len(rows) >= 170 and len(found["modes"]) >= 10 and all(set(row) == set(found["modes"]) for row in rows.values())
+    )
     entries = [entry for row in rows.values() for entry in row.values()]
     assert {entry["outcome"] for entry in entries} == {"exact", "as run", "refused", "host fails"}
     assert {row["corpus"]["outcome"] for row in rows.values()} == {"exact", "refused"}  # of encoder-decoders
@@ -195,7 +268,10 @@ def test_quality_in_the_readme_is_the_packs_own(name):
     q, shape = manifest["quality"], manifest["architecture"]
     size = sum(f["size"] for f in manifest["files"].values()) / 1e6
     words = "linear" if not shape["hidden"] else "-".join(map(str, [*shape["hidden"], 1]))
-    line = f"| `{name}` | {q['n_probes']}, {words} | {size:.1f} MB | {q['auroc_median']:.3f} | {q['auroc_p10']:.3f} | {q['auroc_examples_median']:.3f} | {q['auroc_siblings_median']:.3f} |"
+    line = (
+        f"| `{name}` | {q['n_probes']}, {words} | {size:.1f} MB | {q['auroc_median']:.3f} | {q['auroc_p10']:.3f} |"
+        f" {q['auroc_examples_median']:.3f} | {q['auroc_siblings_median']:.3f} |"
+    )
     assert line in README
 
 
@@ -215,9 +291,17 @@ def test_tree_in_the_architecture_is_the_tree():
             folders.append(name)
         told.add("".join(folders) + ("" if name.endswith("/") else name))
     package = ROOT / "probemon"
-    there = {f.relative_to(package).as_posix() for f in package.rglob("*.py")} | {f.parent.relative_to(package).as_posix() + "/" for f in package.rglob("__init__.py")}
+    there = {f.relative_to(package).as_posix() for f in package.rglob("*.py")} | {
+        f.parent.relative_to(package).as_posix() + "/" for f in package.rglob("__init__.py")
+    }
     by_folder = ("importers/", "telemetry/", "bem/")  # their pages name their files
-    there = {f for f in there if not (f.startswith(by_folder) and f not in by_folder) and f != "./" and not f.endswith(("__init__.py", "__main__.py"))}
+    there = {
+        f
+        for f in there
+        if not (f.startswith(by_folder) and f not in by_folder)
+        and f != "./"
+        and not f.endswith(("__init__.py", "__main__.py"))
+    }
     assert told == there
     for path in re.findall(r"`((?:tests|scripts|docs)/[\w./]+)`", text + README):
         assert (ROOT / path).exists(), path
@@ -238,7 +322,10 @@ def test_the_error_of_int8_copies_is_that_of_the_result_file():
     packs = json.loads((ROOT / "docs/benchmarks/int8.json").read_text())["packs"]
     linear, mlp = (packs[name] for name in PACKS)
     text = " ".join(README.split())
-    assert f"by at most {linear['max_score_error']:.4f} and {linear['n_fired_changed']} of {linear['n_fired']} firing pairs change" in text
+    assert (
+        f"by at most {linear['max_score_error']:.4f} and {linear['n_fired_changed']} of {linear['n_fired']} firing"
+        " pairs change" in text
+    )
     assert f"by at most {mlp['max_score_error']:.4f} and {mlp['n_fired_changed']} of {mlp['n_fired']} (" in text
     assert all(one["n_states"] == 16 and one["int8_bytes"] < 0.52 * one["weight_bytes"] for one in packs.values())
 

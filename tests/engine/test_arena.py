@@ -21,7 +21,12 @@ CPU = torch.device("cpu")
 
 
 def paged(n_slots, source=None, cache_probes=40):
-    return PagedArena(ProbeStore(source or PackSource(PACK), max_bytes=cache_probes * ONE), like=PACK.weights, n_slots=n_slots, device=CPU)
+    return PagedArena(
+        ProbeStore(source or PackSource(PACK), max_bytes=cache_probes * ONE),
+        like=PACK.weights,
+        n_slots=n_slots,
+        device=CPU,
+    )
 
 
 @pytest.fixture(params=["resident", 1, 2, 7, 31, PACK.n_probes])
@@ -140,10 +145,15 @@ def test_failed_load_names_the_probe_and_loses_nothing():
 
 def same(a, b):
     return (
-        np.array_equal(a.ptr, b.ptr) and np.array_equal(a.probes, b.probes) and np.array_equal(a.values, b.values)
+        np.array_equal(a.ptr, b.ptr)
+        and np.array_equal(a.probes, b.probes)
+        and np.array_equal(a.values, b.values)
         and np.array_equal(a.fired_mask, b.fired_mask)
-        and all(np.array_equal(getattr(a.coverage, n), getattr(b.coverage, n)) for n in ("active", "dropped", "not_reached", "released"))
-    )  # fmt: skip
+        and all(
+            np.array_equal(getattr(a.coverage, n), getattr(b.coverage, n))
+            for n in ("active", "dropped", "not_reached", "released")
+        )
+    )
 
 
 def run(manager, hidden):
@@ -152,7 +162,9 @@ def run(manager, hidden):
 
 
 @pytest.mark.parametrize("pack", [PACK, LINEAR], ids=["mlp", "linear"])
-@pytest.mark.parametrize("settings", [{}, {"max_loaded_probes": 24}, {"load_threshold": 0.02, "keep_top_k": 5, "max_rounds": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_loaded_probes": 24}, {"load_threshold": 0.02, "keep_top_k": 5, "max_rounds": 1}], ids=str
+)
 def test_no_arena_cache_or_load_order_changes_an_answer(pack, settings):
     hidden = pack.golden_hidden[:, 0]
     one = -(-pack.weight_bytes() // pack.n_probes)
@@ -182,7 +194,9 @@ def test_arena_too_small_says_how_much_it_needs():
 def test_choice_is_measured_and_said():
     strategy = DynamicProbeManager(PACK).strategy
     assert strategy.step in ("descent", "exhaustive") and strategy.batch in ("descent", "exhaustive")
-    assert "golden states" in strategy.why and re.search(r"one token \w+ \(all probes \d+\.\d\d ms, a descent \d+\.\d\d ms\)", strategy.why)
+    assert "golden states" in strategy.why and re.search(
+        r"one token \w+ \(all probes \d+\.\d\d ms, a descent \d+\.\d\d ms\)", strategy.why
+    )
     assert DynamicProbeManager(PACK, arena_bytes=40 * ONE).strategy.why == "the pack is paged"
 
 
@@ -191,11 +205,20 @@ def test_choice_is_measured_and_said():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule, sites, dtype):
     for seed in range(3):
-        pack = make_pack(tmp_path / str(seed), model, rule=rule, sites=sites, seed=seed, dtype=dtype, mixed_levels=seed == 2)
-        hidden = {site: torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(seed + i)) for i, site in enumerate(sites)}
+        pack = make_pack(
+            tmp_path / str(seed), model, rule=rule, sites=sites, seed=seed, dtype=dtype, mixed_levels=seed == 2
+        )
+        hidden = {
+            site: torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(seed + i))
+            for i, site in enumerate(sites)
+        }
         one = -(-pack.weight_bytes() // pack.n_probes)
         most = int(DynamicProbeManager(pack, strategy="descent").plan.always.sum()) + 3 if seed == 2 else 9
-        for settings in ({}, {"max_loaded_probes": most, "keep_top_k": 4}, {"load_threshold": 0.4, "aggressive_pruning": False}):
+        for settings in (
+            {},
+            {"max_loaded_probes": most, "keep_top_k": 4},
+            {"load_threshold": 0.4, "aggressive_pruning": False},
+        ):
             resident = DynamicProbeManager(pack, strategy="descent", **settings)
             expected = run(resident, hidden)
             assert expected.coverage.active.sum() > 0
@@ -216,7 +239,14 @@ def test_threads_sharing_a_paged_arena_get_their_own_answers():
     manager.arena.check_integrity()
 
 
-@pytest.mark.parametrize("damage", [lambda state: {**state, "w1": state["w1"][:, :-1]}, lambda state: {name: t for name, t in state.items() if name != "b1"}], ids=["shape", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: {**state, "w1": state["w1"][:, :-1]},
+        lambda state: {name: t for name, t in state.items() if name != "b1"},
+    ],
+    ids=["shape", "missing"],
+)
 def test_malformed_state_dict_is_named_and_costs_no_slot(damage):
     class Source:
         def load(self, probes):

@@ -37,15 +37,26 @@ def test_counts_are_those_of_plain_python(model, independent):
         cover, parts = scored.scores.coverage, []
         for t in range(len(scored.tokens)):
             top, firing, lost = missed(scored.scores.active(t).tolist(), scored.everything[t].tolist(), alert)
-            assert (cover.audited[t], cover.top_missed[t], cover.firing[t], cover.firing_missed[t]) == (1, top, firing, lost)
+            assert (cover.audited[t], cover.top_missed[t], cover.firing[t], cover.firing_missed[t]) == (
+                1,
+                top,
+                firing,
+                lost,
+            )
             parts.append((top, firing, lost))
             n_missed, n_firing = n_missed + lost, n_firing + firing
         audit = Audit.of(cover)
-        assert audit.n_tokens == len(parts) and audit.n_firing == sum(f for _, f, _ in parts) and audit.n_firing_missed == sum(m for *_, m in parts)
+        assert (
+            audit.n_tokens == len(parts)
+            and audit.n_firing == sum(f for _, f, _ in parts)
+            and audit.n_firing_missed == sum(m for *_, m in parts)
+        )
         shares = [1 - m / f for _, f, m in parts if f]
         assert abs(audit.top_recall.value - np.mean([1 - top / 10 for top, *_ in parts])) < 1e-12
         assert abs(audit.firing_recall.value - np.mean(shares)) < 1e-12
-        assert (audit.firing_recall.low, audit.firing_recall.high) == mean_interval(audit.firing_recall.value, len(shares))
+        assert (audit.firing_recall.low, audit.firing_recall.high) == mean_interval(
+            audit.firing_recall.value, len(shares)
+        )
         assert audit.share_active == cover.active.sum() / (len(parts) * independent.n_probes)
     assert 0 < n_missed < n_firing
 
@@ -56,12 +67,19 @@ def test_online_is_audited_as_offline_and_changes_no_score(model, independent, s
     ids = torch.tensor([[1, 7, 9, 13, 20, 4, 6]])
     found = []
     for rate in (0.0, 0.4, 1.0):
-        manager = DynamicProbeManager(independent, load_threshold=0.6, keep_top_k=4, audit_rate=rate, impl="cpu", strategy=strategy)
+        manager = DynamicProbeManager(
+            independent, load_threshold=0.6, keep_top_k=4, audit_rate=rate, impl="cpu", strategy=strategy
+        )
         with manager.attach(model) as run:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
+            )
         found.append(run.result(out))
     bare, some, whole = found
-    everything, alert = manager.score_all(states(model, independent, out[0].tolist())).tolist(), independent.alert_threshold.tolist()
+    everything, alert = (
+        manager.score_all(states(model, independent, out[0].tolist())).tolist(),
+        independent.alert_threshold.tolist(),
+    )
     for result in found:
         assert result.scores.values.tobytes() == bare.scores.values.tobytes()
     cover = whole.coverage
@@ -71,12 +89,19 @@ def test_online_is_audited_as_offline_and_changes_no_score(model, independent, s
     assert cover.audited.tolist() == [1] * (len(whole) - 1) + [0]  # the last one was never run
     assert bare.audit.n_tokens == 0 and bare.audit.firing_recall is None and str(bare.audit) == "no token was audited"
     chosen = some.coverage.audited > 0
-    assert 5 < chosen.sum() < 32 and (some.coverage.firing[chosen] == cover.firing[chosen]).all() and not some.coverage.firing[~chosen].any()
+    assert (
+        5 < chosen.sum() < 32
+        and (some.coverage.firing[chosen] == cover.firing[chosen]).all()
+        and not some.coverage.firing[~chosen].any()
+    )
 
 
 def test_an_exact_descent_misses_nothing_and_says_how_sure_that_is(model, pack):
     manager = DynamicProbeManager(pack, load_threshold="exact", audit_rate=1.0, impl="cpu")
-    audits = [Audit.of(s.scores.coverage) for s in score_documents(manager, model, make_tokenizer(), read_documents(random_texts(8)))]
+    audits = [
+        Audit.of(s.scores.coverage)
+        for s in score_documents(manager, model, make_tokenizer(), read_documents(random_texts(8)))
+    ]
     whole = sum(audits[1:], audits[0])
     assert whole.n_tokens == sum(a.n_tokens for a in audits) and whole.n_firing_missed == 0
     assert whole.firing_recall.value == whole.firing_recall.high == 1 and 0.9 < whole.firing_recall.low < 1
@@ -90,7 +115,10 @@ def test_samples_are_random_by_place_and_the_same_every_time():
         expected, spread = 40_000 * rate, (40_000 * rate * (1 - rate)) ** 0.5
         assert abs(chosen.sum() - expected) < 4 * spread
         by_row, by_column = chosen.reshape(40, 1000).sum(axis=1), chosen.reshape(40, 1000).sum(axis=0)
-        for counts, n in ((by_row, 1000), (by_column, 40)):  # no row or column of places is favoured: the variance of a binomial
+        for counts, n in (
+            (by_row, 1000),
+            (by_column, 40),
+        ):  # no row or column of places is favoured: the variance of a binomial
             assert 0.5 < counts.var() / (n * rate * (1 - rate)) < 1.6
         assert (sample(rate, 3, rows[::-1], columns[::-1]) == chosen[::-1]).all()
         assert (sample(rate, 4, rows, columns) != chosen).mean() > rate * (1 - rate)
@@ -98,11 +126,15 @@ def test_samples_are_random_by_place_and_the_same_every_time():
 
 
 def test_the_interval_covers_the_whole_however_small_the_sample(model, independent):
-    """Two hundred audits of the same tokens, by other draws: the mean over all is inside the interval at least as often as is said."""
+    """Two hundred audits of the same tokens, by other draws: the mean over all is inside the interval at least as often
+    as is said.
+    """
     manager = DynamicProbeManager(independent, load_threshold=0.6, audit_rate=1.0, impl="cpu")
-    covers = [s.scores.coverage for s in score_documents(manager, model, make_tokenizer(), read_documents(random_texts(20)))]
+    covers = [
+        s.scores.coverage for s in score_documents(manager, model, make_tokenizer(), read_documents(random_texts(20)))
+    ]
     firing, lost = (np.concatenate([getattr(c, name) for c in covers]) for name in ("firing", "firing_missed"))
-    share = (1 - lost[firing > 0] / firing[firing > 0])
+    share = 1 - lost[firing > 0] / firing[firing > 0]
     rng, inside, means = np.random.default_rng(0), 0, []
     for _ in range(200):
         drawn = share[rng.random(len(share)) < 0.05]
@@ -113,13 +145,22 @@ def test_the_interval_covers_the_whole_however_small_the_sample(model, independe
 
 def test_runs_audit_places_of_their_own(model, independent):
     """Else the same few columns of every request would be all that is ever looked at."""
-    manager, ids = DynamicProbeManager(independent, load_threshold=0.6, audit_rate=0.3, impl="cpu"), torch.tensor([[1, 7, 9, 13]])
+    manager, ids = (
+        DynamicProbeManager(independent, load_threshold=0.6, audit_rate=0.3, impl="cpu"),
+        torch.tensor([[1, 7, 9, 13]]),
+    )
     chosen = []
     for _ in range(12):
         with manager.attach(model) as run:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None
+            )
         chosen.append(tuple(run.result(out).coverage.audited.tolist()))
-    assert len(set(chosen)) == 12 and all(sum(one[i] for one in chosen) < 12 for i in range(23)) and 40 < sum(map(sum, chosen)) < 125
+    assert (
+        len(set(chosen)) == 12
+        and all(sum(one[i] for one in chosen) < 12 for i in range(23))
+        and 40 < sum(map(sum, chosen)) < 125
+    )
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, True, "all", float("nan")])

@@ -34,7 +34,11 @@ def oracle(parents, level, path, thresholds, config, always_on, retained, own):
     frontier, dropped, rounds = set(active), set(), 0
     while frontier and (config.max_rounds is None or rounds < config.max_rounds):
         opened = {p for p in frontier if path_score(p) > thresholds[p]}
-        new = {c: max(path_score(p) for p in parents[c] if p in opened) for c in range(n) if set(parents[c]) & opened and c not in active}
+        new = {
+            c: max(path_score(p) for p in parents[c] if p in opened)
+            for c in range(n)
+            if set(parents[c]) & opened and c not in active
+        }
         if not new:
             break
         admitted = set()
@@ -69,19 +73,29 @@ def cases(draw):
     above = [
         draw(st.lists(st.sampled_from(ids[:i]), max_size=2 if dag else 1, unique=True)) if i else [] for i in range(n)
     ]
-    levels = draw(st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n))  # stated levels need not grow along edges
+    levels = draw(
+        st.none() | st.lists(st.integers(0, 3), min_size=n, max_size=n)
+    )  # stated levels need not grow along edges
     _, tree = ConceptTree.build(ids, above, levels)
-    base = draw(st.lists(st.sampled_from(sorted(set(tree.level.tolist()))), min_size=1, max_size=2, unique=True)) if levels else [0]
+    base = (
+        draw(st.lists(st.sampled_from(sorted(set(tree.level.tolist()))), min_size=1, max_size=2, unique=True))
+        if levels
+        else [0]
+    )
     path = draw(st.booleans())
     ticks = st.sampled_from(TICKS)
     alert = np.array(draw(st.lists(ticks, min_size=n, max_size=n)), dtype=np.float32)
     rule = draw(st.sampled_from(["exact", "calibrated", 0.3, 0.25] if path else ["calibrated", 0.3, 0.25]))
     always_on = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
     config = CascadeConfig(
-        base_layers=tuple(base), load_threshold=rule, keep_top_k=draw(st.integers(0, 5)), aggressive_pruning=draw(st.booleans()),
-        max_loaded_probes=draw(st.integers(1, 16)), unload_threshold=float(draw(ticks)),
+        base_layers=tuple(base),
+        load_threshold=rule,
+        keep_top_k=draw(st.integers(0, 5)),
+        aggressive_pruning=draw(st.booleans()),
+        max_loaded_probes=draw(st.integers(1, 16)),
+        unload_threshold=float(draw(ticks)),
         max_rounds=draw(st.sampled_from([None, 0, 1, 2])),
-    )  # fmt: skip
+    )
     rows = draw(st.integers(1, 4))
     own = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)
     later = np.array(draw(st.lists(ticks, min_size=n * rows, max_size=n * rows)), dtype=np.float32).reshape(rows, n)

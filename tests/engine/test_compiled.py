@@ -1,4 +1,6 @@
-"""Compiled scoring and descent on a CPU: the sets, scores and ties of the cascade that the oracle proves, bit for bit."""
+"""Compiled scoring and descent on a CPU: the sets, scores and ties of the cascade that the oracle proves, bit
+for bit.
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +32,13 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
     for group in (1, 3, 7):
         for at in range(0, n, group):
             part = x[at : at + group]
-            some = score_probes(part, net, torch.arange(len(part)).repeat(11), torch.arange(11).repeat_interleave(len(part)), impl="numba")
+            some = score_probes(
+                part,
+                net,
+                torch.arange(len(part)).repeat(11),
+                torch.arange(11).repeat_interleave(len(part)),
+                impl="numba",
+            )
             assert torch.equal(some.reshape(11, -1).T, many[at : at + group])
     assert (many - oracle(net, x)).abs().max() < 1e-6
 
@@ -53,9 +61,19 @@ def test_compiled_descent_is_that_of_the_cascade(case):
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
         for everything in (False, True):
             active, dropped, scores = net.descend(
-                links, np.zeros(tree.n, np.int64), 1, states, n, plan.start, retained, plan.expand_threshold,
-                path_rule=path, max_rounds=config.max_rounds, max_active=config.max_loaded_probes, everything=everything,
-            )  # fmt: skip
+                links,
+                np.zeros(tree.n, np.int64),
+                1,
+                states,
+                n,
+                plan.start,
+                retained,
+                plan.expand_threshold,
+                path_rule=path,
+                max_rounds=config.max_rounds,
+                max_active=config.max_loaded_probes,
+                everything=everything,
+            )
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(scores, expected.scores)
         found = numba_cpu.collect(active, dropped, scores, alert)
@@ -78,9 +96,16 @@ def test_damaged_weights_are_noticed_when_first_used(shape, dtype, strategy, bad
         if not tensor.dtype.is_floating_point:  # whole numbers are always finite
             continue
         pack = ProbePack.write(
-            tmp_path / name, name="random", concepts=concepts, weights=weights(shape, 20, dtype, n=3), score_rule="independent",
-            inputs=[{"site": "resid_post.0"}], host={"model_id": "none"}, licence="CC0-1.0", card="Random.",
-        )  # fmt: skip
+            tmp_path / name,
+            name="random",
+            concepts=concepts,
+            weights=weights(shape, 20, dtype, n=3),
+            score_rule="independent",
+            inputs=[{"site": "resid_post.0"}],
+            host={"model_id": "none"},
+            licence="CC0-1.0",
+            card="Random.",
+        )
         pack._weights = {key: held.clone() for key, held in pack.weights.items()}
         pack.weights[name].reshape(3, -1)[2, -1] = bad
         for threshold in (2.0, -1.0):  # not reached, and reached
@@ -117,7 +142,17 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     net = numba_cpu.CompiledNet.of({"w1": w1, "b1": torch.full((3, 1), 3.0)})
     for everything in (False, True):
         *_, scores = net.descend(
-            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx), np.zeros(3, np.int64), 1, torch.full((1, 16), 10.0), 1,
-            np.array([0, 1]), None, np.full(3, 0.1, np.float32), path_rule=True, max_rounds=None, max_active=3, everything=everything,
-        )  # fmt: skip
+            (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
+            np.zeros(3, np.int64),
+            1,
+            torch.full((1, 16), 10.0),
+            1,
+            np.array([0, 1]),
+            None,
+            np.full(3, 0.1, np.float32),
+            path_rule=True,
+            max_rounds=None,
+            max_active=3,
+            everything=everything,
+        )
         assert np.isnan(scores[0, order[0]]) and np.isnan(scores[0, 2]) and scores[0, order[1]] > 0.9

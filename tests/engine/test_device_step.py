@@ -1,4 +1,6 @@
-"""Steps on a device, in Triton's interpreter: what they leave there, what they are given, and that the host model is not waited for."""
+"""Steps on a device, in Triton's interpreter: what they leave there, what they are given, and that the host model is
+not waited for.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,11 @@ def managers(pack, **settings):
 
 
 def close(mine, theirs):
-    assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max(initial=0) < 1e-6
+    assert (
+        np.array_equal(mine.ptr, theirs.ptr)
+        and np.array_equal(mine.probes, theirs.probes)
+        and np.abs(mine.values - theirs.values).max(initial=0) < 1e-6
+    )
     for name in ("active", "dropped", "not_reached", "released"):
         assert np.array_equal(getattr(mine.coverage, name), getattr(theirs.coverage, name)), name
     assert mine.coverage.unseen == theirs.coverage.unseen
@@ -34,7 +40,17 @@ def steps_of(manager):
     return steps
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_top_k": 3}, {"keep_top_k": 0}, {"aggressive_pruning": False}, {"max_loaded_probes": 7, "load_threshold": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"keep_top_k": 3},
+        {"keep_top_k": 0},
+        {"aggressive_pruning": False},
+        {"max_loaded_probes": 7, "load_threshold": 0.1},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
 def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model, tmp_path, sites, settings):
     mixed = len(sites) == 2 and "max_loaded_probes" not in settings
@@ -43,7 +59,9 @@ def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model,
     generator, states = torch.Generator().manual_seed(0), [None, None]
     for _ in range(4):
         hidden = {site: torch.randn(2, HIDDEN, generator=generator) for site in sites}
-        (states[0], here), (states[1], there) = (manager.step(state, hidden) for manager, state in zip((mine, theirs), states, strict=True))
+        (states[0], here), (states[1], there) = (
+            manager.step(state, hidden) for manager, state in zip((mine, theirs), states, strict=True)
+        )
         close(here, there)
         assert np.array_equal(states[0].retained, states[1].retained)
     if "max_loaded_probes" in settings:
@@ -62,14 +80,19 @@ def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
         second, _ = manager.step(first, hidden[1])
         _, again = manager.step(first, hidden[3])  # from an older state
         third, hurt = manager.step(second, hidden[2])
-        assert np.array_equal(third.retained[1], second.retained[1]) and hurt.coverage.unseen == ("", "hidden state is not finite")
+        assert np.array_equal(third.retained[1], second.retained[1]) and hurt.coverage.unseen == (
+            "",
+            "hidden state is not finite",
+        )
         results.append((again, hurt, manager.step(third, hidden[3])[1]))
     for here, there in zip(*results, strict=True):
         close(here, there)
     assert steps_of(mine).n_uploaded == 3  # for the older state, back, and for the row that was not seen
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+)
 def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
     for manager in managers(pack):
         _, scores = manager.step(None, torch.full((1, HIDDEN), 1e25))
@@ -88,10 +111,17 @@ def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forwa
     monkeypatch.setattr(UnderWay, "wait", wait)
     expected = []
     for manager in (mine, theirs):
-        handles = [model.model.layers[i].register_forward_hook(lambda module, args, output, i=i: log.append(i)) for i in range(3)]
+        handles = [
+            model.model.layers[i].register_forward_hook(lambda module, args, output, i=i: log.append(i))
+            for i in range(3)
+        ]
         events = []
         with manager.attach(model) as run:
-            run.on("c3", above=0.2, action=lambda event, events=events: events.append((event.row, event.column, event.concept)))
+            run.on(
+                "c3",
+                above=0.2,
+                action=lambda event, events=events: events.append((event.row, event.column, event.concept)),
+            )
             out = model.generate(PROMPT, **GREEDY)
             result = run.result(out)
         for handle in handles:

@@ -1,4 +1,6 @@
-"""States and weights near the end of fp32: a score that is no number is none, and all ways of evaluating agree on where that is."""
+"""States and weights near the end of fp32: a score that is no number is none, and all ways of evaluating agree on where
+that is.
+"""
 
 from itertools import pairwise
 
@@ -12,8 +14,13 @@ from probemon.core.probes import input_dtype
 from probemon.packs.quantize import quantize_weights
 
 D = 3
-NOT_FINITE, NO_SCORE = "hidden state is not finite", "its score is not a number: with a state this large, sums of an active probe overflow float32"
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+NOT_FINITE, NO_SCORE = (
+    "hidden state is not finite",
+    "its score is not a number: with a state this large, sums of an active probe overflow float32",
+)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+)
 
 
 def not_prepared(dtype):
@@ -22,11 +29,22 @@ def not_prepared(dtype):
 
 def write(path, weights, parents=None, norm="none", eps=1e-6, rule="independent", **changes):
     n = len(weights["w1"])
-    concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{p}" for p in (parents or [[]] * n)[i]]} for i in range(n)]
+    concepts = [
+        {"id": f"c{i}", "name": f"c{i}", "parents": [f"c{p}" for p in (parents or [[]] * n)[i]]} for i in range(n)
+    ]
     return ProbePack.write(
-        path, name="extreme", concepts=concepts, weights=weights, score_rule=rule, inputs=[{"site": "resid_post.0", "norm": norm, "eps": eps}],
-        host={"model_id": "none", "hidden_size": D}, licence="CC0-1.0", card="Random.", alert_threshold=torch.full((n,), 0.5), **changes,
-    )  # fmt: skip
+        path,
+        name="extreme",
+        concepts=concepts,
+        weights=weights,
+        score_rule=rule,
+        inputs=[{"site": "resid_post.0", "norm": norm, "eps": eps}],
+        host={"model_id": "none", "hidden_size": D},
+        licence="CC0-1.0",
+        card="Random.",
+        alert_threshold=torch.full((n,), 0.5),
+        **changes,
+    )
 
 
 def managers(pack, triton=True, **settings):
@@ -38,27 +56,40 @@ def managers(pack, triton=True, **settings):
     one = pack.weight_bytes() // pack.n_probes
     n_always = int((pack.tree.level == 0).sum())
     for impl in ("reference", impls[-1]) if n_always + 1 < pack.n_probes else ():
-        yield f"{impl} paged", DynamicProbeManager(pack, impl=impl, arena_bytes=one * (pack.n_probes - 1), strategy="descent", **settings)
+        yield (
+            f"{impl} paged",
+            DynamicProbeManager(pack, impl=impl, arena_bytes=one * (pack.n_probes - 1), strategy="descent", **settings),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_sums_that_overflow_make_no_score(tmp_path, dtype):
-    """inf - inf in one order of adding up is a number in another; the state is unseen in all, and keeps what it retained."""
+    """inf - inf in one order of adding up is a number in another; the state is unseen in all, and keeps what it
+    retained.
+    """
     w1 = torch.tensor([[[2.0, -2, 0]], [[2, 2, 0]], [[0, 0, 1]]])
     weights = {"w1": w1, "b1": torch.zeros(3, 1)}
-    pack = write(tmp_path / "pack", quantize_weights(weights) if dtype == torch.int8 else {**weights, "w1": w1.to(dtype)}, parents=[[], [], [0]])
+    pack = write(
+        tmp_path / "pack",
+        quantize_weights(weights) if dtype == torch.int8 else {**weights, "w1": w1.to(dtype)},
+        parents=[[], [], [0]],
+    )
     states = torch.tensor([[3e38, 3e38, 1.0], [0.5, 0, 1], [3e38, -3e38, 1], [float("inf"), 0, 0]])
     for name, manager in managers(pack, load_threshold=-1.0, keep_top_k=2):
         document = manager.score_tokens(states)
         assert document.coverage.unseen == (NO_SCORE, "", NO_SCORE, NOT_FINITE), name
-        assert document.column(0)[1] == pytest.approx(1 / (1 + np.exp(-1.0)), abs=1e-3) and document.coverage.active.tolist() == [0, 3, 0, 0]
+        assert document.column(0)[1] == pytest.approx(
+            1 / (1 + np.exp(-1.0)), abs=1e-3
+        ) and document.coverage.active.tolist() == [0, 3, 0, 0]
         assert document.coverage.not_reached.tolist() == [0] * 4 and not document.coverage.dropped.any()
         state, _ = manager.step(None, states[1:2])
         after, scores = manager.step(state, states[:1])
         assert scores.coverage.unseen == (NO_SCORE,) and not len(scores.probes), name
         assert after.retained.tolist() == state.retained.tolist() == [[False, False, True]]
         everything = manager.score_all(states)
-        assert torch.equal(everything.isnan(), torch.tensor([[True, True, True], [False] * 3, [True, True, True], [True] * 3])), name
+        assert torch.equal(
+            everything.isnan(), torch.tensor([[True, True, True], [False] * 3, [True, True, True], [True] * 3])
+        ), name
 
 
 def test_only_an_active_probe_without_a_score_hides_a_state(tmp_path):
@@ -76,7 +107,10 @@ def test_only_an_active_probe_without_a_score_hides_a_state(tmp_path):
 def test_a_state_that_cannot_be_normalised_is_not_said_to_be_infinite(tmp_path, norm):
     weights = {"w1": torch.eye(D)[:, None].clone(), "b1": torch.zeros(D, 1)}
     tiny = torch.tensor([1.0, -2, 4])
-    states = torch.stack([tiny * scale for scale in (1e-40, 1e-20, 1e-10, 1.0, 1e10, 1e25)] + [torch.zeros(D), torch.full((D,), float("nan"))])
+    states = torch.stack(
+        [tiny * scale for scale in (1e-40, 1e-20, 1e-10, 1.0, 1e10, 1e25)]
+        + [torch.zeros(D), torch.full((D,), float("nan"))]
+    )
     exact = states.double() - (states.double().mean(dim=1, keepdim=True) if norm == "layernorm" else 0)
     exact = (exact / exact.square().mean(dim=1, keepdim=True).sqrt()).sigmoid()
     pack = write(tmp_path / "pack", weights, norm=norm, eps=0.0)
@@ -93,7 +127,12 @@ def test_what_overflows_in_rounding_says_so(tmp_path):
     states = torch.tensor([[1e5, 0, 1], [6e4, 0, 1], [float("-inf"), 0, 1]])
     for name, manager in managers(write(tmp_path / "half", weights)):
         assert manager.score_tokens(states).coverage.unseen == (not_prepared(torch.float16), "", NOT_FINITE), name
-    both = DynamicProbeManager({"half": write(tmp_path / "a", weights), "full": write(tmp_path / "b", {**weights, "w1": weights["w1"].float()})})
+    both = DynamicProbeManager(
+        {
+            "half": write(tmp_path / "a", weights),
+            "full": write(tmp_path / "b", {**weights, "w1": weights["w1"].float()}),
+        }
+    )
     assert both.score_tokens(states).coverage.unseen == (not_prepared("float16 and float32"), "", NOT_FINITE)
     wide = torch.tensor([[1e300, 0, 1]], dtype=torch.float64)
     for name, manager in managers(write(tmp_path / "c", {**weights, "w1": weights["w1"].float()})):
@@ -111,7 +150,11 @@ def random_net(rng, dtype, hidden, n):
     for probe in range(2, n, 2):
         name = str(rng.choice(list(net)))
         net[name][probe] *= float(rng.choice([1e4] if dtype == torch.float16 and name[0] == "w" else [1e12, 1e37]))
-    return quantize_weights(net) if dtype == torch.int8 else {name: w.to(dtype) if name[0] == "w" else w for name, w in net.items()}
+    return (
+        quantize_weights(net)
+        if dtype == torch.int8
+        else {name: w.to(dtype) if name[0] == "w" else w for name, w in net.items()}
+    )
 
 
 def fp64(net, x):
@@ -151,7 +194,11 @@ def test_all_agree_on_extreme_packs_and_what_is_seen_is_right(tmp_path, dtype, h
             steps = [manager.step(None, state[None])[1] for state in x[:2]]
             assert not np.isnan(document.values).any(), name
             assert [s.coverage.unseen[0] for s in steps] == list(document.coverage.unseen[:2]), name
-            assert not manager.score_all(x)[torch.from_numpy(document.state_of), torch.from_numpy(document.probes).long()].isnan().any(), name
+            assert (
+                not manager.score_all(x)[torch.from_numpy(document.state_of), torch.from_numpy(document.probes).long()]
+                .isnan()
+                .any()
+            ), name
             first = first or document
             for t in range(len(x)):
                 if not steady[t, first.active(t) if first.coverage.unseen[t] == "" else slice(None)].all():
@@ -159,23 +206,36 @@ def test_all_agree_on_extreme_packs_and_what_is_seen_is_right(tmp_path, dtype, h
                 assert document.coverage.unseen[t] == first.coverage.unseen[t], (name, t)
                 assert document.active(t).tolist() == first.active(t).tolist(), (name, t)
                 assert np.abs(document.active_scores(t) - exact[t, document.active(t)]).max(initial=0) < 2e-3, (name, t)
-                n_seen, n_unseen = n_seen + (document.coverage.unseen[t] == ""), n_unseen + (document.coverage.unseen[t] == NO_SCORE)
+                n_seen, n_unseen = (
+                    n_seen + (document.coverage.unseen[t] == ""),
+                    n_unseen + (document.coverage.unseen[t] == NO_SCORE),
+                )
     assert n_seen > 50 and (n_unseen > 5 or hidden or dtype == torch.float16), (n_seen, n_unseen)
 
 
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
 @pytest.mark.parametrize(
     ("impl", "dtype", "large"),
-    [(impl, torch.bfloat16, 3.4e38) for impl in ("reference", "cpu", "numba")] + [(impl, torch.float16, 7e4) for impl in ("reference", "cpu")],
+    [(impl, torch.bfloat16, 3.4e38) for impl in ("reference", "cpu", "numba")]
+    + [(impl, torch.float16, 7e4) for impl in ("reference", "cpu")],
 )
 @pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2])
 def test_limits_beyond_fp32_are_limits(scale, impl, dtype, large, strategy, tmp_path):
-    """Weights so small that their limit is no fp32 number: what overflowed when it was rounded is unseen all the same."""
+    """Weights so small that their limit is no fp32 number: what overflowed when it was rounded is unseen all
+    the same.
+    """
     pack = ProbePack.write(
-        tmp_path / "pack", name="small", score_rule="independent", licence="CC0-1.0", card="Random.", host={}, alert_threshold=torch.tensor([0.9]),
-        concepts=[{"id": "a", "name": "a", "parents": []}], inputs=[{"site": "resid_post.0", "norm": "none"}],
+        tmp_path / "pack",
+        name="small",
+        score_rule="independent",
+        licence="CC0-1.0",
+        card="Random.",
+        host={},
+        alert_threshold=torch.tensor([0.9]),
+        concepts=[{"id": "a", "name": "a", "parents": []}],
+        inputs=[{"site": "resid_post.0", "norm": "none"}],
         weights={"w1": torch.full((1, 1, 64), scale).to(dtype), "b1": torch.full((1, 1), -3.0)},
-    )  # fmt: skip
+    )
     hidden = torch.zeros(2, 64)
     hidden[0, 0], hidden[0, 1:8] = large, -large / 4  # finite, but not once rounded
     scores = DynamicProbeManager(pack, impl=impl, strategy=strategy).score_tokens(hidden)

@@ -1,4 +1,6 @@
-"""On a real GPU (`pytest -m gpu`, or scripts/evidence/gpu_check.sh): the kernels, and the whole engine against the CPU's."""
+"""On a real GPU (`pytest -m gpu`, or scripts/evidence/gpu_check.sh): the kernels, and the whole engine against the
+CPU's.
+"""
 
 import os
 
@@ -16,7 +18,10 @@ from probemon.engine.kernels import score_probes, triton_pairs
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="no GPU, or Triton is in its interpreter"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+        reason="no GPU, or Triton is in its interpreter",
+    ),
 ]
 SIZES = [(576, 19), (2560, 7)]
 
@@ -41,14 +46,19 @@ def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d,
     assert mine < 1e-6 or mine <= 2 * eager
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):  # the last program to arrive is another one each time
-        chosen = torch.randperm(len(rows), generator=generator)[: int(torch.randint(1, len(rows), (1,), generator=generator))].cuda()
+        chosen = torch.randperm(len(rows), generator=generator)[
+            : int(torch.randint(1, len(rows), (1,), generator=generator))
+        ].cuda()
         assert torch.equal(score_probes(x.cuda(), device, rows[chosen], slots[chosen], impl="triton"), whole[chosen])
 
 
 def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(40, pack.architecture.hidden_size, generator=generator)
-    here, there = DynamicProbeManager(pack, strategy="descent"), DynamicProbeManager(pack, device="cuda", strategy="descent")
+    here, there = (
+        DynamicProbeManager(pack, strategy="descent"),
+        DynamicProbeManager(pack, device="cuda", strategy="descent"),
+    )
     mine, theirs = here.score_tokens(states, prompt_len=10), there.score_tokens(states.cuda(), prompt_len=10)
     assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
     assert np.abs(mine.values - theirs.values).max() < 1e-5
@@ -69,16 +79,26 @@ def test_an_eager_host_is_watched_beside_itself(tmp_path):
         exact = here.score_all(states[row])
         for t in range(out.shape[1] - 1):
             i = int(np.flatnonzero((result.row == row) & (result.position == t))[0])
-            assert len(result.scores.active(i)) and np.abs(result.scores.active_scores(i) - exact[t, result.scores.active(i)].numpy()).max() < 2e-3
+            assert (
+                len(result.scores.active(i))
+                and np.abs(result.scores.active_scores(i) - exact[t, result.scores.active(i)].numpy()).max() < 2e-3
+            )
 
 
 def test_paging_on_a_gpu_changes_no_answer(pack):
-    one, states = -(-pack.weight_bytes() // pack.n_probes), torch.randn(30, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0))
+    one, states = (
+        -(-pack.weight_bytes() // pack.n_probes),
+        torch.randn(30, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0)),
+    )
     theirs = DynamicProbeManager(pack, strategy="descent").score_tokens(states, prompt_len=10)
     for settings in ({}, {"prefetch": 0.2}, {"cache_bytes": 5 * 4096}):
         there = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, **settings)
         mine = there.score_tokens(states.cuda(), prompt_len=10)
-        assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-5
+        assert (
+            np.array_equal(mine.ptr, theirs.ptr)
+            and np.array_equal(mine.probes, theirs.probes)
+            and np.abs(mine.values - theirs.values).max() < 1e-5
+        )
         if there.engine.prefetcher is not None:
             there.engine.prefetcher.wait()
         there.arena.check_integrity()
@@ -102,7 +122,9 @@ def test_a_row_is_normalised_alike_in_every_batch(d, norm):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
-    """One token's score is the same from the captured descent, the level by level one of many rows, and the exhaustive one."""
+    """One token's score is the same from the captured descent, the level by level one of many rows, and the exhaustive
+    one.
+    """
     host, n = make_model(), 60
     net = weights(shape, 16, torch.bfloat16, n=n)
     pack = make_pack(tmp_path / "pack", host, n=n, weights=net, golden_hidden=None)
@@ -112,18 +134,28 @@ def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
     for t in range(40):
         _, step = manager.step(None, x[t : t + 1])
         assert np.array_equal(step.active(0), prompt.active(t)) and len(step.active(0))
-        assert np.array_equal(step.active_scores(0), prompt.active_scores(t)) and np.array_equal(step.active_scores(0), everything[t, step.active(0)])
+        assert np.array_equal(step.active_scores(0), prompt.active_scores(t)) and np.array_equal(
+            step.active_scores(0), everything[t, step.active(0)]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
-    """Static cache, generate's own compilation in the mode that captures: no capture is given up because of us, and scores are right."""
+    """Static cache, generate's own compilation in the mode that captures: no capture is given up because of us, and
+    scores are right.
+    """
     from torch._dynamo.utils import counters
 
     model = make_model(seed=3).cuda()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), device="cuda", strategy="descent")
     prompt = torch.tensor([[1, 5, 9, 13, 7]], device="cuda")
-    options = {"cache_implementation": "static", "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=True), "do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    options = {
+        "cache_implementation": "static",
+        "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=True),
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+    }
     bare = model.generate(prompt, **options)
     skipped = []
     for watched in (False, True):
@@ -142,4 +174,6 @@ def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
         states = model(out, output_hidden_states=True).hidden_states[2][0]
     exact = DynamicProbeManager(manager.pack, strategy="descent").score_all(states.cpu())
     for t in range(out.shape[1] - 1):
-        assert np.abs(result.scores.active_scores(t) - exact[t, result.scores.active(t)].numpy()).max() < 2e-3  # the host's own kernels differ
+        assert (
+            np.abs(result.scores.active_scores(t) - exact[t, result.scores.active(t)].numpy()).max() < 2e-3
+        )  # the host's own kernels differ

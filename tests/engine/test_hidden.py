@@ -1,4 +1,6 @@
-"""Hidden states that are not what a pack reads are refused by name, wherever they are taken, and no kernel reads outside of what it is given."""
+"""Hidden states that are not what a pack reads are refused by name, wherever they are taken, and no kernel reads
+outside of what it is given.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,12 @@ BAD = {
     "sparse": (STATES.to_sparse(), "is float32 sparse"),
     "meta": (STATES.to("meta"), "on the meta device"),
 }
-NO_TENSOR = {"numpy": (STATES.numpy(), "is ndarray"), "list": (STATES.tolist(), "is list"), "none": (None, "is NoneType"), "text": ("states", "is str")}
+NO_TENSOR = {
+    "numpy": (STATES.numpy(), "is ndarray"),
+    "list": (STATES.tolist(), "is list"),
+    "none": (None, "is NoneType"),
+    "text": ("states", "is str"),
+}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -64,7 +71,7 @@ def launchers():
     from probemon.engine.kernels.triton_pairs import score_triton
 
     lower = {"reference": score_reference, "cpu": score_cpu, "numba": score_numba, "triton": score_triton}
-    whole = {impl: (lambda *pairs, impl=impl: score_probes(*pairs, impl=impl)) for impl in IMPLS}
+    whole = {impl: lambda *pairs, impl=impl: score_probes(*pairs, impl=impl) for impl in IMPLS}
     return [*lower.items(), *whole.items()]
 
 
@@ -118,22 +125,41 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
     rest = {"path_rule": True, "max_rounds": None, "max_active": 500, "everything": False}
     both, none = torch.cat([STATES, STATES]), np.zeros((4, tree.n), bool)
     cascade = DeviceCascade(plan, two_sites.weights, engine._input)
-    for n, x, retained in ((4, STATES, none), (5, both, none[:0]), (4, both, none[:3]), (4, both, none[:, :-1]), (4, both[:, :-1], none), (4, both.to("meta"), none)):
+    for n, x, retained in (
+        (4, STATES, none),
+        (5, both, none[:0]),
+        (4, both, none[:3]),
+        (4, both, none[:, :-1]),
+        (4, both[:, :-1], none),
+        (4, both.to("meta"), none),
+    ):
         with pytest.raises(ConfigError):
             engine._net.descend(links, engine._input, 2, x, n, plan.start, retained, plan.expand_threshold, **rest)
     kept = torch.full((4, 2), -1, dtype=torch.int32)
-    for n, x, retained in ((4, STATES, kept), (5, both, None), (4, both, kept[:3]), (4, both, kept.long()), (4, both[:, :-1], kept), (4, both.to("meta"), kept)):
+    for n, x, retained in (
+        (4, STATES, kept),
+        (5, both, None),
+        (4, both, kept[:3]),
+        (4, both, kept.long()),
+        (4, both[:, :-1], kept),
+        (4, both.to("meta"), kept),
+    ):
         with pytest.raises(ConfigError):
             cascade.descend(x, n, retained)
     far = torch.full((4, 1), 1 << 30, dtype=torch.int32)  # a retained probe that is none
     expected, found = cascade.descend(both, 4, None), cascade.descend(both, 4, far)
     assert torch.equal(expected.count, found.count)
     for row, n in enumerate(found.count.tolist()):
-        assert torch.equal(expected.ids[row, :n], found.ids[row, :n]) and torch.equal(expected.scores[row, :n], found.scores[row, :n])
+        assert torch.equal(expected.ids[row, :n], found.ids[row, :n]) and torch.equal(
+            expected.scores[row, :n], found.scores[row, :n]
+        )
     for hidden, words in BAD.values():
         if hidden.dim() == 2 and hidden.shape[1] != HIDDEN:
             continue
-        for normalise in (lambda x: prepare_input(x, InputSpec("resid_post.0"), torch.float32), lambda x: normalise_triton(x, "none", 0.0, torch.float32)):
+        for normalise in (
+            lambda x: prepare_input(x, InputSpec("resid_post.0"), torch.float32),
+            lambda x: normalise_triton(x, "none", 0.0, torch.float32),
+        ):
             with pytest.raises(ConfigError, match=words.removesuffix(r", expected \[N, 16\]")):
                 normalise(hidden)
 
@@ -167,7 +193,9 @@ def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, wor
     block = model.model.layers[1].mlp
     shown = Other(block, change)
     model.model.layers[1].mlp = shown
-    model.model.layers[1].forward = lambda hidden, **more: (shown(hidden), hidden)[1]  # the host itself goes on with what it had
+    model.model.layers[1].forward = lambda hidden, **more: (shown(hidden), hidden)[
+        1
+    ]  # the host itself goes on with what it had
     manager = DynamicProbeManager(pack, impl=impl)
     documents = [Document(0, "a", "ab", "", {}), Document(1, "b", "abcd", "", {})]
     with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):

@@ -1,4 +1,6 @@
-"""Paging in the background and by records: prefetching changes no answer, late mode counts what it leaves out, copies are few."""
+"""Paging in the background and by records: prefetching changes no answer, late mode counts what it leaves out, copies
+are few.
+"""
 
 import threading
 import time
@@ -28,7 +30,10 @@ def test_a_record_holds_every_tensor_of_its_probe_and_stacks():
         for i in range(3):
             Record.of(layout, {name: w[i + 1] for name, w in weights.items()}, memory[i])
         assert all(torch.equal(stacked, weights[name][1:4]) for name, stacked in layout.views(memory).items())
-        assert layout.n_bytes % 256 == 0 and layout.n_bytes < sum(w[0].numel() * w.element_size() for w in weights.values()) + 9 * 16 + 256
+        assert (
+            layout.n_bytes % 256 == 0
+            and layout.n_bytes < sum(w[0].numel() * w.element_size() for w in weights.values()) + 9 * 16 + 256
+        )
 
 
 def test_a_slab_gives_runs_and_takes_rows_back_when_they_are_gone():
@@ -50,7 +55,13 @@ def staged(n_slots, n_registered, cache_probes=40):
     if n_registered:
         source._slab = Slab(source._layout, n_registered, register=False)
     store = ProbeStore(source, max_bytes=cache_probes * Layout.of(PACK.weights).n_bytes)
-    arena = PagedArena(store, like=PACK.weights, n_slots=n_slots, device=CPU, upload=lambda weights: made.append(Staged(weights, 5)) or made[0])
+    arena = PagedArena(
+        store,
+        like=PACK.weights,
+        n_slots=n_slots,
+        device=CPU,
+        upload=lambda weights: made.append(Staged(weights, 5)) or made[0],
+    )
     return arena, made[0], source
 
 
@@ -70,7 +81,9 @@ def test_staged_uploads_show_the_right_weights(n_registered):
 @pytest.mark.parametrize("upload", [Direct, lambda weights: Staged(weights, 5)], ids=["direct", "staged"])
 def test_an_arena_made_in_inference_mode_is_filled_outside_of_it(upload):
     with torch.inference_mode():
-        arena = PagedArena(ProbeStore(PackSource(PACK), max_bytes=0), like=PACK.weights, n_slots=4, device=CPU, upload=upload)
+        arena = PagedArena(
+            ProbeStore(PackSource(PACK), max_bytes=0), like=PACK.weights, n_slots=4, device=CPU, upload=upload
+        )
         fetch(arena, [1, 2])
     fetch(arena, [3, 4, 5])
     arena.check_integrity()
@@ -104,7 +117,9 @@ def settled(manager):
 @pytest.mark.parametrize("n_slots", [30, 60, 200])
 def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
     settings = {"keep_top_k": 0, "load_threshold": 0.3, "max_rounds": 1}
-    plain, ahead = (DynamicProbeManager(PACK, arena_bytes=n_slots * ONE, prefetch=margin, **settings) for margin in (0.0, 0.3))
+    plain, ahead = (
+        DynamicProbeManager(PACK, arena_bytes=n_slots * ONE, prefetch=margin, **settings) for margin in (0.0, 0.3)
+    )
     state, other = None, None
     for hidden in STATES.repeat(3, 1).split(1):
         state, mine = plain.step(state, hidden)
@@ -112,7 +127,9 @@ def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
         assert same(mine, theirs)
         ahead.engine.prefetcher.wait()
         ahead.arena.check_integrity()
-    assert (ahead.arena.stats().fetched > 0) == (n_slots > 30) and plain.arena.stats().fetched == 0  # 30 are too few to spare any
+    assert (ahead.arena.stats().fetched > 0) == (
+        n_slots > 30
+    ) and plain.arena.stats().fetched == 0  # 30 are too few to spare any
     assert ahead.arena.stats().misses <= plain.arena.stats().misses
     if n_slots == 200:
         assert ahead.arena.stats().misses < plain.arena.stats().misses
@@ -146,7 +163,9 @@ def test_late_mode_counts_what_was_not_there_and_finds_it_later():
     for _ in range(9):
         _, scores = manager.step(None, hidden)
         cover = scores.coverage
-        assert (cover.active + cover.dropped + cover.not_reached == PACK.n_probes).all() and (cover.late <= cover.dropped).all()
+        assert (cover.active + cover.dropped + cover.not_reached == PACK.n_probes).all() and (
+            cover.late <= cover.dropped
+        ).all()
         mine = dict(zip(scores.active(0).tolist(), scores.active_scores(0).tolist(), strict=True))
         theirs = dict(zip(expected.active(0).tolist(), expected.active_scores(0).tolist(), strict=True))
         assert all(theirs[p] == value for p, value in mine.items())  # what is there is right
@@ -154,13 +173,17 @@ def test_late_mode_counts_what_was_not_there_and_finds_it_later():
         settled(manager)
     assert seen[0][1] > 0 and seen[0][0] < len(theirs)
     assert seen[-1] == (len(theirs), 0) and same(scores, expected)
-    assert manager.arena.stats().late == sum(late for _, late in seen) and manager.arena.stats().misses == int(manager.plan.always.sum())
+    assert manager.arena.stats().late == sum(late for _, late in seen) and manager.arena.stats().misses == int(
+        manager.plan.always.sum()
+    )
 
 
 @pytest.mark.parametrize("rule", ["path", "independent"])
 def test_late_mode_on_random_dags_never_gives_a_wrong_score(model, tmp_path, rule):
     pack = make_pack(tmp_path / "pack", model, rule=rule)
-    manager = DynamicProbeManager(pack, arena_bytes=17 * -(-pack.weight_bytes() // pack.n_probes), late=True, load_threshold=0.2)
+    manager = DynamicProbeManager(
+        pack, arena_bytes=17 * -(-pack.weight_bytes() // pack.n_probes), late=True, load_threshold=0.2
+    )
     everything = DynamicProbeManager(pack, strategy="descent").score_all
     generator, state, n_late = torch.Generator().manual_seed(0), None, 0
     for _ in range(40):
@@ -217,10 +240,15 @@ def test_a_fetcher_takes_what_is_asked_meanwhile_in_one_go():
     assert asked == [[1], [2, 3, 4]]
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"late": True}, "whole pack is on the device"), ({"prefetch": 0.1}, "whole pack is on the device"),
-    ({"prefetch": 2.0, "arena_bytes": 40 * ONE}, "prefetch is 2.0"), ({"late": 1, "arena_bytes": 40 * ONE}, "late is 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"late": True}, "whole pack is on the device"),
+        ({"prefetch": 0.1}, "whole pack is on the device"),
+        ({"prefetch": 2.0, "arena_bytes": 40 * ONE}, "prefetch is 2.0"),
+        ({"late": 1, "arena_bytes": 40 * ONE}, "late is 1"),
+    ],
+)
 def test_settings_of_paging_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         DynamicProbeManager(PACK, **settings)

@@ -28,11 +28,18 @@ from probemon.packs.group import PackGroup
 
 # name: rule, sites, hidden layers, probes. "c" and "d" are of one architecture, as are "a" and "e".
 KINDS = {
-    "a": ("path", ("resid_post.1",), (5,), 40), "b": ("independent", ("resid_post.0",), (), 23), "c": ("path", ("resid_post.2", "resid_post.1"), (6, 4), 17),
-    "d": ("independent", ("resid_post.1", "resid_post.2"), (6, 4), 29), "e": ("path", ("resid_post.1", "resid_post.0"), (5,), 31),
+    "a": ("path", ("resid_post.1",), (5,), 40), "b": ("independent", ("resid_post.0",), (), 23),
+    "c": ("path", ("resid_post.2", "resid_post.1"), (6, 4), 17),
+    "d": ("independent", ("resid_post.1", "resid_post.2"), (6, 4), 29),
+    "e": ("path", ("resid_post.1", "resid_post.0"), (5,), 31),
 }  # fmt: skip
 SITES = ("resid_post.0", "resid_post.1", "resid_post.2")
-SETTINGS = {"as recommended": {}, "few slots": {"max_loaded_probes": 12, "load_threshold": 0.1}, "pruned": {"keep_top_k": 3, "max_rounds": 1}, "pure": {"keep_top_k": 0, "base_layers": [0, 1]}}
+SETTINGS = {
+    "as recommended": {},
+    "few slots": {"max_loaded_probes": 12, "load_threshold": 0.1},
+    "pruned": {"keep_top_k": 3, "max_rounds": 1},
+    "pure": {"keep_top_k": 0, "base_layers": [0, 1]},
+}
 BATCH = torch.tensor([[1, 5, 9, 13, 7], [PAD, PAD, 1, 6, 8], [PAD, 1, 3, 11, 12]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 
@@ -48,9 +55,17 @@ def packs(model, tmp_path_factory):
                 rule, sites, hidden, size = KINDS[name]
                 size = n or size
                 made[dtype, name, n] = make_pack(
-                    tmp_path_factory.mktemp("packs") / name, model, name=name, rule=rule, sites=sites, n=size, seed=i, weights=weights(hidden, HIDDEN, dtype, size, i),
-                    alert_threshold=torch.rand(size, generator=torch.Generator().manual_seed(i)) / 2 + 0.2, recommended={"keep_top_k": 6 + i, "report_top_k": 3 + i},
-                )  # fmt: skip
+                    tmp_path_factory.mktemp("packs") / name,
+                    model,
+                    name=name,
+                    rule=rule,
+                    sites=sites,
+                    n=size,
+                    seed=i,
+                    weights=weights(hidden, HIDDEN, dtype, size, i),
+                    alert_threshold=torch.rand(size, generator=torch.Generator().manual_seed(i)) / 2 + 0.2,
+                    recommended={"keep_top_k": 6 + i, "report_top_k": 3 + i},
+                )
         return [made[dtype, name, n] for name in names]
 
     return of
@@ -76,11 +91,15 @@ def part(group, scores, i):
 def check(group, scores, alone):
     """`scores` of the group hold those of each pack alone, in the same bits, and nothing else."""
     for i, theirs in enumerate(alone):
-        for mine, other in zip(part(group, scores, i), (theirs.state_of, theirs.probes, theirs.values, theirs.fired_mask), strict=True):
+        for mine, other in zip(
+            part(group, scores, i), (theirs.state_of, theirs.probes, theirs.values, theirs.fired_mask), strict=True
+        ):
             assert np.array_equal(mine, other)
     assert len(scores.probes) == sum(len(theirs.probes) for theirs in alone)
     for name in COUNTS:
-        assert np.array_equal(getattr(scores.coverage, name), sum(getattr(theirs.coverage, name) for theirs in alone)), name
+        assert np.array_equal(
+            getattr(scores.coverage, name), sum(getattr(theirs.coverage, name) for theirs in alone)
+        ), name
     cover = scores.coverage
     assert ((cover.active + cover.dropped + cover.not_reached)[cover.seen] == group.n_probes).all()
     assert all((np.diff(scores.probes[scores.ptr[t] : scores.ptr[t + 1]]) > 0).all() for t in range(len(scores)))
@@ -100,7 +119,11 @@ def stepped(together, alone, n_steps=5, n_rows=2):
             assert np.array_equal(state.retained[:, number], own.retained)
         n_dropped += int(scores.coverage.dropped.sum())
     hidden = random_states(20, seed=99)
-    check(group, together.score_tokens(hidden, prompt_len=17), [manager.score_tokens(only(manager.pack, hidden), prompt_len=17) for manager in alone])
+    check(
+        group,
+        together.score_tokens(hidden, prompt_len=17),
+        [manager.score_tokens(only(manager.pack, hidden), prompt_len=17) for manager in alone],
+    )
     everything = together.score_all(hidden)
     for number, manager in zip(group.numbers, alone, strict=True):
         assert torch.equal(everything[:, number], manager.score_all(only(manager.pack, hidden)))
@@ -111,9 +134,14 @@ def stepped(together, alone, n_steps=5, n_rows=2):
 
 
 CASES = [(impl, torch.float32, settings) for impl in ("reference", "numba") for settings in SETTINGS] + [
-    ("cpu", torch.float32, "few slots"), ("cpu", torch.bfloat16, "as recommended"), ("cpu", torch.int8, "pruned"), ("numba", torch.bfloat16, "few slots"),
-    ("numba", torch.int8, "as recommended"), ("reference", torch.bfloat16, "pruned"), ("reference", torch.int8, "few slots"),
-]  # fmt: skip
+    ("cpu", torch.float32, "few slots"),
+    ("cpu", torch.bfloat16, "as recommended"),
+    ("cpu", torch.int8, "pruned"),
+    ("numba", torch.bfloat16, "few slots"),
+    ("numba", torch.int8, "as recommended"),
+    ("reference", torch.bfloat16, "pruned"),
+    ("reference", torch.int8, "few slots"),
+]
 
 
 @pytest.mark.parametrize("impl, dtype, settings", CASES, ids=str)
@@ -129,7 +157,9 @@ def test_each_pack_gives_what_it_gives_alone(packs, impl, dtype, settings):
 @pytest.mark.parametrize("names, strategy", [("ae", "descent"), ("be", "descent"), ("cd", "exhaustive")])
 def test_in_tritons_interpreter_each_gives_what_it_gives_alone(packs, names, strategy):
     chosen = packs(names=names, n=6)
-    together, *alone = (DynamicProbeManager(pack, impl="triton", strategy=strategy, keep_top_k=2) for pack in (chosen, *chosen))
+    together, *alone = (
+        DynamicProbeManager(pack, impl="triton", strategy=strategy, keep_top_k=2) for pack in (chosen, *chosen)
+    )
     state, states = None, [None, None]
     for step in range(2 if strategy == "descent" else 1):
         hidden = random_states(1, seed=step)
@@ -137,7 +167,10 @@ def test_in_tritons_interpreter_each_gives_what_it_gives_alone(packs, names, str
         found = [manager.step(own, only(manager.pack, hidden)) for manager, own in zip(alone, states, strict=True)]
         states = [own for own, _ in found]
         check(together.pack, scores, [scores for _, scores in found])
-        assert all(np.array_equal(state.retained[:, number], own.retained) for number, own in zip(together.pack.numbers, states, strict=True))
+        assert all(
+            np.array_equal(state.retained[:, number], own.retained)
+            for number, own in zip(together.pack.numbers, states, strict=True)
+        )
     if strategy == "descent":
         assert all(len(engine._device) == 1 for engine in together.engine.engines)
 
@@ -150,7 +183,9 @@ def test_paged_packs_give_what_they_give_alone_within_the_bytes_of_all(packs, im
     together = DynamicProbeManager(chosen, impl=impl, arena_bytes=int(total * share), cache_bytes=3000, prefetch=0.2)
     stepped(together, [DynamicProbeManager(pack, impl=impl, strategy="descent") for pack in chosen])
     together.arena.check_integrity()
-    held = sum(tensor.numel() * tensor.element_size() for arena in together.arena.arenas for tensor in arena.weights.values())
+    held = sum(
+        tensor.numel() * tensor.element_size() for arena in together.arena.arenas for tensor in arena.weights.values()
+    )
     assert len(together.arena.arenas) == 3 and all(isinstance(arena, PagedArena) for arena in together.arena.arenas)
     assert 0.8 * total * share < held <= total * share
     assert together.arena.stats().misses > 0 and together.arena.stats().evictions > 0
@@ -158,11 +193,18 @@ def test_paged_packs_give_what_they_give_alone_within_the_bytes_of_all(packs, im
 
 def test_strategies_may_differ_by_pack_and_are_told_in_words_that_can_be_given_again(packs, monkeypatch):
     chosen = packs(names="abd")
-    monkeypatch.setattr(Engine, "_faster", lambda self, plan, inputs: ("exhaustive" if self.pack.name == "b" else "descent", "as the test says"))
+    monkeypatch.setattr(
+        Engine,
+        "_faster",
+        lambda self, plan, inputs: ("exhaustive" if self.pack.name == "b" else "descent", "as the test says"),
+    )
     together = DynamicProbeManager(chosen, impl="cpu")
     assert (together.strategy.step, together.strategy.batch) == ("descent+exhaustive+descent",) * 2
     assert together.strategy.why.count("golden") == 3 and together.strategy.why.startswith("a: measured")
-    alone = [DynamicProbeManager(pack, impl="cpu", strategy=way) for pack, way in zip(chosen, ("descent", "exhaustive", "descent"), strict=True)]
+    alone = [
+        DynamicProbeManager(pack, impl="cpu", strategy=way)
+        for pack, way in zip(chosen, ("descent", "exhaustive", "descent"), strict=True)
+    ]
     stepped(together, alone, n_steps=2)
     again = DynamicProbeManager(chosen, impl="cpu", strategy=together.strategy.step)
     assert [engine.choice.step for engine in again.engine.engines] == ["descent", "exhaustive", "descent"]
@@ -178,7 +220,11 @@ def test_weights_that_come_late_are_counted_and_then_all_is_as_alone(packs):
     hidden = random_states(2)
     _, first = together.step(None, hidden)
     cover = first.coverage
-    assert cover.late.sum() > 0 and (cover.late <= cover.dropped).all() and (cover.active + cover.dropped + cover.not_reached == together.pack.n_probes).all()
+    assert (
+        cover.late.sum() > 0
+        and (cover.late <= cover.dropped).all()
+        and (cover.active + cover.dropped + cover.not_reached == together.pack.n_probes).all()
+    )
     for _ in range(6):
         for fetcher in {engine.fetcher for engine in together.engine.engines}:
             fetcher.wait()
@@ -196,7 +242,10 @@ def test_a_state_that_one_pack_cannot_read_is_unseen_and_changes_nothing(packs):
         hidden["resid_post.0"][1, 4] = float("inf")  # only "b" reads it
         after, scores = together.step(state, hidden)
         assert scores.coverage.unseen == ("", "hidden state is not finite", "")
-        assert all(getattr(scores.coverage, name)[1] == 0 for name in (*COUNTS, "not_reached")) and len(scores.active(1)) == 0
+        assert (
+            all(getattr(scores.coverage, name)[1] == 0 for name in (*COUNTS, "not_reached"))
+            and len(scores.active(1)) == 0
+        )
         assert np.array_equal(after.retained[1], state.retained[1]) and state.retained[1].any()
         rows = {site: x[[0, 2]] for site, x in hidden.items()}
         before = type(state)(state.retained[[0, 2]])
@@ -228,7 +277,11 @@ def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
     """As many as the pack of that architecture that goes deepest needs alone; for all probes at once, one."""
     names = "abcde" if case == "paged" else "ae"
     chosen = packs(names=names, n=None if case == "paged" else 6)
-    more = {"impl": "reference", "arena_bytes": sum(pack.weight_bytes() for pack in chosen) - 1} if case == "paged" else {"impl": "triton", "strategy": "descent"}
+    more = (
+        {"impl": "reference", "arena_bytes": sum(pack.weight_bytes() for pack in chosen) - 1}
+        if case == "paged"
+        else {"impl": "triton", "strategy": "descent"}
+    )
     together = DynamicProbeManager(chosen, load_threshold=0.2, **more)
     alone = [DynamicProbeManager(pack, load_threshold=0.2, impl=more["impl"], strategy="descent") for pack in chosen]
     hidden = random_states(17 if case == "paged" else 1)
@@ -237,18 +290,31 @@ def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
     else:
         together.score_tokens(hidden), together.score_tokens(hidden)  # what is paged is there now
     found = counted(monkeypatch, together, lambda: together.score_tokens(hidden))
-    needed = [counted(monkeypatch, manager, lambda manager=manager: manager.score_tokens(only(manager.pack, hidden))) for manager in alone]
-    assert found == {kind: max(calls[kind] for calls in needed) for kind in set().union(*needed)} and max(found.values()) > (2 if case == "paged" else 1)
+    needed = [
+        counted(monkeypatch, manager, lambda manager=manager: manager.score_tokens(only(manager.pack, hidden)))
+        for manager in alone
+    ]
+    assert found == {kind: max(calls[kind] for calls in needed) for kind in set().union(*needed)} and max(
+        found.values()
+    ) > (2 if case == "paged" else 1)
     if case == "triton":
         exhaustive = DynamicProbeManager(chosen, impl="triton", strategy="exhaustive")
-        for act in (lambda: exhaustive.score_tokens(hidden), lambda: exhaustive.score_all(hidden), lambda: exhaustive.step(None, hidden)):
+        for act in (
+            lambda: exhaustive.score_tokens(hidden),
+            lambda: exhaustive.score_all(hidden),
+            lambda: exhaustive.step(None, hidden),
+        ):
             assert list(counted(monkeypatch, exhaustive, act).values()) == [1]
 
 
 def test_what_two_packs_read_alike_is_prepared_once(packs, monkeypatch):
     chosen, made = packs(names="abcde"), []
     together, prepare = DynamicProbeManager(chosen, impl="cpu", strategy="descent"), scoring.prepare_input
-    monkeypatch.setattr(scoring, "prepare_input", lambda hidden, spec, dtype: made.append((spec.site, spec.norm, dtype)) or prepare(hidden, spec, dtype))
+    monkeypatch.setattr(
+        scoring,
+        "prepare_input",
+        lambda hidden, spec, dtype: made.append((spec.site, spec.norm, dtype)) or prepare(hidden, spec, dtype),
+    )
     together.step(None, random_states(2))
     assert sorted(made) == [(site, "rmsnorm", torch.float32) for site in SITES]
 
@@ -288,9 +354,15 @@ def watched(model, chosen, generate, **settings):
 def compare_results(model, chosen, generate, **settings):
     manager, result, out = watched(model, chosen, generate, **settings)
     alone = [watched(model, pack, generate, **settings) for pack in chosen]
-    assert all(torch.equal(getattr(out, "sequences", out), getattr(theirs, "sequences", theirs)) for *_, theirs in alone)
+    assert all(
+        torch.equal(getattr(out, "sequences", out), getattr(theirs, "sequences", theirs)) for *_, theirs in alone
+    )
     for _, theirs, _ in alone:
-        assert np.array_equal(result.row, theirs.row) and np.array_equal(result.position, theirs.position) and result.coverage.unseen == theirs.coverage.unseen
+        assert (
+            np.array_equal(result.row, theirs.row)
+            and np.array_equal(result.position, theirs.position)
+            and result.coverage.unseen == theirs.coverage.unseen
+        )
     check(manager.pack, result.scores, [theirs.scores for _, theirs, _ in alone])
     return manager, result
 
@@ -298,7 +370,9 @@ def compare_results(model, chosen, generate, **settings):
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
 def test_one_attach_gives_the_result_of_each_alone_with_left_padding_and_beams(model, packs, options):
     before = n_hooks(model)
-    _, result = compare_results(model, packs(), lambda: model.generate(BATCH, attention_mask=(BATCH != PAD).long(), **GREEDY, **options))
+    _, result = compare_results(
+        model, packs(), lambda: model.generate(BATCH, attention_mask=(BATCH != PAD).long(), **GREEDY, **options)
+    )
     assert n_hooks(model) == before and set(result.row) == set(range(3 * options.get("num_return_sequences", 1)))
     assert (result.phase == 0).sum() == (5 + 3 + 4) * options.get("num_return_sequences", 1)
 
@@ -317,18 +391,30 @@ def test_results_name_the_pack_of_a_concept(model, packs):
     chosen = packs(names="abc")
     _, result, _ = watched(model, chosen, lambda: model.generate(BATCH[:1], **GREEDY))
     concepts = result.top(1000)
-    assert {concept.concept.split(":")[0] for concept in concepts} == {"a", "b", "c"} and concepts == sorted(concepts, key=lambda c: -c.strength)
+    assert {concept.concept.split(":")[0] for concept in concepts} == {"a", "b", "c"} and concepts == sorted(
+        concepts, key=lambda c: -c.strength
+    )
     for concept in concepts:
         name, _, own = concept.concept.partition(":")
         pack = chosen["abc".index(name)]
         probe = pack.find(own)
         assert concept.name == f"{name}:{pack.concepts[probe]['name']}" and concept.level == pack.tree.level[probe]
-        assert concept.path[0].removeprefix(f"{name}:") == pack.path(probe)[0] and list(concept.path[1:]) == pack.path(probe)[1:]
+        assert (
+            concept.path[0].removeprefix(f"{name}:") == pack.path(probe)[0]
+            and list(concept.path[1:]) == pack.path(probe)[1:]
+        )
         assert concept.threshold == float(pack.alert_threshold[probe])
     best = concepts[0]
     table = result.to_arrow().to_pylist()
-    assert {row["concept"].split(":")[0] for row in table} == {"a", "b", "c"} and len(table) == len(result.scores.values)
-    assert any(row["concept"] == best.concept and row["position"] == best.position and row["score"] == pytest.approx(best.score) for row in table)
+    assert {row["concept"].split(":")[0] for row in table} == {"a", "b", "c"} and len(table) == len(
+        result.scores.values
+    )
+    assert any(
+        row["concept"] == best.concept
+        and row["position"] == best.position
+        and row["score"] == pytest.approx(best.score)
+        for row in table
+    )
     assert json.loads(result.to_arrow().schema.metadata[b"probemon"])["pack"] == "a + b + c"
     aggregated = result.aggregate(best.concept, "max")
     assert aggregated.values[-1] == pytest.approx(result.scores.column(best.probe)[result.phase == 1][:-1].max())
@@ -341,11 +427,16 @@ def test_rules_watch_concepts_of_any_pack_and_events_say_which(model, packs):
         run.on("b:c19", above=0.0, action=events.append)
         run.on("a:concept 39", above=0.0, action=events.append)
         out = model.generate(BATCH[:1], **GREEDY)
-    assert [(event.concept, event.name) for event in events[:2]] == [("b:c19", "b:concept 19"), ("a:c39", "a:concept 39")]
+    assert [(event.concept, event.name) for event in events[:2]] == [
+        ("b:c19", "b:concept 19"),
+        ("a:c39", "a:concept 39"),
+    ]
     result = run.result(out)
     for name in ("a:c30", "b:c20", "b:c19", "a:c39"):
         assert (result.scores.column(manager.pack.find(name))[result.coverage.seen] > 0).all()
-    assert manager.config["a"].always_on == (chosen[0].find("c30"),) and manager.config["b"].always_on == (chosen[1].find("c20"),)
+    assert manager.config["a"].always_on == (chosen[0].find("c30"),) and manager.config["b"].always_on == (
+        chosen[1].find("c20"),
+    )
 
 
 def test_always_on_concepts_need_room_in_the_arena_of_their_architecture(model, packs):
@@ -380,9 +471,14 @@ def test_the_audit_counts_over_all_packs(packs):
     active = np.zeros_like(fires)
     active[scores.state_of, scores.probes] = True
     assert scores.coverage.firing.tolist() == fires.sum(axis=1).tolist()
-    assert scores.coverage.firing_missed.tolist() == (fires & ~active).sum(axis=1).tolist() and scores.coverage.firing_missed.sum() > 0
+    assert (
+        scores.coverage.firing_missed.tolist() == (fires & ~active).sum(axis=1).tolist()
+        and scores.coverage.firing_missed.sum() > 0
+    )
     best = [set(sorted(range(manager.pack.n_probes), key=lambda p: (-row[p], p))[:10]) for row in everything]
-    assert scores.coverage.top_missed.tolist() == [len(top - set(np.flatnonzero(here).tolist())) for top, here in zip(best, active, strict=True)]
+    assert scores.coverage.top_missed.tolist() == [
+        len(top - set(np.flatnonzero(here).tolist())) for top, here in zip(best, active, strict=True)
+    ]
 
 
 def test_a_stream_shows_concepts_of_all_packs(model, packs):
@@ -396,9 +492,21 @@ def test_a_stream_shows_concepts_of_all_packs(model, packs):
 
 
 def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs, tmp_path):
-    chosen, texts, reading = packs(names="ade"), random_texts(12), Reading(Window(24, 6), batch_tokens=100, batch_rows=5)
+    chosen, texts, reading = (
+        packs(names="ade"),
+        random_texts(12),
+        Reading(Window(24, 6), batch_tokens=100, batch_rows=5),
+    )
     settings = {"impl": "cpu", "strategy": "descent", "audit_rate": 0.2}
-    together = analyze(DynamicProbeManager(chosen, **settings), model, make_tokenizer(), texts, tmp_path / "all", floor=0.4, reading=reading)
+    together = analyze(
+        DynamicProbeManager(chosen, **settings),
+        model,
+        make_tokenizer(),
+        texts,
+        tmp_path / "all",
+        floor=0.4,
+        reading=reading,
+    )
     mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
     with pytest.raises(ConfigError, match="mute has no alert thresholds, so nothing of it fires"):
         analyze(DynamicProbeManager([*chosen, mute], impl="cpu"), model, make_tokenizer(), texts, tmp_path / "none")
@@ -409,17 +517,38 @@ def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs
     parents = {row["concept"]: row["parents"] for row in together.concepts().to_pylist()}
     totals = Counter()
     for pack in chosen:
-        alone = analyze(DynamicProbeManager(pack, **settings), model, make_tokenizer(), texts, tmp_path / pack.name, floor=0.4, reading=reading)
+        alone = analyze(
+            DynamicProbeManager(pack, **settings),
+            model,
+            make_tokenizer(),
+            texts,
+            tmp_path / pack.name,
+            floor=0.4,
+            reading=reading,
+        )
         order = lambda row: (row["document"], row["position"], row["concept"])  # noqa: E731
         assert sorted(rows[pack.name], key=order) == sorted(alone.scores().to_pylist(), key=order) and rows[pack.name]
         totals.update({name: alone.manifest["totals"][name] for name in ("rows", "active", "evaluated", "dropped")})
-        assert all(parents[f"{pack.name}:{c['id']}"] == [f"{pack.name}:{p}" for p in c["parents"]] for c in pack.concepts)
+        assert all(
+            parents[f"{pack.name}:{c['id']}"] == [f"{pack.name}:{p}" for p in c["parents"]] for c in pack.concepts
+        )
     assert {name: together.manifest["totals"][name] for name in totals} == totals
     stated = together.manifest["identity"]
-    assert {name: one["probes"] for name, one in stated["pack"]["packs"].items()} == {p.name: p.manifest["files"]["probes.safetensors"]["sha256"] for p in chosen}
+    assert {name: one["probes"] for name, one in stated["pack"]["packs"].items()} == {
+        p.name: p.manifest["files"]["probes.safetensors"]["sha256"] for p in chosen
+    }
     assert stated["cascade"]["d"]["keep_top_k"] == 9 and stated["pack"]["name"] == "a + d + e"
     with pytest.raises(ConfigError, match="pack"):
-        analyze(DynamicProbeManager(chosen[:2], **settings), model, make_tokenizer(), texts, tmp_path / "all", floor=0.4, reading=reading, resume=True)
+        analyze(
+            DynamicProbeManager(chosen[:2], **settings),
+            model,
+            make_tokenizer(),
+            texts,
+            tmp_path / "all",
+            floor=0.4,
+            reading=reading,
+            resume=True,
+        )
 
 
 # -- names and settings --------------------------------------------------------------------------
@@ -428,7 +557,9 @@ def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs
 def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs, model, tmp_path):
     chosen = [*packs(), make_pack(tmp_path / "mixed", model, name="mixed", n=23, mixed_levels=True)]
     group = PackGroup(chosen)
-    assert sorted(np.concatenate(group.numbers).tolist()) == list(range(group.n_probes)) and isinstance(group.tree, ConceptTree)
+    assert sorted(np.concatenate(group.numbers).tolist()) == list(range(group.n_probes)) and isinstance(
+        group.tree, ConceptTree
+    )
     for number, pack in zip(group.numbers, chosen, strict=True):
         assert (np.diff(number) > 0).all() and np.array_equal(group.tree.level[number], pack.tree.level)
         for probe in range(pack.n_probes):
@@ -436,20 +567,32 @@ def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs, model, tmp_pa
             assert group.tree.path(number[probe]) == number[pack.tree.path(probe)].tolist()
             assert group.concepts[number[probe]]["id"] == f"{pack.name}:{pack.concepts[probe]['id']}"
         assert torch.equal(group.alert_threshold[torch.from_numpy(number)], pack.alert_threshold)
-    assert [own.tolist() for own in group.split([group.numbers[3][7], group.numbers[0][2], group.numbers[3][1]])] == [[2], [], [], [7, 1], [], []]
+    assert [own.tolist() for own in group.split([group.numbers[3][7], group.numbers[0][2], group.numbers[3][1]])] == [
+        [2],
+        [],
+        [],
+        [7, 1],
+        [],
+        [],
+    ]
 
 
 def test_concepts_are_found_by_qualified_names_and_by_bare_ones_where_only_one_pack_has_them(packs):
     group = PackGroup(packs(names="ab"))
     a, b = (pack.find("c5") for pack in packs(names="ab"))
-    assert group.find("a:c5") == group.find("a:concept 5") == group.numbers[0][a] and group.find("b:c5") == group.numbers[1][b]
+    assert (
+        group.find("a:c5") == group.find("a:concept 5") == group.numbers[0][a]
+        and group.find("b:c5") == group.numbers[1][b]
+    )
     assert group.find("c35") == group.find("concept 35") == group.find("a:c35")  # "b" has 23
     with pytest.raises(UnknownConcept, match=r"2 concepts are named 'c5': give one of the ids: .*a:c5.*b:c5"):
         group.find("c5")
     with pytest.raises(UnknownConcept, match=r"a \+ b has no concept 'a:c99'"):
         group.find("a:c99")
     assert group.find_all("b:*") == group.numbers[1].tolist()
-    assert {group.concepts[i]["id"] for i in group.find_all("c2*")} == {f"{n}:c{i}" for n in "ab" for i in (2, *range(20, 30)) if i < {"a": 40, "b": 23}[n]}
+    assert {group.concepts[i]["id"] for i in group.find_all("c2*")} == {
+        f"{n}:c{i}" for n in "ab" for i in (2, *range(20, 30)) if i < {"a": 40, "b": 23}[n]
+    }
 
 
 def test_packs_of_one_name_need_names_of_their_own(packs):
@@ -466,9 +609,14 @@ def test_packs_of_one_name_need_names_of_their_own(packs):
 
 def test_packs_for_hosts_of_different_sizes_are_refused(model, packs, tmp_path):
     wide = make_pack(
-        tmp_path / "w", model, name="w", n=5, weights=weights((), 24, torch.float32, 5), golden_hidden=None,
+        tmp_path / "w",
+        model,
+        name="w",
+        n=5,
+        weights=weights((), 24, torch.float32, 5),
+        golden_hidden=None,
         host={"model_id": "wider", "hidden_size": 24, "n_layers": 3},
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match=r"different sizes \{'a': 16, 'w': 24\}"):
         DynamicProbeManager([*packs(names="a"), wide])
 
@@ -476,8 +624,14 @@ def test_packs_for_hosts_of_different_sizes_are_refused(model, packs, tmp_path):
 def test_settings_hold_for_every_pack_and_what_is_not_given_is_as_each_recommends(packs):
     chosen = packs(names="ab")
     manager = DynamicProbeManager(chosen, impl="cpu", strategy="descent", max_loaded_probes=100)
-    assert {name: (config.keep_top_k, config.max_loaded_probes) for name, config in manager.config.items()} == {"a": (6, 100), "b": (7, 100)}
-    assert manager.report_top_k == 4 and DynamicProbeManager(chosen, impl="cpu", strategy="descent", report_top_k=9).report_top_k == 9
+    assert {name: (config.keep_top_k, config.max_loaded_probes) for name, config in manager.config.items()} == {
+        "a": (6, 100),
+        "b": (7, 100),
+    }
+    assert (
+        manager.report_top_k == 4
+        and DynamicProbeManager(chosen, impl="cpu", strategy="descent", report_top_k=9).report_top_k == 9
+    )
     with pytest.raises(UnknownSetting):
         DynamicProbeManager(chosen, keep_topk=3)
     with pytest.raises(ConfigError, match=r"^b: load_threshold='exact' needs the path rule"):
@@ -496,15 +650,22 @@ def test_thresholds_of_an_aggregator_are_those_of_the_packs_that_have_them(model
     calibrated = make_pack(tmp_path / "m", model, name="m", n=6, aggregated={"mean": values})
     group = PackGroup([*packs(names="b"), calibrated])
     found = group.thresholds_for("mean")
-    assert group.aggregated == ("mean",) and torch.equal(found[torch.from_numpy(group.numbers[1])], calibrated.thresholds_for("mean"))
-    assert found[torch.from_numpy(group.numbers[0])].isnan().all() and torch.equal(group.thresholds_for(), group.alert_threshold)
+    assert group.aggregated == ("mean",) and torch.equal(
+        found[torch.from_numpy(group.numbers[1])], calibrated.thresholds_for("mean")
+    )
+    assert found[torch.from_numpy(group.numbers[0])].isnan().all() and torch.equal(
+        group.thresholds_for(), group.alert_threshold
+    )
     with pytest.raises(ConfigError, match="not for max"):
         group.thresholds_for("max")
 
 
 def test_a_list_of_one_pack_is_a_group_of_one(packs):
     [pack] = packs(names="a")
-    manager, alone = DynamicProbeManager([pack], impl="cpu", strategy="descent"), DynamicProbeManager(pack, impl="cpu", strategy="descent")
+    manager, alone = (
+        DynamicProbeManager([pack], impl="cpu", strategy="descent"),
+        DynamicProbeManager(pack, impl="cpu", strategy="descent"),
+    )
     stepped(manager, [alone], n_steps=2)
     assert manager.pack.concepts[3]["id"] == f"a:{pack.concepts[3]['id']}" and alone.pack is pack
 
@@ -529,7 +690,19 @@ def cli(*arguments):
 
 def test_watch_shows_concepts_of_several_packs(folder, packs):
     a, b = packs(names="ab")
-    told, shown = cli("watch", folder, a.directory, "--pack", f"mine={b.directory}", "--prompt", "abc", "--max-new-tokens", 6, "--plain", "--json")
+    told, shown = cli(
+        "watch",
+        folder,
+        a.directory,
+        "--pack",
+        f"mine={b.directory}",
+        "--prompt",
+        "abc",
+        "--max-new-tokens",
+        6,
+        "--plain",
+        "--json",
+    )
     assert told["probes_total"] == a.n_probes + b.n_probes and told["probes_active_per_token"] > 0
     assert "watched by a + mine: 63 probes" in shown and "mine:concept" in shown and " a:concept" in shown
 
@@ -539,7 +712,11 @@ def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
     mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
     options = ("--prompt", "abc", "--max-new-tokens", 2, "--plain", "--json")
     told, shown = cli("watch", folder, a.directory, "--pack", mute.directory, *options)
-    assert told["probes_without_threshold"] == 40 and told["probes_ranked"] == 40 and "40 of 80 probes are of packs without any alert threshold" in shown
+    assert (
+        told["probes_without_threshold"] == 40
+        and told["probes_ranked"] == 40
+        and "40 of 80 probes are of packs without any alert threshold" in shown
+    )
     told, shown = cli("watch", folder, a.directory, *options)
     assert told["probes_without_threshold"] == 0 and "no alert threshold" not in shown
 
@@ -547,7 +724,19 @@ def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
 def test_analyze_writes_concepts_of_several_packs_and_goes_on_with_them(folder, packs, tmp_path):
     a, b = packs(names="ab")
     (tmp_path / "texts.txt").write_text("abc def\nghi\n")
-    command = ("analyze", folder, a.directory, tmp_path / "texts.txt", "--pack", b.directory, "--out", tmp_path / "out", "--dtype", "float32", "--json")
+    command = (
+        "analyze",
+        folder,
+        a.directory,
+        tmp_path / "texts.txt",
+        "--pack",
+        b.directory,
+        "--out",
+        tmp_path / "out",
+        "--dtype",
+        "float32",
+        "--json",
+    )
     told, _ = cli(*command)
     assert cli(*command)[0] == told and told["rows"] > 0
     concepts = {row["concept"].split(":")[0] for row in Analysis.open(tmp_path / "out").scores().to_pylist()}
@@ -564,7 +753,10 @@ def test_two_packs_of_one_name_are_told_apart_on_the_command_line_too(folder, pa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="no GPU, or Triton is in its interpreter")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="no GPU, or Triton is in its interpreter",
+)
 @pytest.mark.parametrize("more", [{}, {"arena_bytes": 0.6}], ids=["resident", "paged"])
 def test_on_a_gpu_each_gives_what_it_gives_alone(packs, more):
     chosen = packs()
@@ -575,4 +767,8 @@ def test_on_a_gpu_each_gives_what_it_gives_alone(packs, more):
     assert len(together.arena.arenas) == 3
     if not more:
         steps = [step for engine in together.engine.engines for _, step in engine._device.values()]
-        assert len(steps) == 5 and len({id(step._side) for step in steps}) == 1 and all(step.n_captured >= 1 for step in steps)
+        assert (
+            len(steps) == 5
+            and len({id(step._side) for step in steps}) == 1
+            and all(step.n_captured >= 1 for step in steps)
+        )

@@ -1,4 +1,6 @@
-"""The Triton kernels: in the interpreter against fp64, and compiled for real chips without one. `-m gpu` runs them where there is a GPU."""
+"""The Triton kernels: in the interpreter against fp64, and compiled for real chips without one. `-m gpu` runs them
+where there is a GPU.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype
     x = torch.randn(3, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
     rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
     first, again = (score_probes(x, net, rows, slots, impl="triton") for _ in range(2))
-    strided = score_probes(x, net, torch.stack([rows, slots], dim=1)[:, 0], torch.stack([rows, slots], dim=1)[:, 1], impl="triton")
+    strided = score_probes(
+        x, net, torch.stack([rows, slots], dim=1)[:, 0], torch.stack([rows, slots], dim=1)[:, 1], impl="triton"
+    )
     assert torch.equal(first, again) and torch.equal(first, strided)
     assert (first.reshape(11, 3).T - oracle(net, x)).abs().max() < 1e-6
     assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
@@ -55,7 +59,11 @@ def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monk
     launched = []
     monkeypatch.setattr(triton_pairs, "MANY", 99)
     kernel = triton_pairs._layered_groups
-    monkeypatch.setattr(triton_pairs, "_layered_groups", type("Counted", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})())
+    monkeypatch.setattr(
+        triton_pairs,
+        "_layered_groups",
+        type("Counted", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})(),
+    )
     together = score_probes(x, net, rows, slots, impl="triton")
     assert launched == [(25 * 2,)] and torch.equal(alone, together)
     assert (together - oracle(net, x)[rows, slots]).abs().max() < 1e-6
@@ -67,10 +75,13 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 3 * (6 + 6 + 6 + 1 + 4) + 2 * (4 * (2 + 3) + 3 * 4 + 3)
+    assert {one["arch"] for one in made} == set(LIMITS) and len(made) == 3 * (6 + 6 + 6 + 1 + 4) + 2 * (
+        4 * (2 + 3) + 3 * 4 + 3
+    )
     for one in made:
         assert one["cubin_bytes"] > 0 and one["shared"] <= LIMITS[one["arch"]], one
-    # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a descent.
+    # A sum along D is made by the same threads in the same order whether a pair is scored alone, in a group or in a
+    # descent.
     layouts = {}
     for one in made:
         for kind in ("layered groups", "layered", "cascade: score linear", "cascade: score", "linear"):
@@ -81,16 +92,28 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
     assert all(len(of[0]) == 1 and all(other == of[0] for other in of) for of in layouts.values()), layouts
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", ["none", "layernorm", "rmsnorm"])
 def test_rows_normalised_by_the_kernel_are_those_of_torch(norm, dtype):
-    x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor([[1.0], [100.0], [0.0], [1e25], [1.0]])
+    x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor(
+        [[1.0], [100.0], [0.0], [1e25], [1.0]]
+    )
     x[4, 3] = float("nan")
-    mine, theirs = triton_pairs.normalise_triton(x, norm, 1e-6, dtype), prepare_input(x, InputSpec("resid_post.0", norm, 1e-6), dtype)
+    mine, theirs = (
+        triton_pairs.normalise_triton(x, norm, 1e-6, dtype),
+        prepare_input(x, InputSpec("resid_post.0", norm, 1e-6), dtype),
+    )
     if norm == "none":
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-    assert mine.dtype == dtype and torch.equal(mine.isfinite(), theirs.isfinite()) and mine[4].isnan().any() and (norm == "none" or mine[3].isinf().all())
+    assert (
+        mine.dtype == dtype
+        and torch.equal(mine.isfinite(), theirs.isfinite())
+        and mine[4].isnan().any()
+        and (norm == "none" or mine[3].isinf().all())
+    )
     error = (mine[:3].double() - theirs[:3].double()).abs()
     assert (error <= (1e-6 if dtype == torch.float32 else 2**-8) * theirs[:3].double().abs() + 1e-7).all()
     assert torch.equal(triton_pairs.normalise_triton(x[1:2], norm, 1e-6, dtype), mine[1:2])
@@ -117,14 +140,22 @@ def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
     retained, before, states = None, None, torch.eye(len(first))
     for ticks in (first, second):
         net, n = logit_net(ticks), len(ticks)
-        own = score_probes(states, net, torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n), impl="triton").reshape(tree.n, n).T.numpy()
+        own = (
+            score_probes(
+                states, net, torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n), impl="triton"
+            )
+            .reshape(tree.n, n)
+            .T.numpy()
+        )
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
         found = DeviceCascade(plan, net, np.zeros(tree.n)).descend(states, n, before)
         fits = found.overflowed.numpy() == 0
         assert not expected.dropped[fits].any()
         assert fits[~expected.dropped.any(axis=1) & (expected.active.sum(axis=1) < config.max_loaded_probes)].all()
         active, scores = sets_of(found, tree.n)
-        assert np.array_equal(active[fits], expected.active[fits]) and np.array_equal(scores[fits], expected.scores[fits])
+        assert np.array_equal(active[fits], expected.active[fits]) and np.array_equal(
+            scores[fits], expected.scores[fits]
+        )
         kept, _ = retain(plan, expected, np.arange(n))
         for row in np.flatnonzero(fits):
             assert sorted(p for p in found.kept[row].tolist() if p >= 0) == np.flatnonzero(kept[row]).tolist()
@@ -144,29 +175,52 @@ def test_device_cascade_of_split_probes_with_two_inputs(shape, dtype):
     _, tree = ConceptTree.build([f"c{i}" for i in range(11)], parents)
     net, input_of = weights(shape, 24, dtype), rng.integers(0, 2, 11)
     plan = CascadePlan.of(tree, "path", CascadeConfig(keep_top_k=3), np.full(11, 0.6, np.float32), [])
-    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4)).to(input_dtype(dtype))  # two inputs of three states
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4)).to(
+        input_dtype(dtype)
+    )  # two inputs of three states
     exact = oracle(net, x).numpy().astype(np.float32)
     own = np.stack([[exact[input_of[p] * 3 + row, p] for p in range(11)] for row in range(3)])
     expected = descend(plan, 3, None, lambda rows, probes: own[rows, probes])
     active, scores = sets_of(DeviceCascade(plan, net, input_of).descend(x, 3, None), 11)
-    assert np.array_equal(active, expected.active) and np.abs(scores - expected.scores).max() < 1e-6 and active.sum(axis=1).min() < 11
+    assert (
+        np.array_equal(active, expected.active)
+        and np.abs(scores - expected.scores).max() < 1e-6
+        and active.sum(axis=1).min() < 11
+    )
 
 
 def test_a_manager_descends_on_the_device_as_on_the_host_and_counts_what_overflowed(pack):
     states = torch.randn(9, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(5))
-    for settings_, overflows in (({}, False), ({"max_loaded_probes": 14, "load_threshold": 0.1}, True), ({"max_rounds": 1, "keep_top_k": 4}, False)):
+    for settings_, overflows in (
+        ({}, False),
+        ({"max_loaded_probes": 14, "load_threshold": 0.1}, True),
+        ({"max_rounds": 1, "keep_top_k": 4}, False),
+    ):
         there = DynamicProbeManager(pack, impl="triton", strategy="descent", **settings_)
         here = DynamicProbeManager(pack, impl="cpu", strategy="descent", **settings_)
         mine, theirs = there.score_tokens(states, prompt_len=4), here.score_tokens(states, prompt_len=4)
-        assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes) and np.abs(mine.values - theirs.values).max() < 1e-6
-        assert np.array_equal(mine.coverage.dropped, theirs.coverage.dropped) and bool(mine.coverage.dropped.any()) == overflows
+        assert (
+            np.array_equal(mine.ptr, theirs.ptr)
+            and np.array_equal(mine.probes, theirs.probes)
+            and np.abs(mine.values - theirs.values).max() < 1e-6
+        )
+        assert (
+            np.array_equal(mine.coverage.dropped, theirs.coverage.dropped)
+            and bool(mine.coverage.dropped.any()) == overflows
+        )
         assert (there.engine.n_overflowed > 0) == overflows
 
 
 def chain_plan(parents, rule, thresholds, **settings_):
     ids = list(parents)
     order, tree = ConceptTree.build(ids, [list(parents[i]) for i in ids])
-    return [ids[i] for i in order], CascadePlan.of(tree, rule, CascadeConfig(**settings_), np.asarray([thresholds.get(ids[i], 0.01) for i in order], np.float32), [])
+    return [ids[i] for i in order], CascadePlan.of(
+        tree,
+        rule,
+        CascadeConfig(**settings_),
+        np.asarray([thresholds.get(ids[i], 0.01) for i in order], np.float32),
+        [],
+    )
 
 
 def constant_net(n, logits):
@@ -178,7 +232,9 @@ def test_ancestors_that_come_late_may_open_later_and_the_state_overflows():
     parents = {"r": "", "q": "", "a1": "r", "a2": "q", "a3": "q", "b1": "a1 a2", "b2": "a2 a3", "b3": "a3", "z": "b3"}
     names, plan = chain_plan({name: above.split() for name, above in parents.items()}, "path", {"q": 1.0})
     net = constant_net(9, [5.0] * 9)
-    own = score_probes(torch.zeros(1, 1), net, torch.zeros(9, dtype=torch.int64), torch.arange(9), impl="triton").numpy()
+    own = score_probes(
+        torch.zeros(1, 1), net, torch.zeros(9, dtype=torch.int64), torch.arange(9), impl="triton"
+    ).numpy()
     expected = descend(plan, 1, None, lambda rows, probes: own[probes])
     found = DeviceCascade(plan, net, np.zeros(9)).descend(torch.zeros(1, 1), 1, None)
     assert expected.active.all() and names.index("z") == 8
@@ -188,7 +244,9 @@ def test_ancestors_that_come_late_may_open_later_and_the_state_overflows():
 def test_retained_sets_are_closed_on_trees_too():
     names, plan = chain_plan({"r": [], "a": ["r"], "b": ["a"]}, "path", {"r": 0.99, "a": 0.99, "b": 0.99})
     assert names == ["r", "a", "b"]
-    found = DeviceCascade(plan, constant_net(3, [2.0] * 3), np.zeros(3)).descend(torch.zeros(1, 1), 1, torch.tensor([[2]], dtype=torch.int32))
+    found = DeviceCascade(plan, constant_net(3, [2.0] * 3), np.zeros(3)).descend(
+        torch.zeros(1, 1), 1, torch.tensor([[2]], dtype=torch.int32)
+    )
     active, scores = sets_of(found, 3)
     one = float(torch.tensor(2.0).sigmoid())
     assert active.all() and np.abs(scores[0] - [one, one**2, one**3]).max() < 1e-6
@@ -197,7 +255,9 @@ def test_retained_sets_are_closed_on_trees_too():
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_a_score_of_zero_is_kept_before_what_is_no_number():
     _, plan = chain_plan({"r": [], "a": ["r"], "b": ["r"], "c": ["r"]}, "independent", {}, keep_top_k=2)
-    found = DeviceCascade(plan, constant_net(4, [5.0, -200.0, float("nan"), 1.0]), np.zeros(4)).descend(torch.zeros(1, 1), 1, None)
+    found = DeviceCascade(plan, constant_net(4, [5.0, -200.0, float("nan"), 1.0]), np.zeros(4)).descend(
+        torch.zeros(1, 1), 1, None
+    )
     assert found.kept.tolist() == [[3, 1]]
 
 

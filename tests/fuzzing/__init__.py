@@ -2,6 +2,7 @@
 
     python scripts/evidence/fuzz.py --cases 100000 --out docs/benchmarks/fuzz.json
 
-`mutate` breaks a folder, `targets` are the rooms with valid folders to begin from, `independent` evaluates the same files by other means, `guard` watches what
-is opened and run, `case` is one input from writing to verdict. tests/fuzzing/test_fuzz.py uses the same.
+`mutate` breaks a folder, `targets` are the rooms with valid folders to begin from, `independent` evaluates the same
+files by other means, `guard` watches what is opened and run, `case` is one input from writing to verdict.
+tests/fuzzing/test_fuzz.py uses the same.
 """

@@ -4,8 +4,9 @@
     verdict = room.run("hatcat", tree, Random(7))
     verdict.outcome, verdict.trouble                # "ImportRefused" or "pack", and what was wrong, None for nothing
 
-Trouble is: an error that is not probemon's; a pack that does not verify, or scores otherwise than its files say; anything opened, changed or run beyond the case's own
-folders; anything left behind; memory that could not be had; more seconds than a case may take.
+Trouble is: an error that is not probemon's; a pack that does not verify, or scores otherwise than its files say;
+anything opened, changed or run beyond the case's own folders; anything left behind; memory that could not be had; more
+seconds than a case may take.
 """
 
 from __future__ import annotations
@@ -59,11 +60,15 @@ class Room:
         self.guard = _guard[0]
 
     def seeds(self, target: str) -> list[Tree]:
-        """Valid input of a target. Each is run once, so that what a room imports when first used is not taken for the input's doing."""
+        """Valid input of a target. Each is run once, so that what a room imports when first used is not taken for the
+        input's doing.
+        """
         if target not in self._seeds:
             made = self._seeds[target] = TARGETS[target].seeds(self.folder / "valid" / target)
             for tree in made:
-                for way in range({"pack": 20, "edit": 20, "commands": 40, "opened": 5, "used": 5}.get(target, 1)):  # these choose what they do
+                for way in range(
+                    {"pack": 20, "edit": 20, "commands": 40, "opened": 5, "used": 5}.get(target, 1)
+                ):  # these choose what they do
                     verdict = self.run(target, tree, Random(way), guarded=False)
                     if verdict.trouble is not None:
                         raise RuntimeError(f"{target} does not take its own valid input: {verdict}")
@@ -75,7 +80,9 @@ class Room:
         return self._seeds[target]
 
     def mutate(self, target: str, tree: Tree, rng: Random) -> Tree:
-        """The input with something broken; the hashes of a pack are mostly made right again, so that what comes after them is reached."""
+        """The input with something broken; the hashes of a pack are mostly made right again, so that what comes after
+        them is reached.
+        """
         if not TARGETS[target].breaks:
             return tree
         broken = mutate(tree, rng, TARGETS[target].folders)
@@ -114,7 +121,9 @@ class Room:
                 if tracer is not None:
                     sys.settrace(None)
         seconds = time.process_time() - begin
-        trouble = "; ".join([*seen, *([trouble] if trouble else [])]) or self._left(out, "pack" if room.writes and (over or made is not None) else None, made is None and over)
+        trouble = "; ".join([*seen, *([trouble] if trouble else [])]) or self._left(
+            out, "pack" if room.writes and (over or made is not None) else None, made is None and over
+        )
         if trouble is None and made is not None:
             outcome, trouble = self._judged(target, made, call)
         if trouble is None and seconds > MOST_SECONDS:

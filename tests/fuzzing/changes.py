@@ -1,10 +1,11 @@
-"""Packs that somebody writes to while they are opened or used: what comes of it is one pack, whole, with the scores that it had, or a typed error.
+"""Packs that somebody writes to while they are opened or used: what comes of it is one pack, whole, with the scores
+that it had, or a typed error.
 
     TARGETS["opened"]               # changed at any moment of being opened: between any two calls of the system
-    TARGETS["used"]                 # changed between opening, making a manager, its steps, and what makes packs of packs
+    TARGETS["used"]  # changed between opening, making a manager, its steps, and what makes packs of packs
 
-A change is one of those that users make: a file is cut, overwritten with other bytes of the same size, copied over by `cp`, or replaced by another one; a whole pack is
-copied over or replaced.
+A change is one of those that users make: a file is cut, overwritten with other bytes of the same size, copied over by
+`cp`, or replaced by another one; a whole pack is copied over or replaced.
 """
 
 from __future__ import annotations
@@ -100,18 +101,37 @@ def exchange_all(pack: Path, other: Path) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    change.__name__: change for change in (cut, halve, spoil, copy_over, copy_weights, exchange_weights, replace, replace_in_two_steps, exchange_all)
+    change.__name__: change
+    for change in (
+        cut,
+        halve,
+        spoil,
+        copy_over,
+        copy_weights,
+        exchange_weights,
+        replace,
+        replace_in_two_steps,
+        exchange_all,
+    )
 }
-# After these the folder is the other pack, whole. (After the others it is none, which is noticed of weights that are read into memory, and hashed, alone.)
+# After these the folder is the other pack, whole. (After the others it is none, which is noticed of weights that are
+# read into memory, and hashed, alone.)
 WHOLE = ("copy_over", "replace", "replace_in_two_steps", "exchange_all")
-KEPT = ("exchange_weights", "replace", "replace_in_two_steps", "exchange_all")  # nobody writes to a file that was opened before
+KEPT = (
+    "exchange_weights",
+    "replace",
+    "replace_in_two_steps",
+    "exchange_all",
+)  # nobody writes to a file that was opened before
 
 
 def pairs(room: Path) -> list[Tree]:
     """Two packs of equal sizes that differ in weights and sites, `a` and `b`."""
     trees = []
     for kind, (first, second) in enumerate(zip(seeds.packs(room / "a"), seeds.packs(room / "b", 100), strict=True)):
-        trees.append({f"{name}/{file}": data for name, tree in (("a", first), ("b", second)) for file, data in tree.items()})
+        trees.append(
+            {f"{name}/{file}": data for name, tree in (("a", first), ("b", second)) for file, data in tree.items()}
+        )
         if len(first[PROBES]) != len(second[PROBES]) or first[PROBES] == second[PROBES]:
             raise RuntimeError(f"the packs of kind {kind} are no two packs of one size")
     pack = ProbePack.open(room / "a" / "linear")
@@ -167,7 +187,10 @@ def _open(call: Call) -> ProbePack:
     place = call.out.parent / "use"
     pack = aged(call.source / "a", place / "pack")
     try:
-        with size_in_memory(0 if mapped else 1 << 20), mock.patch.object(heldfile, "os", System(rng.randrange(70), lambda: change(pack, call.source / "b"))):
+        with (
+            size_in_memory(0 if mapped else 1 << 20),
+            mock.patch.object(heldfile, "os", System(rng.randrange(70), lambda: change(pack, call.source / "b"))),
+        ):
             opened = ProbePack.open(pack, verify=rng.random() < 0.2)
             opened.weights  # noqa: B018 (read now)
         for name in opened.weights if mapped else ():
@@ -184,7 +207,12 @@ def judge_one(pack: Any, sources: list[Path]) -> Path:
     if which is None:
         raise Wrong("the manifest is of no pack")
     tensors, _ = independent.safetensors((sources[which] / PROBES).read_bytes())
-    held = {**pack._weights, "alert_threshold": pack.alert_threshold, "input": pack.input_index, "level": torch.from_numpy(np.asarray(pack.tree.level))}
+    held = {
+        **pack._weights,
+        "alert_threshold": pack.alert_threshold,
+        "input": pack.input_index,
+        "level": torch.from_numpy(np.asarray(pack.tree.level)),
+    }
     for name, tensor in held.items():
         if not np.array_equal(tensor.double().numpy(), tensors[name], equal_nan=True):
             raise Wrong(f"a mixture: the manifest is that of {sources[which].name}, {name} is not")
@@ -199,7 +227,10 @@ def judge_one(pack: Any, sources: list[Path]) -> Path:
 
 def _scores(manager: Any, hidden: dict[str, Tensor]) -> list[Tensor]:
     """What a step of each state says: scores of the active probes."""
-    return [torch.from_numpy(manager.score_tokens({site: x[i : i + 1] for site, x in hidden.items()}).values.copy()) for i in range(len(next(iter(hidden.values()))))]
+    return [
+        torch.from_numpy(manager.score_tokens({site: x[i : i + 1] for site, x in hidden.items()}).values.copy())
+        for i in range(len(next(iter(hidden.values()))))
+    ]
 
 
 def _manager(pack: ProbePack, paged: bool) -> Any:
@@ -210,9 +241,16 @@ def _manager(pack: ProbePack, paged: bool) -> Any:
 
 
 def _use(call: Call) -> str:
-    """Does things with a pack, one of which is to change its files. A typed error, or all scores as they were: else raises `Wrong`."""
+    """Does things with a pack, one of which is to change its files. A typed error, or all scores as they were: else
+    raises `Wrong`.
+    """
     rng, place = call.rng, call.out.parent / "use"
-    mapped, paged, when, change = rng.random() < 0.7, rng.random() < 0.4, rng.randrange(4), CHANGES[rng.choice(tuple(CHANGES))]
+    mapped, paged, when, change = (
+        rng.random() < 0.7,
+        rng.random() < 0.4,
+        rng.randrange(4),
+        CHANGES[rng.choice(tuple(CHANGES))],
+    )
     folder = aged(call.source / "a", place / "pack")
     try:
         with size_in_memory(0 if mapped else 1 << 20):

@@ -76,9 +76,11 @@ class Shown:
 def text(rng: Random) -> str:
     """A text that a terminal should not be shown as it is."""
     return "".join(
-        rng.choice(_NASTY)
-        if rng.random() < 0.7
-        else chr(rng.choice((rng.randrange(0xA0), rng.randrange(0x2000, 0x2070), rng.randrange(0x110000))))
+        (
+            rng.choice(_NASTY)
+            if rng.random() < 0.7
+            else chr(rng.choice((rng.randrange(0xA0), rng.randrange(0x2000, 0x2070), rng.randrange(0x110000))))
+        )
         for _ in range(rng.randrange(1, 7))
     )
 

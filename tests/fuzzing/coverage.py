@@ -1,8 +1,8 @@
 """Which branches of some modules an input takes: pairs of lines, one after the other in a function.
 
-    edges = Edges([probemon.packs.manifest, probemon.packs.files])
-    sys.settrace(edges.trace)
-    edges.fresh()                                   # how many pairs were never seen before this input
+edges = Edges([probemon.packs.manifest, probemon.packs.files])
+sys.settrace(edges.trace)
+edges.fresh()                                   # how many pairs were never seen before this input
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
         ...                                         # may read room/source and room/out, and write room/out
     seen                                            # what it did beyond that, in words
 
-Files that a native library opens by itself raise no event: those are caught by what is in them (`fuzzing.case`). Those that are opened relative to a folder raise
-one that does not say which folder: of these the system is asked what was opened.
+Files that a native library opens by itself raise no event: those are caught by what is in them (`fuzzing.case`). Those
+that are opened relative to a folder raise one that does not say which folder: of these the system is asked what was
+opened.
 """
 
 from __future__ import annotations
@@ -22,10 +23,25 @@ from unittest import mock
 from probemon.packs.held_file import HeldFile
 
 _FORBIDDEN = (
-    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.startfile", "subprocess.Popen", "pickle.find_class", "socket.", "urllib.Request", "http.client.",
-    "ftplib.", "smtplib.", "ctypes.", "code.__new__", "function.__new__", "webbrowser.open", "os.putenv", "os.kill", "sys.addaudithook", "mmap.__new__.exec",
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.startfile", "subprocess.Popen",
+    "pickle.find_class", "socket.", "urllib.Request", "http.client.",
+    "ftplib.", "smtplib.", "ctypes.", "code.__new__", "function.__new__", "webbrowser.open", "os.putenv", "os.kill",
+    "sys.addaudithook", "mmap.__new__.exec",
 )  # fmt: skip
-_CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.symlink", "os.link", "os.truncate", "os.utime", "shutil.rmtree", "shutil.move")
+_CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.rmdir",
+    "os.chmod",
+    "os.chown",
+    "os.symlink",
+    "os.link",
+    "os.truncate",
+    "os.utime",
+    "shutil.rmtree",
+    "shutil.move",
+)
 _LISTS = ("os.listdir", "os.scandir", "glob.glob", "os.walk")
 
 
@@ -75,12 +91,20 @@ class Guard:
     def _judge(self, event: str, arguments: tuple[Any, ...]) -> str | None:
         if event == "open":
             path, mode, flags = arguments
-            writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) if isinstance(flags, int) else any(char in (mode or "") for char in "wax+")
+            writes = (
+                bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+                if isinstance(flags, int)
+                else any(char in (mode or "") for char in "wax+")
+            )
             return self._place(event, path, writes)
         if event in _LISTS:
             return self._place(event, arguments[0] if arguments[0] is not None else ".", False)
         if event in _CHANGES:
-            return None if isinstance(arguments[-1], int) and arguments[-1] > 0 and event in ("os.remove", "os.rmdir") else self._place(event, arguments[0], True)
+            return (
+                None
+                if isinstance(arguments[-1], int) and arguments[-1] > 0 and event in ("os.remove", "os.rmdir")
+                else self._place(event, arguments[0], True)
+            )
         if event == "import":
             name = str(arguments[0]).partition(".")[0]
             return None if name in self._names or name in self._known else f"imports {arguments[0]}"
@@ -99,10 +123,18 @@ class Guard:
             return None  # cannot be opened either
         if (real + os.sep).startswith(f"{self._room}{os.sep}out{os.sep}"):
             return None
-        if not writes and ((real + os.sep).startswith((f"{self._room}{os.sep}source{os.sep}", f"{self._room}{os.sep}flat{os.sep}")) or (real + os.sep).startswith(self._installed)):
+        if not writes and (
+            (real + os.sep).startswith((f"{self._room}{os.sep}source{os.sep}", f"{self._room}{os.sep}flat{os.sep}"))
+            or (real + os.sep).startswith(self._installed)
+        ):
             return None
         return f"{event} {'to write' if writes else 'to read'} {real}"
 
     def _code(self, file: Any) -> str | None:
         file = os.fsdecode(file) if isinstance(file, (str, bytes)) else ""
-        return None if file.startswith("<frozen ") or (os.path.isabs(file) and os.path.realpath(file).startswith(self._installed)) else f"runs code of {file!r}"
+        return (
+            None
+            if file.startswith("<frozen ")
+            or (os.path.isabs(file) and os.path.realpath(file).startswith(self._installed))
+            else f"runs code of {file!r}"
+        )

@@ -1,4 +1,5 @@
-"""Scores of probes in files of each format, by other means than the importers': torch's own restricted loader, numpy and fp64, as the formats mean them.
+"""Scores of probes in files of each format, by other means than the importers': torch's own restricted loader, numpy
+and fp64, as the formats mean them.
 
     candidates = probelab(folder)                   # {concept: [Net, ...]}
     logit, margin = candidates["deception"][0].logit(states, torch.float32)
@@ -20,7 +21,12 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[np.float64]
-_UNIT = {torch.float32: 64 * 2.0**-23, torch.float16: 2 * 2.0**-10, torch.bfloat16: 2 * 2.0**-7, torch.int8: 2 * 2.0**-7}
+_UNIT = {
+    torch.float32: 64 * 2.0**-23,
+    torch.float16: 2 * 2.0**-10,
+    torch.bfloat16: 2 * 2.0**-7,
+    torch.int8: 2 * 2.0**-7,
+}
 
 
 class Unreadable(Exception):
@@ -29,7 +35,9 @@ class Unreadable(Exception):
 
 @dataclass
 class Net:
-    """Linear maps with ReLU between, after a normalisation of the state and an affine map of each value; `site`: where the file says that it is."""
+    """Linear maps with ReLU between, after a normalisation of the state and an affine map of each value; `site`: where
+    the file says that it is.
+    """
 
     layers: list[tuple[Array, Array]]
     norm: str = "none"
@@ -86,7 +94,17 @@ def safetensors(data: bytes) -> tuple[dict[str, Array], dict[str, Any]]:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     metadata = header.pop("__metadata__", {}) or {}
-    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
+    kinds = {
+        "F64": "<f8",
+        "F32": "<f4",
+        "F16": "<f2",
+        "I64": "<i8",
+        "I32": "<i4",
+        "I16": "<i2",
+        "I8": "i1",
+        "U8": "u1",
+        "BOOL": "u1",
+    }
     found = {}
     for name, entry in header.items():
         begin, end = (8 + size + offset for offset in entry["data_offsets"])
@@ -129,7 +147,9 @@ def pack_file(folder: Path) -> dict[str, list[Net]]:
         layers = [(tensors[f"w{n}"][i], tensors[f"b{n}"][i]) for n in (1, 2) if f"w{n}" in tensors]
         if "w3" in tensors:
             layers.append((tensors["w3"][i][None], tensors["b3"][i][None]))
-        found[json.loads(line)["id"]] = [Net(layers, spec.get("norm", "none"), spec.get("eps", 1e-6), site=spec["site"])]
+        found[json.loads(line)["id"]] = [
+            Net(layers, spec.get("norm", "none"), spec.get("eps", 1e-6), site=spec["site"])
+        ]
     return found
 
 
@@ -144,14 +164,24 @@ def probelab(folder: Path) -> dict[str, list[Net]]:
         saved = torch_file(path)
         state = {name: _array(value) for name, value in saved["state_dict"].items()}
         if saved["class"] == "MassMean":
-            net = _standardised([(state["direction"].reshape(1, -1), state["bias"].reshape(-1))], state["global_mean"], np.ones_like(state["global_mean"]))
+            net = _standardised(
+                [(state["direction"].reshape(1, -1), state["bias"].reshape(-1))],
+                state["global_mean"],
+                np.ones_like(state["global_mean"]),
+            )
         elif saved["class"] == "Logistic":
-            net = _standardised([(state["linear.weight"].reshape(1, -1), state["linear.bias"].reshape(-1))], state["scaler_mean"], state["scaler_std"])
+            net = _standardised(
+                [(state["linear.weight"].reshape(1, -1), state["linear.bias"].reshape(-1))],
+                state["scaler_mean"],
+                state["scaler_std"],
+            )
         elif saved["class"] == "MLP":
             net = Net([(state["fc1.weight"], state["fc1.bias"]), (state["fc2.weight"], state["fc2.bias"])])
         else:
             n = saved["init_kwargs"]["n_layers"]
-            layers = [(state[f"layers.{i}.0.weight"], state[f"layers.{i}.0.bias"]) for i in range(n)] + [(state[f"heads.{n}.weight"], state[f"heads.{n}.bias"])]
+            layers = [(state[f"layers.{i}.0.weight"], state[f"layers.{i}.0.bias"]) for i in range(n)] + [
+                (state[f"heads.{n}.weight"], state[f"heads.{n}.bias"])
+            ]
             net = _standardised(layers, state["scaler_mean"], state["scaler_std"])
         found[path.stem] = [net]
     return found
@@ -162,13 +192,20 @@ def probekit(path: Path) -> dict[str, list[Net]]:
     entries = {path.stem: said} if isinstance(said.get("weights"), list) else said
     found = {}
     for name, entry in entries.items():
-        layers = [(np.array(entry["weights"], dtype=np.float64).reshape(1, -1), np.array(entry.get("bias", 0.0), dtype=np.float64).reshape(-1))]
+        layers = [
+            (
+                np.array(entry["weights"], dtype=np.float64).reshape(1, -1),
+                np.array(entry.get("bias", 0.0), dtype=np.float64).reshape(-1),
+            )
+        ]
         norm = entry.get("normalization")
         if norm is None:
             found[name] = [Net(layers)]
             continue
         std = np.array(norm["std"], dtype=np.float64)
-        found[name] = [_standardised(layers, np.array(norm["mean"], dtype=np.float64), np.where(np.abs(std) <= 1e-12, 1.0, std))]
+        found[name] = [
+            _standardised(layers, np.array(norm["mean"], dtype=np.float64), np.where(np.abs(std) <= 1e-12, 1.0, std))
+        ]
     return found
 
 
@@ -179,7 +216,9 @@ def steerkit(folder: Path, scale: float) -> dict[str, list[Net]]:
         method = metadata.get("default_method", "logistic")
         direction = tensors[f"direction.{method}"].reshape(1, -1) * scale
         layer = int(metadata["layer"]) - (metadata["hook_site"] == "resid_pre")
-        found[path.stem] = [Net([(direction, np.array([float(json.loads(metadata["bias_json"])[method])]))], site=f"resid_post.{layer}")]
+        found[path.stem] = [
+            Net([(direction, np.array([float(json.loads(metadata["bias_json"])[method])]))], site=f"resid_post.{layer}")
+        ]
     return found
 
 
@@ -191,11 +230,20 @@ def sae(folder: Path) -> dict[str, list[Net]]:
     architecture = config.get("architecture", "standard")
     encoder = tensors["W_enc"]
     how = said.get("normalize_activations")
-    norm = {"layer_norm": "layernorm", "constant_norm_rescale": "rmsnorm"}.get(how, "none") if isinstance(how, str) else "none"
+    norm = (
+        {"layer_norm": "layernorm", "constant_norm_rescale": "rmsnorm"}.get(how, "none")
+        if isinstance(how, str)
+        else "none"
+    )
     factor = np.sqrt((len(encoder) - 1) / len(encoder)) if norm == "layernorm" else 1.0
     loaded = said.get("model_from_pretrained_kwargs")
     centred = norm != "layernorm" and isinstance(loaded, dict) and bool(loaded.get("center_writing_weights", False))
-    shift = tensors["b_dec"] if config.get("apply_b_dec_to_input", said.get("apply_b_dec_to_input", True)) and "transcoder" not in architecture else None
+    shift = (
+        tensors["b_dec"]
+        if config.get("apply_b_dec_to_input", said.get("apply_b_dec_to_input", True))
+        and "transcoder" not in architecture
+        else None
+    )
     match = re.fullmatch(r"blocks\.(\d+)\.hook_resid_(post|pre)", str(said.get("hook_name", said.get("hook_point"))))
     site = None if match is None else f"resid_post.{int(match[1]) - (match[2] == 'pre')}"
     found = {}
@@ -219,8 +267,16 @@ def sae(folder: Path) -> dict[str, list[Net]]:
 def hallucination(folder: Path) -> dict[str, list[Net]]:
     config = json.loads((folder / "probe_config.json").read_bytes().decode("utf-8-sig"))
     path = folder / "probe_head.bin"
-    state = {name: _array(value) for name, value in torch_file(path).items()} if path.exists() else safetensors((folder / "probe_head.safetensors").read_bytes())[0]
-    return {"hallucination": [Net([(state["weight"].reshape(1, -1), state["bias"].reshape(-1))], site=f"resid_post.{config['layer_idx']}")]}
+    state = (
+        {name: _array(value) for name, value in torch_file(path).items()}
+        if path.exists()
+        else safetensors((folder / "probe_head.safetensors").read_bytes())[0]
+    )
+    return {
+        "hallucination": [
+            Net([(state["weight"].reshape(1, -1), state["bias"].reshape(-1))], site=f"resid_post.{config['layer_idx']}")
+        ]
+    }
 
 
 def generic(folder: Path) -> dict[str, list[Net]]:
@@ -236,9 +292,17 @@ def generic(folder: Path) -> dict[str, list[Net]]:
         if entry.get("row") is not None:
             at = entry["row"]
             layers = [(layers[0][0][at : at + 1], layers[0][1][at : at + 1])]
-        more: dict[str, Any] = {"norm": said["normalize"], "eps": said.get("eps", 1e-6), "site": entry.get("site") or said.get("site")}
+        more: dict[str, Any] = {
+            "norm": said["normalize"],
+            "eps": said.get("eps", 1e-6),
+            "site": entry.get("site") or said.get("site"),
+        }
         if "standardize" in said:
-            found[name] = [_standardised(layers, tensors[said["standardize"]["mean"]], tensors[said["standardize"]["scale"]], **more)]
+            found[name] = [
+                _standardised(
+                    layers, tensors[said["standardize"]["mean"]], tensors[said["standardize"]["scale"]], **more
+                )
+            ]
         else:
             found[name] = [Net(layers, **more)]
     return found
@@ -256,7 +320,11 @@ def hatcat(folder: Path, normalize: str) -> Partly:
     for path in sorted(folder.rglob("*.pt")):
         try:
             saved = torch_file(path)
-            states = saved if all(isinstance(value, Mapping) for value in saved.values()) else {path.stem.removesuffix("_classifier") or path.stem: saved}
+            states = (
+                saved
+                if all(isinstance(value, Mapping) for value in saved.values())
+                else {path.stem.removesuffix("_classifier") or path.stem: saved}
+            )
             for name, state in states.items():
                 if (net := _hatcat(state, normalize)) is not None:
                     found.setdefault(name, []).append(net)
@@ -268,7 +336,11 @@ def hatcat(folder: Path, normalize: str) -> Partly:
 def _hatcat(state: Mapping[str, Any], normalize: str) -> Net | None:
     bare = {name.removeprefix("net."): _array(value) for name, value in state.items()}
     if "linear.weight" in bare:
-        return Net([(bare["linear.weight"], bare["linear.bias"])], normalize, 1e-5) if len(bare["linear.weight"]) == 1 else None
+        return (
+            Net([(bare["linear.weight"], bare["linear.bias"])], normalize, 1e-5)
+            if len(bare["linear.weight"]) == 1
+            else None
+        )
     normed = "1.weight" in bare
     places = (1, 4, 7) if normed else (0, 3, 6)
     layers = [(bare[f"{at}.weight"], bare[f"{at}.bias"]) for at in places]

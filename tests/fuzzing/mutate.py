@@ -4,8 +4,9 @@
     broken = mutate(tree, random.Random(7))         # the same, with up to a few things broken
     write_tree(broken, other_folder)
 
-JSON is broken value by value and as text, safetensors in header, offsets, shapes and values, files of torch.save in their zip and in the instructions of their
-pickle; folders in names and links. Every kind is also broken byte by byte, as any file can be.
+JSON is broken value by value and as text, safetensors in header, offsets, shapes and values, files of torch.save in
+their zip and in the instructions of their pickle; folders in names and links. Every kind is also broken byte by byte,
+as any file can be.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ Tree = dict[str, bytes | Link]
 
 def read_tree(folder: Path) -> Tree:
     """Files of a folder by path."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
-    """The folder of a tree; what a file system refuses (a name that is too long, a file in a file's place) is left out."""
+    """The folder of a tree; what a file system refuses (a name that is too long, a file in a file's place) is
+    left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tree.items():
         path = folder / name
@@ -70,8 +75,12 @@ def mutate(tree: Tree, rng: Random, folders: bool = True) -> Tree:
 def break_file(name: str, data: bytes, rng: Random) -> bytes:
     """A file's content broken by its kind, or as bytes."""
     kinds: dict[str, Callable[[bytes, Random], bytes]] = {
-        ".json": values.break_json, ".jsonl": values.break_lines, ".safetensors": tensorfile.break_safetensors, ".pt": torchfile.break_torch, ".bin": torchfile.break_torch,
-    }  # fmt: skip
+        ".json": values.break_json,
+        ".jsonl": values.break_lines,
+        ".safetensors": tensorfile.break_safetensors,
+        ".pt": torchfile.break_torch,
+        ".bin": torchfile.break_torch,
+    }
     kind = kinds.get(os.path.splitext(name)[1])
     if kind is not None and rng.random() > 0.1:
         try:
@@ -105,7 +114,21 @@ def break_folder(tree: Tree, files: list[str], rng: Random) -> None:
             else:
                 tree[name] = Link("/etc/hostname")
         case 6:
-            tree[name] = Link(rng.choice((name.rsplit("/", 1)[-1], "gone", ".", "..", "/", "/dev/zero", "/dev/null", "/proc/self/environ", os.path.basename(other))))
+            tree[name] = Link(
+                rng.choice(
+                    (
+                        name.rsplit("/", 1)[-1],
+                        "gone",
+                        ".",
+                        "..",
+                        "/",
+                        "/dev/zero",
+                        "/dev/null",
+                        "/proc/self/environ",
+                        os.path.basename(other),
+                    )
+                )
+            )
         case 7:
             tree[f"{name}/inner"] = tree.pop(name)
         case _:
@@ -115,8 +138,41 @@ def break_folder(tree: Tree, files: list[str], rng: Random) -> None:
 def _renamed(name: str, rng: Random) -> str:
     folder, _, file = name.rpartition("/")
     stem, suffix = os.path.splitext(file)
-    odd = ("\udcff", "a\nb", "..a", " ", "-", "x" * 120, "ü", "\x1b[2J", "Whale", "Entity", "Process", "a:b", "_classifier", stem + "_classifier", stem + ".bank", "1", stem.lower())
+    odd = (
+        "\udcff",
+        "a\nb",
+        "..a",
+        " ",
+        "-",
+        "x" * 120,
+        "ü",
+        "\x1b[2J",
+        "Whale",
+        "Entity",
+        "Process",
+        "a:b",
+        "_classifier",
+        stem + "_classifier",
+        stem + ".bank",
+        "1",
+        stem.lower(),
+    )
     file = rng.choice(odd) + rng.choice((suffix, suffix, suffix, ".pt", ".safetensors", ".json", ".pkl", ".PT", ""))
     if rng.random() < 0.3:
-        folder = rng.choice(("layer0", "layer1", "layer7", "layer1000", "layer1001", "layer00", "banks/layer1", "banks/layer0", "individual/layer2", "probes/activation", "activation_lenses", "deep/er"))
+        folder = rng.choice(
+            (
+                "layer0",
+                "layer1",
+                "layer7",
+                "layer1000",
+                "layer1001",
+                "layer00",
+                "banks/layer1",
+                "banks/layer0",
+                "individual/layer2",
+                "probes/activation",
+                "activation_lenses",
+                "deep/er",
+            )
+        )
     return f"{folder}/{file}" if folder else file

@@ -17,7 +17,9 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One input: its folder, where a pack may be written, whether over an older one, and what else is left to chance."""
+    """One input: its folder, where a pack may be written, whether over an older one, and what else is left to
+    chance.
+    """
 
     source: Path
     out: Path
@@ -27,10 +29,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Target:
-    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a folder.
+    """A room. `writes`: it makes a pack. `folders`: names and links of its input are broken too, since it is given a
+    folder.
 
-    `breaks`: its input is broken at all. `guarded`: what it opens and runs is watched; not where the command line's own libraries compile and set
-    what they need as they parse.
+    `breaks`: its input is broken at all. `guarded`: what it opens and runs is watched; not where the command line's own
+    libraries compile and set what they need as they parse.
     """
 
     seeds: Callable[[Path], list[Tree]]

@@ -1,9 +1,9 @@
 """The rooms that read what others made, each with valid input to begin from and a judge of what comes out.
 
-    target = TARGETS["hatcat"]
-    trees = target.seeds(room)
-    made = target.run(Call(source, out, overwrite=False, rng=rng))          # a typed error, or what it made
-    target.judge(made, call)                                                # raises Wrong where it is not what the files say
+target = TARGETS["hatcat"]
+trees = target.seeds(room)
+made = target.run(Call(source, out, overwrite=False, rng=rng))          # a typed error, or what it made
+target.judge(made, call)  # raises Wrong where it is not what the files say
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ _FLOOR = 2e-6  # of a score in fp32
 def own_scores(pack: ProbePack) -> tuple[np.ndarray, np.ndarray]:
     """Random states `[N, D]` in fp64, the same at every site, and the pack's scores of them `[N, P]`."""
     hidden = torch.randn(_N_STATES, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0))
-    scores = exhaustive_reference(dict.fromkeys(pack.sites, hidden), pack) if pack.n_probes else torch.zeros(_N_STATES, 0)
+    scores = (
+        exhaustive_reference(dict.fromkeys(pack.sites, hidden), pack) if pack.n_probes else torch.zeros(_N_STATES, 0)
+    )
     return hidden.double().numpy(), scores.numpy()
 
 
-def compare(pack: ProbePack, candidates: Mapping[str, list[Net]], name_of: Callable[[str], str] = lambda concept: concept) -> None:
+def compare(
+    pack: ProbePack, candidates: Mapping[str, list[Net]], name_of: Callable[[str], str] = lambda concept: concept
+) -> None:
     """Raise `Wrong` where a probe's scores are none of its candidates', or it reads another site than the file says."""
     hidden, scores = own_scores(pack)
     if pack.score_rule == "path":
@@ -76,14 +80,18 @@ def _fits(net: Net, hidden: np.ndarray, scores: np.ndarray, dtype: torch.dtype) 
         return bool((~known | (np.abs(sigmoid(value) - scores) <= margin / 4 + _FLOOR)).all())
 
 
-def _compare_paths(pack: ProbePack, candidates: Mapping[str, list[Net]], hidden: np.ndarray, scores: np.ndarray) -> None:
+def _compare_paths(
+    pack: ProbePack, candidates: Mapping[str, list[Net]], hidden: np.ndarray, scores: np.ndarray
+) -> None:
     own, margins = {}, {}
     for concept in pack.concepts:  # parents come first
         value, margin = candidates[concept["id"]][0].logit(hidden, pack.dtype)
         above = [parent for parent in concept["parents"]]
         own[concept["id"]] = sigmoid(value) * (np.max([own[parent] for parent in above], axis=0) if above else 1.0)
         with np.errstate(all="ignore"):
-            margins[concept["id"]] = margin / 4 + (np.max([margins[parent] for parent in above], axis=0) if above else 0.0) + _FLOOR
+            margins[concept["id"]] = (
+                margin / 4 + (np.max([margins[parent] for parent in above], axis=0) if above else 0.0) + _FLOOR
+            )
     for i, concept in enumerate(pack.concepts):
         known = np.isfinite(margins[concept["id"]]) & np.isfinite(own[concept["id"]])
         if not (np.abs(own[concept["id"]] - scores[:, i])[known] <= margins[concept["id"]][known]).all():
@@ -99,7 +107,9 @@ def sigmoid(value: np.ndarray) -> np.ndarray:
 
 
 def _judge_manifest(found: Any, call: Call) -> None:
-    if found != _last_pairs(call.source / "manifest.json") and "NaN" not in (call.source / "manifest.json").read_text(errors="replace"):
+    if found != _last_pairs(call.source / "manifest.json") and "NaN" not in (call.source / "manifest.json").read_text(
+        errors="replace"
+    ):
         raise Wrong("the manifest is not what its JSON says")
     if not all(Path(name).name == name for name in found["files"]):
         raise Wrong("a file lies outside of the pack")
@@ -113,7 +123,9 @@ def _last_pairs(path: Path) -> Any:
 def _judge_concepts(found: Any, call: Call) -> None:
     text = (call.source / "concepts.jsonl").read_bytes().decode()
     lines = text.removesuffix("\n").split("\n") if text else []
-    if len(found) != len(lines) or not all(isinstance(one["id"], str) and isinstance(one["parents"], list) for one in found):
+    if len(found) != len(lines) or not all(
+        isinstance(one["id"], str) and isinstance(one["parents"], list) for one in found
+    ):
         raise Wrong("concepts are not those of the lines")
 
 
@@ -126,7 +138,9 @@ def _judge_tensors(found: Any, call: Call) -> None:
     if set(found) != set(expected):
         raise Wrong(f"tensors {sorted(found)}, in the file {sorted(expected)}")
     for name, tensor in found.items():
-        if tuple(tensor.shape) != expected[name].shape or not np.array_equal(tensor.double().numpy(), expected[name], equal_nan=True):
+        if tuple(tensor.shape) != expected[name].shape or not np.array_equal(
+            tensor.double().numpy(), expected[name], equal_nan=True
+        ):
             raise Wrong(f"tensor {name} is not what the file says")
 
 
@@ -138,7 +152,9 @@ def _open(call: Call) -> ProbePack:
         return ProbePack.from_pretrained(str(call.source), verify=True)
     if way == 1 and path.is_file() and not path.is_symlink():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return ProbePack.from_pretrained(str(call.source), manifest_sha256=digest if call.rng.random() < 0.8 else digest[::-1], verify=True)
+        return ProbePack.from_pretrained(
+            str(call.source), manifest_sha256=digest if call.rng.random() < 0.8 else digest[::-1], verify=True
+        )
     return ProbePack.open(call.source, verify=True)
 
 
@@ -152,9 +168,22 @@ def _edit(call: Call) -> tuple[ProbePack, ProbePack, bool]:
     copied = False
     match rng.randrange(6):
         case 0:
-            made = rename(pack, out, name="new", concepts={pack.concepts[0]["id"]: {"name": "N"}} if pack.concepts else None, overwrite=call.overwrite)
+            made = rename(
+                pack,
+                out,
+                name="new",
+                concepts={pack.concepts[0]["id"]: {"name": "N"}} if pack.concepts else None,
+                overwrite=call.overwrite,
+            )
         case 1:
-            made = subset(pack, out, [rng.choice(("c0", "c3", "concept*", "c5", 2))], above=rng.random() < 0.7, below=rng.random() < 0.7, overwrite=call.overwrite)
+            made = subset(
+                pack,
+                out,
+                [rng.choice(("c0", "c3", "concept*", "c5", 2))],
+                above=rng.random() < 0.7,
+                below=rng.random() < 0.7,
+                overwrite=call.overwrite,
+            )
         case 2:
             made = merge({"a": pack, "b": pack}, out, name="both", overwrite=call.overwrite)
         case 3:
@@ -169,7 +198,10 @@ def _edit(call: Call) -> tuple[ProbePack, ProbePack, bool]:
 def _judge_edit(found: Any, call: Call) -> None:
     pack, made, copied = found
     if copied:
-        if any((made.directory / file).read_bytes() != (pack.directory / file).read_bytes() for file in ("probes.safetensors", "concepts.jsonl")):
+        if any(
+            (made.directory / file).read_bytes() != (pack.directory / file).read_bytes()
+            for file in ("probes.safetensors", "concepts.jsonl")
+        ):
             raise Wrong("the copy has other bytes")
         return
     made = ProbePack.open(made.directory, verify=True)
@@ -211,9 +243,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b.detach()))
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(_bytes(a), _bytes(b.detach()))
+        )
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(map(str, a)) == list(map(str, b)) and all(_same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        return (
+            isinstance(b, dict)
+            and list(map(str, a)) == list(map(str, b))
+            and all(_same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        )
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b) or a != a
@@ -221,13 +262,24 @@ def _same(a: Any, b: Any) -> bool:
 
 def _import_hatcat(call: Call) -> tuple[ProbePack, str]:
     normalize = call.rng.choice(("none", "layernorm"))
-    how = {"break_cycles": call.rng.random() < 0.5, "allow_unlisted": call.rng.random() < 0.7, "flat": call.rng.random() < 0.2}
-    return import_pack(call.source, call.out, site=SITE, normalize=normalize, overwrite=call.overwrite, **how)[0], normalize
+    how = {
+        "break_cycles": call.rng.random() < 0.5,
+        "allow_unlisted": call.rng.random() < 0.7,
+        "flat": call.rng.random() < 0.2,
+    }
+    return (
+        import_pack(call.source, call.out, site=SITE, normalize=normalize, overwrite=call.overwrite, **how)[0],
+        normalize,
+    )
 
 
 def _judge_hatcat(found: Any, call: Call) -> None:
     pack, normalize = found
-    compare(ProbePack.open(pack.directory, verify=True), independent.hatcat(call.source, normalize), lambda concept: concept.rpartition(":")[0])
+    compare(
+        ProbePack.open(pack.directory, verify=True),
+        independent.hatcat(call.source, normalize),
+        lambda concept: concept.rpartition(":")[0],
+    )
 
 
 def _importer(run: Callable[[Call], ProbePack], candidates: Callable[[Call], dict[str, list[Net]]]) -> dict[str, Any]:
@@ -238,10 +290,13 @@ def _importer(run: Callable[[Call], ProbePack], candidates: Callable[[Call], dic
 
 
 TARGETS: dict[str, Target] = {
-    "manifest": Target(lambda room: [{"manifest.json": tree["manifest.json"]} for tree in seeds.packs(room)], lambda call: read_manifest(call.source / "manifest.json"), _judge_manifest, folders=False),
-    "concepts": Target(lambda room: [{"concepts.jsonl": tree["concepts.jsonl"]} for tree in seeds.packs(room)], lambda call: read_concepts(call.source / "concepts.jsonl"), _judge_concepts, folders=False),
+    "manifest": Target(lambda room: [{"manifest.json": tree["manifest.json"]} for tree in seeds.packs(room)],
+    lambda call: read_manifest(call.source / "manifest.json"), _judge_manifest, folders=False),
+    "concepts": Target(lambda room: [{"concepts.jsonl": tree["concepts.jsonl"]} for tree in seeds.packs(room)],
+    lambda call: read_concepts(call.source / "concepts.jsonl"), _judge_concepts, folders=False),
     "tensors": Target(
-        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], _tensors, _judge_tensors,
+        lambda room: [{"probes.safetensors": tree["probes.safetensors"]} for tree in seeds.packs(room)], _tensors,
+        _judge_tensors,
         folders=False,
     ),
     "pack": Target(seeds.packs, _open, _judge_pack),
@@ -250,18 +305,25 @@ TARGETS: dict[str, Target] = {
     "hierarchy": Target(seeds.hierarchies, _hierarchy, _judge_hierarchy, writes=True, folders=False),
     "torch": Target(seeds.torch_files, lambda call: load_plain(call.source / "x.pt"), _judge_torch, folders=False),
     "hatcat": Target(seeds.hatcat, _import_hatcat, _judge_hatcat, writes=True),
-    "probelab": Target(seeds.probelab, **_importer(lambda call: import_probelab(call.source, call.out, site=SITE, normalize="none", overwrite=call.overwrite), lambda call: independent.probelab(call.source))),
+    "probelab": Target(seeds.probelab, **_importer(lambda call: import_probelab(call.source, call.out, site=SITE,
+    normalize="none", overwrite=call.overwrite), lambda call: independent.probelab(call.source))),
     "probekit": Target(
         seeds.probekit, folders=False,
-        **_importer(lambda call: import_file(call.source / "probes.json", call.out, site=SITE, normalize="none", overwrite=call.overwrite), lambda call: independent.probekit(call.source / "probes.json")),
+        **_importer(lambda call: import_file(call.source / "probes.json", call.out, site=SITE, normalize="none",
+        overwrite=call.overwrite), lambda call: independent.probekit(call.source / "probes.json")),
     ),
-    "steerkit": Target(seeds.steerkit, **_importer(lambda call: import_steerkit(call.source, call.out, scale=SCALE, overwrite=call.overwrite), lambda call: independent.steerkit(call.source, SCALE))),
-    "saelens": Target(seeds.sae, **_importer(lambda call: import_sae(call.source, call.out, overwrite=call.overwrite), lambda call: independent.sae(call.source))),
-    "hallucination": Target(seeds.hallucination, **_importer(lambda call: import_head(call.source, call.out, normalize="none", overwrite=call.overwrite), lambda call: independent.hallucination(call.source))),
+    "steerkit": Target(seeds.steerkit, **_importer(lambda call: import_steerkit(call.source, call.out, scale=SCALE,
+    overwrite=call.overwrite), lambda call: independent.steerkit(call.source, SCALE))),
+    "saelens": Target(seeds.sae, **_importer(lambda call: import_sae(call.source, call.out, overwrite=call.overwrite),
+    lambda call: independent.sae(call.source))),
+    "hallucination": Target(seeds.hallucination, **_importer(lambda call: import_head(call.source, call.out,
+    normalize="none", overwrite=call.overwrite), lambda call: independent.hallucination(call.source))),
     "safetensors": Target(
         seeds.generic, folders=False,
         **_importer(
-            lambda call: import_safetensors(call.source / "heads.safetensors", call.out, mapping=call.source / "mapping.json", overwrite=call.overwrite), lambda call: independent.generic(call.source)
+            lambda call: import_safetensors(call.source / "heads.safetensors", call.out,
+            mapping=call.source / "mapping.json", overwrite=call.overwrite),
+            lambda call: independent.generic(call.source)
         ),
     ),
     **changes.TARGETS,

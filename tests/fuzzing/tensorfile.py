@@ -1,6 +1,6 @@
 """Break safetensors files: the header, the offsets, or a tensor and all that goes with it.
 
-    broken = break_safetensors(data, random.Random(7))
+broken = break_safetensors(data, random.Random(7))
 """
 
 from __future__ import annotations
@@ -12,7 +12,23 @@ from typing import Any
 
 from fuzzing.values import WORDS, break_bytes, break_json, break_value
 
-_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "U64": 8, "C64": 8, "F4": 1, "": 1}
+_SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "U64": 8,
+    "C64": 8,
+    "F4": 1,
+    "": 1,
+}
 _FORMATS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I8": "<b", "U8": "<B"}
 
 
@@ -21,7 +37,15 @@ def break_safetensors(data: bytes, rng: Random) -> bytes:
     size = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8 : 8 + size])
-        parts = {name: (entry["dtype"], entry["shape"], data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]]) for name, entry in header.items() if name != "__metadata__"}
+        parts = {
+            name: (
+                entry["dtype"],
+                entry["shape"],
+                data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return break_bytes(data, rng)
     names = sorted(parts)
@@ -39,7 +63,9 @@ def break_safetensors(data: bytes, rng: Random) -> bytes:
             shape, offsets = entry["shape"], entry["data_offsets"]
             match rng.randrange(4):
                 case 0 if shape:
-                    shape[rng.randrange(len(shape))] = rng.choice((0, 1, -1, 2**31, 2**32, 2**40, 2**63, 2**64 - 1, shape[0] + 1))
+                    shape[rng.randrange(len(shape))] = rng.choice(
+                        (0, 1, -1, 2**31, 2**32, 2**40, 2**63, 2**64 - 1, shape[0] + 1)
+                    )
                 case 1:
                     offsets[rng.randrange(2)] += rng.choice((-8, -4, -1, 1, 4, 8, 2**40))
                 case 2:
@@ -62,11 +88,17 @@ def break_safetensors(data: bytes, rng: Random) -> bytes:
 
 def _texts(metadata: Any) -> Any:
     """Metadata as safetensors wants it, texts by name, so that what is in the texts is reached."""
-    return {str(key): value if isinstance(value, str) else str(value)[:1000] for key, value in metadata.items()} if isinstance(metadata, dict) else metadata
+    return (
+        {str(key): value if isinstance(value, str) else str(value)[:1000] for key, value in metadata.items()}
+        if isinstance(metadata, dict)
+        else metadata
+    )
 
 
 def _break_parts(parts: dict[str, tuple[str, list[int], bytes]], names: list[str], rng: Random) -> None:
-    """A tensor taken away, renamed, doubled, put in another's place, turned, cut, read as another type: sizes and offsets stay right."""
+    """A tensor taken away, renamed, doubled, put in another's place, turned, cut, read as another type: sizes and
+    offsets stay right.
+    """
     name, other = rng.choice(names), rng.choice(names)
     dtype, shape, raw = parts[name]
     row = len(raw) // shape[0] if shape and shape[0] else 0
@@ -74,9 +106,13 @@ def _break_parts(parts: dict[str, tuple[str, list[int], bytes]], names: list[str
         case 0:
             del parts[name]
         case 1:
-            parts[rng.choice((*WORDS, "alert_threshold:ema(0.3)", "alert_threshold:", "w1_scale", "w2", "golden_scores"))] = parts.pop(name)
+            parts[
+                rng.choice((*WORDS, "alert_threshold:ema(0.3)", "alert_threshold:", "w1_scale", "w2", "golden_scores"))
+            ] = parts.pop(name)
         case 2:
-            parts[rng.choice(("alert_threshold:each", "alert_threshold:max", "golden_hidden", "w2", "extra"))] = parts[name]
+            parts[rng.choice(("alert_threshold:each", "alert_threshold:max", "golden_hidden", "w2", "extra"))] = parts[
+                name
+            ]
         case 3:
             parts[name] = parts[other]
         case 4:
@@ -86,7 +122,14 @@ def _break_parts(parts: dict[str, tuple[str, list[int], bytes]], names: list[str
         case 6 if row:
             parts[name] = (dtype, [shape[0] + 1, *shape[1:]], raw + raw[-row:])
         case _:
-            parts[name] = rng.choice(((dtype, [0, *shape[1:]], b""), (dtype, [1, *shape], raw), (dtype, [], raw[: _SIZES.get(dtype, 1)]), (dtype, [*shape, 0], b"")))
+            parts[name] = rng.choice(
+                (
+                    (dtype, [0, *shape[1:]], b""),
+                    (dtype, [1, *shape], raw),
+                    (dtype, [], raw[: _SIZES.get(dtype, 1)]),
+                    (dtype, [*shape, 0], b""),
+                )
+            )
             if rng.random() < 0.4:
                 wanted = rng.choice([kind for kind, size in _SIZES.items() if size == _SIZES.get(dtype, 1)])
                 parts[name] = (wanted, shape, raw)
@@ -101,11 +144,27 @@ def break_values(dtype: str, raw: bytes, rng: Random) -> bytes:
             break
         at = rng.randrange(len(made) // size) * size
         if dtype in ("F64", "F32", "F16"):
-            value: Any = rng.choice((0.0, -0.0, 1.0, -1.0, 0.5, 3e38 if dtype != "F16" else 6e4, 1e-40, float("nan"), float("inf"), float("-inf"), rng.gauss(0, 10)))
+            value: Any = rng.choice(
+                (
+                    0.0,
+                    -0.0,
+                    1.0,
+                    -1.0,
+                    0.5,
+                    3e38 if dtype != "F16" else 6e4,
+                    1e-40,
+                    float("nan"),
+                    float("inf"),
+                    float("-inf"),
+                    rng.gauss(0, 10),
+                )
+            )
             made[at : at + size] = struct.pack(_FORMATS[dtype], value)
         elif dtype in _FORMATS:
             bits = 8 * size - (dtype != "U8")
-            value = rng.choice((0, 1, 2, 5, len(raw) // size, 1000, 32768, 2**20, 2**33, 2**bits - 1, rng.randrange(16)))
+            value = rng.choice(
+                (0, 1, 2, 5, len(raw) // size, 1000, 32768, 2**20, 2**33, 2**bits - 1, rng.randrange(16))
+            )
             value = value % 2**bits if rng.random() < 0.7 or dtype == "U8" else -(value % 2**bits)
             made[at : at + size] = struct.pack(_FORMATS[dtype], value)
         else:

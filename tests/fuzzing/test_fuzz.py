@@ -1,4 +1,6 @@
-"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/evidence/fuzz.py) found, and that it would notice."""
+"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/evidence/fuzz.py)
+found, and that it would notice.
+"""
 
 import importlib
 import json
@@ -45,7 +47,13 @@ def room(tmp_path_factory):
 def test_broken_input_ends_in_a_typed_error_or_a_correct_pack(room, target):
     valid = room.seeds(target)
 
-    @settings(max_examples=EXAMPLES.get(target, 60), derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=EXAMPLES.get(target, 60),
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.sampled_from(valid), st.integers(0, 2**64 - 1))
     def check(tree, seed):
         rng = Random(seed)
@@ -56,9 +64,15 @@ def test_broken_input_ends_in_a_typed_error_or_a_correct_pack(room, target):
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(name=st.sampled_from(["manifest", "hierarchy", "probekit"]), keys=st.lists(st.text(), max_size=3), value=st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
-))  # fmt: skip
+@given(
+    name=st.sampled_from(["manifest", "hierarchy", "probekit"]),
+    keys=st.lists(st.text(), max_size=3),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+        max_leaves=12,
+    ),
+)
 def test_any_value_in_any_place_of_json_is_a_typed_error_or_correct(room, name, keys, value):
     tree = dict(room.seeds(name)[0])
     file = next(iter(tree))
@@ -127,11 +141,18 @@ def leaves_a_temporary_folder(call):
 @pytest.mark.parametrize(
     "run, told",
     [
-        (untyped, "untyped"), (starved, "memory"), (runs_a_program, "subprocess.Popen"), (runs_code_of_the_file, "runs code"), (reads_outside, "to read"), (writes_beside, "to write"),
-        (imports_what_the_input_names, "imports antigravity_of_the_input"), (leaves_half_a_pack, "left behind"), (leaves_a_temporary_folder, "left behind"),
+        (untyped, "untyped"),
+        (starved, "memory"),
+        (runs_a_program, "subprocess.Popen"),
+        (runs_code_of_the_file, "runs code"),
+        (reads_outside, "to read"),
+        (writes_beside, "to write"),
+        (imports_what_the_input_names, "imports antigravity_of_the_input"),
+        (leaves_half_a_pack, "left behind"),
+        (leaves_a_temporary_folder, "left behind"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
-)  # fmt: skip
+)
 def test_the_fuzzer_notices(room, monkeypatch, run, told):
     room.seeds("manifest")
     monkeypatch.setitem(TARGETS, "bad", Target(lambda folder: [], run, lambda made, call: None, writes=True))
@@ -154,7 +175,11 @@ def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch
     from probemon.importers import flat
 
     tree, real = room.seeds("steerkit")[0], flat.stack
-    monkeypatch.setattr(flat, "stack", lambda probes: {name: tensor * 1.01 if name == "b1" else tensor for name, tensor in real(probes).items()})
+    monkeypatch.setattr(
+        flat,
+        "stack",
+        lambda probes: {name: tensor * 1.01 if name == "b1" else tensor for name, tensor in real(probes).items()},
+    )
     verdict = room.run("steerkit", tree, Random(0))
     assert verdict.trouble is not None and verdict.trouble.startswith("wrong: 'refusal'")
 
@@ -172,8 +197,20 @@ def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
 @pytest.mark.parametrize(
     "target, place, name, value, told",
     [
-        ("opened", "held_file.HeldFolder", "unchanged", lambda folder: True, "wrong: a mixture"),  # a pack is opened file by file
-        ("used", "held_file.HeldFile", "check", lambda file: None, "scores are others"),  # nobody looks whether a file was written to
+        (
+            "opened",
+            "held_file.HeldFolder",
+            "unchanged",
+            lambda folder: True,
+            "wrong: a mixture",
+        ),  # a pack is opened file by file
+        (
+            "used",
+            "held_file.HeldFile",
+            "check",
+            lambda file: None,
+            "scores are others",
+        ),  # nobody looks whether a file was written to
     ],
 )
 def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch, target, place, name, value, told):
@@ -201,14 +238,23 @@ def test_cases_of_one_seed_are_the_same_every_time(room, monkeypatch):
     monkeypatch.setattr(fuzz, "_room", [room])
     monkeypatch.setattr(fuzz, "_begin_bytes", [0])
     first, second = (fuzz.run_chunk("tensors", 0, 60, 5) for _ in range(2))
-    assert first["outcomes"] == second["outcomes"] and sum(first["outcomes"].values()) == 60 and first["kept"] == second["kept"] > 0
-    assert fuzz.run_chunk("tensors", 1, 60, 5)["edges"] != first["edges"] or fuzz.run_chunk("tensors", 1, 60, 5)["outcomes"] != first["outcomes"]
+    assert (
+        first["outcomes"] == second["outcomes"]
+        and sum(first["outcomes"].values()) == 60
+        and first["kept"] == second["kept"] > 0
+    )
+    assert (
+        fuzz.run_chunk("tensors", 1, 60, 5)["edges"] != first["edges"]
+        or fuzz.run_chunk("tensors", 1, 60, 5)["outcomes"] != first["outcomes"]
+    )
 
 
 def test_chunks_are_all_the_cases_that_were_asked_for():
     chunks = fuzz.plan(list(TARGETS), 100_000, 0)
     assert 100_000 <= sum(chunk[2] for chunk in chunks) < 100_000 + len(TARGETS)
-    assert {chunk[0] for chunk in chunks} == set(TARGETS) == set(fuzz.SHARES) and len({chunk[:2] for chunk in chunks}) == len(chunks)
+    assert {chunk[0] for chunk in chunks} == set(TARGETS) == set(fuzz.SHARES) and len(
+        {chunk[:2] for chunk in chunks}
+    ) == len(chunks)
 
 
 # -- what it found -------------------------------------------------------------------------------
@@ -253,7 +299,9 @@ def test_links_within_a_pack_and_to_the_blobs_of_the_hubs_cache_are_its_own(pack
     assert ProbePack.open(tmp_path / "inner").n_probes == pack.n_probes
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 2000 + "1" + "}" * 2000, '{"a": ' + "1" * 5000 + "}"], ids=lambda text: text[:5])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 2000 + "1" + "}" * 2000, '{"a": ' + "1" * 5000 + "}"], ids=lambda text: text[:5]
+)
 def test_texts_that_python_cannot_read_are_named(tmp_path, text):
     path = tmp_path / "text"
     path.write_text(text)
@@ -265,7 +313,10 @@ def test_texts_that_python_cannot_read_are_named(tmp_path, text):
         read_object(path)
 
 
-@pytest.mark.parametrize("file, most", [("manifest.json", MAX_MANIFEST_BYTES), ("concepts.jsonl", MAX_CONCEPTS_BYTES), ("README.md", MAX_CARD_BYTES)])
+@pytest.mark.parametrize(
+    "file, most",
+    [("manifest.json", MAX_MANIFEST_BYTES), ("concepts.jsonl", MAX_CONCEPTS_BYTES), ("README.md", MAX_CARD_BYTES)],
+)
 def test_a_file_over_its_bound_is_refused_before_it_is_read(pack, tmp_path, file, most):
     target = shutil.copytree(pack.directory, tmp_path / "pack")
     manifest = json.loads((target / "manifest.json").read_text())
@@ -331,7 +382,9 @@ def test_metadata_of_a_card_that_grows_without_end_is_refused(pack, tmp_path):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     lines = [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)]
     result = "{task: {type: a}, dataset: {name: *m, type: b}, metrics: [{type: c, value: *m}]}"
-    text = "\n".join(["---", "a: &a [x, x]", *lines, f"model-index: [{{name: x, results: [{result}]}}]", "---", "# ours", ""])
+    text = "\n".join(
+        ["---", "a: &a [x, x]", *lines, f"model-index: [{{name: x, results: [{result}]}}]", "---", "# ours", ""]
+    )
     (target / "README.md").write_text(text)
     manifest = json.loads((target / "manifest.json").read_text())
     manifest["files"]["README.md"] = {"sha256": sha256(target / "README.md"), "size": len(text)}
@@ -340,9 +393,13 @@ def test_metadata_of_a_card_that_grows_without_end_is_refused(pack, tmp_path):
         ProbePack.open(target).save_pretrained(tmp_path / "copy")
 
 
-@pytest.mark.parametrize("name, pickled", torchfile.EXPLOITS, ids=[f"{i} {name}" for i, (name, _) in enumerate(torchfile.EXPLOITS)])
+@pytest.mark.parametrize(
+    "name, pickled", torchfile.EXPLOITS, ids=[f"{i} {name}" for i, (name, _) in enumerate(torchfile.EXPLOITS)]
+)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_pickle_that_would_run_something_is_refused_by_the_name_of_it(room, tmp_path, monkeypatch, name, pickled, wrapped):
+def test_a_pickle_that_would_run_something_is_refused_by_the_name_of_it(
+    room, tmp_path, monkeypatch, name, pickled, wrapped
+):
     monkeypatch.chdir(tmp_path)
     data = torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], pickled) if wrapped else pickled
     (tmp_path / "x.pt").write_bytes(data)
@@ -363,7 +420,9 @@ def test_a_pickle_that_would_grow_without_end_is_refused(room, tmp_path, number)
 
 
 def test_a_part_of_a_tensor_by_itself_is_no_value(room, tmp_path):
-    (tmp_path / "x.pt").write_bytes(torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], b"\x80\x02}X\x01\x00\x00\x00actorch\nFloatStorage\ns."))
+    (tmp_path / "x.pt").write_bytes(
+        torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], b"\x80\x02}X\x01\x00\x00\x00actorch\nFloatStorage\ns.")
+    )
     with pytest.raises(ImportRefused, match="a part of a tensor by itself"):
         load_plain(tmp_path / "x.pt")
 
@@ -377,7 +436,12 @@ def test_names_that_a_file_system_refuses_are_refused(tmp_path):
 def test_the_result_file_is_of_all_rooms_and_without_a_crash():
     found = json.loads(RESULT.read_text())
     assert found["cases"] >= 100_000 and found["crashes"] == 0 and found["troubles"] == []
-    assert set(found["targets"]) == set(TARGETS) and sum(one["cases"] for one in found["targets"].values()) == found["cases"]
+    assert (
+        set(found["targets"]) == set(TARGETS)
+        and sum(one["cases"] for one in found["targets"].values()) == found["cases"]
+    )
     assert all(one["outcomes"].get("made", 0) > 20 and len(one["outcomes"]) > 1 for one in found["targets"].values())
-    typed = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.ProbemonError)}
+    typed = {
+        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.ProbemonError)
+    }
     assert set(found["outcomes"]) <= {"made", "made, not compared", *typed}

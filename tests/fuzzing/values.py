@@ -1,7 +1,7 @@
 """Break bytes, JSON values and JSON texts.
 
-    break_json(data, rng), break_lines(data, rng)   # a JSON file; one of JSON by lines
-    break_bytes(data, rng)                          # any file
+break_json(data, rng), break_lines(data, rng)   # a JSON file; one of JSON by lines
+break_bytes(data, rng)                          # any file
 """
 
 from __future__ import annotations
@@ -11,14 +11,27 @@ from random import Random
 from typing import Any
 
 WORDS = (
-    "", ".", "..", "../outside", "/etc/hostname", "a/b", "a\\b", "C:/x", "nul\0byte", "\ud800", "x" * 300, "x" * 5000, "none", "layernorm", "rmsnorm", "path", "independent",
-    "resid_post.0", "resid_post.1", "resid_post.99999999999999999999", "__class__", "1", "-1", "1e999", "\u2028", "\x1b[31m", "Entity:0", "Whale:2", "a:1001", ":1", "c0", "c1",
+    "", ".", "..", "../outside", "/etc/hostname", "a/b", "a\\b", "C:/x", "nul\0byte", "\ud800", "x" * 300, "x" * 5000,
+    "none", "layernorm", "rmsnorm", "path", "independent",
+    "resid_post.0", "resid_post.1", "resid_post.99999999999999999999", "__class__", "1", "-1", "1e999", "\u2028",
+    "\x1b[31m", "Entity:0", "Whale:2", "a:1001", ":1", "c0", "c1",
 )  # fmt: skip
 NUMBERS = (
-    0, 1, -1, 2, 3, 7, 127, 255, 256, 1000, 1001, 32768, 2**31 - 1, 2**31, 2**48, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400, 0.0, 0.5, 1.0, -0.0, 1e-320,
+    0, 1, -1, 2, 3, 7, 127, 255, 256, 1000, 1001, 32768, 2**31 - 1, 2**31, 2**48, 2**53, 2**63 - 1, 2**63, -(2**63),
+    2**64, 10**30, 10**400, 0.0, 0.5, 1.0, -0.0, 1e-320,
     1e308, -1e308, float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
-DEPTHS = (3, 60, 200, 900, 960, 980, 990, 5000, 200_000)  # around where Python's own limit of 1,000 begins, and far beyond
+DEPTHS = (
+    3,
+    60,
+    200,
+    900,
+    960,
+    980,
+    990,
+    5000,
+    200_000,
+)  # around where Python's own limit of 1,000 begins, and far beyond
 
 
 def break_bytes(data: bytes, rng: Random) -> bytes:
@@ -42,7 +55,9 @@ def break_bytes(data: bytes, rng: Random) -> bytes:
             made[at:at] = rng.randbytes(rng.randrange(1, 17))
         case 6:
             size = rng.choice((2, 4, 8))
-            made[at : at + size] = (rng.choice([n for n in NUMBERS if isinstance(n, int)]) % (1 << 8 * size)).to_bytes(size, rng.choice(("little", "big")))
+            made[at : at + size] = (rng.choice([n for n in NUMBERS if isinstance(n, int)]) % (1 << 8 * size)).to_bytes(
+                size, rng.choice(("little", "big"))
+            )
         case _:
             made += rng.choice((b"\0", b"\0" * 64, b"{}", b"\n", made[:64]))
     return bytes(made)
@@ -82,7 +97,9 @@ def break_text(text: str, value: Any, rng: Random) -> str:
         case 3:
             return "\ufeff" + text
         case 4:
-            return text.replace(": ", ": " + rng.choice(("1" * 5000, "-", "1e99999", "NaN", "Infinity", "'x'", "\0")), 1)
+            return text.replace(
+                ": ", ": " + rng.choice(("1" * 5000, "-", "1e99999", "NaN", "Infinity", "'x'", "\0")), 1
+            )
         case _:
             return text + rng.choice(("x", "\n\n", "\0", text))
 
@@ -93,7 +110,9 @@ def break_value(value: Any, rng: Random) -> Any:
     waiting = [value]
     while waiting:
         here = waiting.pop()
-        inner = list(here.items()) if isinstance(here, dict) else list(enumerate(here)) if isinstance(here, list) else []
+        inner = (
+            list(here.items()) if isinstance(here, dict) else list(enumerate(here)) if isinstance(here, list) else []
+        )
         slots += [(here, key) for key, _ in inner]
         waiting += [part for _, part in inner if isinstance(part, (dict, list))]
     if not slots or rng.random() < 0.02:

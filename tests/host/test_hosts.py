@@ -1,4 +1,6 @@
-"""Hosts that are no plain decoder: encoder-decoders from their start token on, wrappers, layers that are found or refused."""
+"""Hosts that are no plain decoder: encoder-decoders from their start token on, wrappers, layers that are found or
+refused.
+"""
 
 import pytest
 import torch
@@ -13,17 +15,44 @@ from probemon.host.fingerprint import fingerprint
 from probemon.host.model import find_layers, host_state, unwrap
 
 ENCODED = torch.tensor([[1, 5, 9, 13, 7], [1, 44, 3, PAD, PAD]])
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None, "attention_mask": (ENCODED != PAD).long()}
+GREEDY = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": PAD,
+    "eos_token_id": None,
+    "attention_mask": (ENCODED != PAD).long(),
+}
 
 
 @pytest.fixture(scope="module")
 def t5():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": LAYERS, "num_decoder_layers": LAYERS, "num_heads": 2, "initializer_factor": 0.5}
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", decoder_start_token_id=60, pad_token_id=PAD, eos_token_id=2, **sizes)).eval()
+    sizes = {
+        "vocab_size": 61,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": LAYERS,
+        "num_decoder_layers": LAYERS,
+        "num_heads": 2,
+        "initializer_factor": 0.5,
+    }
+    return AutoModelForSeq2SeqLM.from_config(
+        AutoConfig.for_model("t5", decoder_start_token_id=60, pad_token_id=PAD, eos_token_id=2, **sizes)
+    ).eval()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}, {"decoder_input_ids": [[30, 31], [32, 33]]}, {"decoder_input_ids": [[60, 31], [60, 33]]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"decoder_input_ids": [[30, 31], [32, 33]]},
+        {"decoder_input_ids": [[60, 31], [60, 33]]},
+    ],
+    ids=str,
+)
 def test_decoder_tokens_of_an_encoder_decoder(t5, options, tmp_path):
     manager = manager_for(t5, tmp_path)
     given = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
@@ -32,7 +61,16 @@ def test_decoder_tokens_of_an_encoder_decoder(t5, options, tmp_path):
     n_prompt = {"[[30, 31], [32, 33]]": 3, "[[60, 31], [60, 33]]": 2}.get(str(options.get("decoder_input_ids")), 1)
     for row, line in enumerate(out.tolist()):
         assert line[0] == 60
-        check(manager, t5, run.result(out), row, line, 0, [(n_prompt, len(line) - n_prompt - 1)], ENCODED[row][ENCODED[row] != PAD].tolist())
+        check(
+            manager,
+            t5,
+            run.result(out),
+            row,
+            line,
+            0,
+            [(n_prompt, len(line) - n_prompt - 1)],
+            ENCODED[row][ENCODED[row] != PAD].tolist(),
+        )
 
 
 def test_padded_decoder_prompts(t5, tmp_path):
@@ -44,7 +82,16 @@ def test_padded_decoder_prompts(t5, tmp_path):
     result = run.result(out)
     assert result.position[result.row == 0].tolist()[0] == 1
     for row, first in enumerate((1, 0)):
-        check(manager, t5, result, row, out[row].tolist(), first, [(3 - first, 5)], ENCODED[row][ENCODED[row] != PAD].tolist())
+        check(
+            manager,
+            t5,
+            result,
+            row,
+            out[row].tolist(),
+            first,
+            [(3 - first, 5)],
+            ENCODED[row][ENCODED[row] != PAD].tolist(),
+        )
 
 
 def test_encoder_alone_is_not_watched_and_its_modes_are_refused(t5, tmp_path):
@@ -66,10 +113,28 @@ def test_plain_forward_of_an_encoder_decoder_is_a_document(t5, tmp_path):
     check(manager, t5, run.result(ids), 0, ids[0].tolist(), 0, [(4, 0)], ENCODED[0].tolist())
 
 
-@pytest.mark.parametrize("name, layers", [("bert", "encoder.layer"), ("distilbert", "transformer.layer"), ("roberta", "encoder.layer"), ("t5", "block"), ("llama", "layers")])
+@pytest.mark.parametrize(
+    "name, layers",
+    [
+        ("bert", "encoder.layer"),
+        ("distilbert", "transformer.layer"),
+        ("roberta", "encoder.layer"),
+        ("t5", "block"),
+        ("llama", "layers"),
+    ],
+)
 def test_layers_are_found_wherever_they_stand(name, layers):
-    sizes = {"vocab_size": 61, "num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    sizes |= {"distilbert": {"dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 24}, "t5": {"d_model": 16, "num_heads": 2, "num_decoder_layers": 4}}.get(name, {})
+    sizes = {
+        "vocab_size": 61,
+        "num_hidden_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    sizes |= {
+        "distilbert": {"dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 24},
+        "t5": {"d_model": 16, "num_heads": 2, "num_decoder_layers": 4},
+    }.get(name, {})
     model = AutoModel.from_config(AutoConfig.for_model(name, **sizes))
     base, found = find_layers(model)
     assert found is base.get_submodule(layers) and len(found) == 4
@@ -88,7 +153,9 @@ def test_wrappers_are_seen_through_and_adapters_do_not_change_the_fingerprint():
 
     model = make_model()
     before = fingerprint(model)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="one")
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="one"
+    )
     wrapped = torch.compile(adapted, backend="eager")
     assert unwrap(wrapped) is model and fingerprint(model) == before
     assert host_state(model).adapters == ("one",) and host_state(model).adapters_merged == ()

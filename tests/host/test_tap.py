@@ -12,9 +12,17 @@ from probemon.host.tap import Tap
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -25,7 +33,13 @@ def n_hooks(model):
 def test_generation_is_bit_identical_and_every_state_is_the_hosts_own(model):
     ids = torch.tensor([[1, 5, 9, 13]])
     seen = []
-    options = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    options = {
+        "max_new_tokens": 7,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "eos_token_id": None,
+    }
     bare = model.generate(ids, **options)
     before = n_hooks(model)
     with Tap(model, ["resid_post.1"], lambda site, h: seen.append(h.clone())):

@@ -132,7 +132,10 @@ def test_a_stale_hierarchy_is_refused_naming_the_one_beside_the_folder(tmp_path)
     theirs.write_hierarchy(tmp_path / "pack/hierarchy", STALE)
     with pytest.raises(
         ImportRefused,
-        match=r"hierarchy/hierarchy\.json does not name 4 of the 5 probes \(B:1, C:1, D:2, \.\.\.\): it is the hierarchy of others",
+        match=(
+            r"hierarchy/hierarchy\.json does not name 4 of the 5 probes \(B:1, C:1, D:2, \.\.\.\): it is the hierarchy"
+            r" of others"
+        ),
     ) as refused:
         bring(tmp_path / "pack/hierarchy", tmp_path / "ours")
     assert "may be it" not in str(refused.value)
@@ -500,6 +503,13 @@ def test_concepts_that_the_hierarchy_lists_without_edges_are_named(tmp_path):
     from probemon.importers.weights import Folder
 
     keys = [f"Root{i}:0" for i in range(9)]
-    (tmp_path / "hierarchy.json").write_text(json.dumps({"parent_to_children": {**{key: [] for key in keys}, "Root0:0": ["Child:1"]}, "child_to_parent": {"Child:1": "Root0:0"}}))
+    (tmp_path / "hierarchy.json").write_text(
+        json.dumps(
+            {
+                "parent_to_children": {**{key: [] for key in keys}, "Root0:0": ["Child:1"]},
+                "child_to_parent": {"Child:1": "Root0:0"},
+            }
+        )
+    )
     graph = read_graph(Folder(tmp_path), Notes(KINDS))
     assert set(graph.parents) == {node_of(key) for key in [*keys, "Child:1"]}

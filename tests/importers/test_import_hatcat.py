@@ -1,4 +1,6 @@
-"""Packs in HatCat's format become packs of ours: the same scores, every concept accounted for, nothing run that a file holds."""
+"""Packs in HatCat's format become packs of ours: the same scores, every concept accounted for, nothing run that a file
+holds.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,12 @@ from probemon.importers.hatcat import import_pack
 from probemon.importers.weights import Folder, load_bank, load_state_dict
 
 D = 24
-VARIANTS = {"plain": ("plain",), "LayerNorm": ("LayerNorm",), "linear": ("linear",), "mixed": ("plain", "LayerNorm", "linear")}
+VARIANTS = {
+    "plain": ("plain",),
+    "LayerNorm": ("LayerNorm",),
+    "linear": ("linear",),
+    "mixed": ("plain", "LayerNorm", "linear"),
+}
 
 
 def states(scale=1.0):
@@ -39,7 +46,10 @@ def scores(pack, hidden):
 def error(pack, probes, hidden, normalize):
     """Largest difference of a score from that of the module that was saved, in fp64."""
     ours = scores(pack, hidden)
-    return max(float((ours[:, pack.find(key)] - theirs.expected(made, hidden, normalize)).abs().max()) for key, made in probes.items())
+    return max(
+        float((ours[:, pack.find(key)] - theirs.expected(made, hidden, normalize)).abs().max())
+        for key, made in probes.items()
+    )
 
 
 GENERATIONS = {
@@ -48,7 +58,9 @@ GENERATIONS = {
     "layered, bare names": lambda folder, probes: theirs.write_layered(folder, probes, suffix="_classifier", bare=True),
     "banked": lambda folder, probes: theirs.write_banked(folder, probes),
     "flat": lambda folder, probes: theirs.write_flat(folder, probes),
-    "flat, activation_lenses": lambda folder, probes: theirs.write_flat(folder, probes, place="activation_lenses", suffix=""),
+    "flat, activation_lenses": lambda folder, probes: theirs.write_flat(
+        folder, probes, place="activation_lenses", suffix=""
+    ),
     "flat, the folder itself": lambda folder, probes: theirs.write_flat(folder, probes, place="."),
 }
 
@@ -63,13 +75,22 @@ def test_every_generation_gives_every_probe_its_scores_and_its_place(tmp_path, g
     (theirs.write_layer_files if tree == "layer files" else theirs.write_hierarchy)(told)
     pack, report = bring(folder, tmp_path / "ours", **({"hierarchy": told} if tree == "elsewhere" else {}))
     assert error(pack, probes, states(), "none") < 1e-6
-    assert [c["id"] for c in pack.concepts if c["level"] == 0] == ["Abstract:0", "Entity:0"] and pack.n_probes == len(KEYS)
+    assert [c["id"] for c in pack.concepts if c["level"] == 0] == ["Abstract:0", "Entity:0"] and pack.n_probes == len(
+        KEYS
+    )
     for i, concept in enumerate(pack.concepts):
         children = {pack.concepts[child]["id"] for child in pack.tree.children(i).tolist()}
-        assert children == set(TREE.get(concept["id"], [])) and concept["name"] == theirs.split(concept["id"])[0] and concept["level"] == theirs.split(concept["id"])[1]
+        assert (
+            children == set(TREE.get(concept["id"], []))
+            and concept["name"] == theirs.split(concept["id"])[0]
+            and concept["level"] == theirs.split(concept["id"])[1]
+        )
         assert concept.get("definition") == (f"what {concept['name']} is" if tree == "layer files" else None)
     assert [note.kind for note in report.notes] == ["several_parents"] and report.note("several_parents").count == 1
-    assert report.note("several_parents").examples[0] in ("Process:1 under Entity:0, Abstract:0", "Process:1 under Abstract:0, Entity:0")
+    assert report.note("several_parents").examples[0] in (
+        "Process:1 under Entity:0, Abstract:0",
+        "Process:1 under Abstract:0, Entity:0",
+    )
     assert report.counts["probes"] == len(KEYS) and report.counts["edges"] == sum(map(len, TREE.values()))
     assert ProbePack.open(pack.directory, verify=True).n_probes == len(KEYS)
 
@@ -84,7 +105,9 @@ def test_fp32_scores_are_those_of_the_saved_modules(tmp_path, variants, normaliz
     assert pack.dtype == torch.float32 and str(pack.architecture) == ("linear" if variants == "linear" else "7-5-1")
     for scale in (1.0, 20.0, 1e-3) if normalize == "layernorm" else (1.0, 3.0):
         assert error(pack, probes, states(scale), normalize) < 1e-6
-    expected = {"plain": ["none"], "linear": ["none"], "LayerNorm": ["layernorm"], "mixed": ["none", "layernorm"]}[variants]
+    expected = {"plain": ["none"], "linear": ["none"], "LayerNorm": ["layernorm"], "mixed": ["none", "layernorm"]}[
+        variants
+    ]
     assert [spec.norm for spec in pack.inputs] == (expected if normalize == "none" else ["layernorm"] * len(expected))
     assert pack.manifest["quality"]["import"]["max_score_error"] < 1e-6
 
@@ -125,13 +148,23 @@ def test_weights_that_need_no_folding_are_kept_bit_for_bit(tmp_path, dtype):
 
 def test_probes_of_several_widths_and_dtypes_go_into_one_pack_exactly(tmp_path):
     probes = {
-        "A:0": theirs.module("plain", D, 0, widths=(7, 5)), "B:0": theirs.module("LayerNorm", D, 1, torch.bfloat16, widths=(3, 9)),
-        "C:0": theirs.module("linear", D, 2, torch.float16), "D:0": theirs.module("plain", D, 3, torch.bfloat16, widths=(1, 1)),
-    }  # fmt: skip
+        "A:0": theirs.module("plain", D, 0, widths=(7, 5)),
+        "B:0": theirs.module("LayerNorm", D, 1, torch.bfloat16, widths=(3, 9)),
+        "C:0": theirs.module("linear", D, 2, torch.float16),
+        "D:0": theirs.module("plain", D, 3, torch.bfloat16, widths=(1, 1)),
+    }
     theirs.write_layered(tmp_path / "theirs", probes)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert str(pack.architecture) == "7-9-1" and pack.dtype == torch.float32 and error(pack, probes, states(), "none") < 1e-6
-    assert {name: n for name, n in report.counts.items() if name.startswith("in ")} == {"in float32": 1, "in bfloat16": 2, "in float16": 1}
+    assert (
+        str(pack.architecture) == "7-9-1"
+        and pack.dtype == torch.float32
+        and error(pack, probes, states(), "none") < 1e-6
+    )
+    assert {name: n for name, n in report.counts.items() if name.startswith("in ")} == {
+        "in float32": 1,
+        "in bfloat16": 2,
+        "in float16": 1,
+    }
 
 
 def test_a_linear_probe_beside_the_narrowest_perceptron_is_exact(tmp_path):
@@ -157,7 +190,10 @@ def test_a_layernorm_of_a_layernorm_is_folded_exactly_where_its_eps_matters(tmp_
 def test_what_no_file_records_must_be_said_and_is_kept(tmp_path):
     theirs.write_layered(tmp_path / "theirs", modules(["plain"], D))
     theirs.write_hierarchy(tmp_path / "theirs")
-    theirs.write_json(tmp_path / "theirs/pack_info.json", {"source_pack": "first", "model": "org/model", "hidden_dim": D, "training_config": {"seed": 1}})
+    theirs.write_json(
+        tmp_path / "theirs/pack_info.json",
+        {"source_pack": "first", "model": "org/model", "hidden_dim": D, "training_config": {"seed": 1}},
+    )
     with pytest.raises(TypeError, match="site"):
         import_pack(tmp_path / "theirs", tmp_path / "ours", normalize="none")
     with pytest.raises(ConfigError, match="say whether states are standardised"):
@@ -166,11 +202,22 @@ def test_what_no_file_records_must_be_said_and_is_kept(tmp_path):
         import_pack(tmp_path / "theirs", tmp_path / "ours", site="layer 7", normalize="none")
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", "layernorm", licence="MIT")
     kept = pack.manifest["provenance"]
-    assert kept["import"] == json.loads(json.dumps(report.as_dict())) and kept["import"]["stated"] == {"site": "resid_post.1", "normalize": "layernorm", "eps": 1e-5}
+    assert kept["import"] == json.loads(json.dumps(report.as_dict())) and kept["import"]["stated"] == {
+        "site": "resid_post.1",
+        "normalize": "layernorm",
+        "eps": 1e-5,
+    }
     assert kept["source"] == {"source_pack": "first", "model": "org/model", "training_config": {"seed": 1}}
-    assert pack.manifest["host"]["model_id"] == "org/model" and pack.manifest["licence"] == "MIT" and pack.score_rule == "independent"
+    assert (
+        pack.manifest["host"]["model_id"] == "org/model"
+        and pack.manifest["licence"] == "MIT"
+        and pack.score_rule == "independent"
+    )
     card = (pack.directory / "README.md").read_text()
-    assert "not in its files, said at import: site resid_post.1, normalize layernorm" in card and str(report).splitlines()[-1] in card
+    assert (
+        "not in its files, said at import: site resid_post.1, normalize layernorm" in card
+        and str(report).splitlines()[-1] in card
+    )
 
 
 # -- the hierarchy -------------------------------------------------------------------------------
@@ -187,7 +234,11 @@ def parents(pack):
 
 
 def test_what_no_descent_comes_to_is_told_in_report_card_manifest_concepts_and_coverage(tmp_path):
-    write(tmp_path / "theirs", {"Root:0": ["Child:1"], "Lost:2": ["Deep:3"]}, ["Root:0", "Child:1", "Lost:2", "Deep:3", "Nowhere:1"])
+    write(
+        tmp_path / "theirs",
+        {"Root:0": ["Child:1"], "Lost:2": ["Deep:3"]},
+        ["Root:0", "Child:1", "Lost:2", "Deep:3", "Nowhere:1"],
+    )
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     note = report.note("unreachable")
     assert note.count == 3 and note.examples == ("Nowhere:1", "Lost:2", "Deep:3")
@@ -200,16 +251,27 @@ def test_what_no_descent_comes_to_is_told_in_report_card_manifest_concepts_and_c
     coverage = manager.score_tokens(states()).coverage
     assert (coverage.active == 2).all() and (coverage.not_reached == 3).all()
     example = card.split("```python")[1].split("```")[0]
-    told = {"pack": pack, "DynamicProbeManager": lambda pack, **settings: DynamicProbeManager(pack, impl="reference", strategy="descent", load_threshold=-1.0, **settings)}
+    told = {
+        "pack": pack,
+        "DynamicProbeManager": lambda pack, **settings: DynamicProbeManager(
+            pack, impl="reference", strategy="descent", load_threshold=-1.0, **settings
+        ),
+    }
     exec(example, told)  # what the card says to do reaches all of them
-    assert (told["manager"].score_tokens(states()).coverage.not_reached == 0).all() and sorted(told["orphans"]) == ["Lost:2", "Nowhere:1"]
+    assert (told["manager"].score_tokens(states()).coverage.not_reached == 0).all() and sorted(told["orphans"]) == [
+        "Lost:2",
+        "Nowhere:1",
+    ]
 
 
 def test_a_pack_that_begins_below_level_0_begins_at_its_first_level(tmp_path):
     write(tmp_path / "theirs", TREE, [key for key in KEYS if not key.endswith(":0")])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert pack.recommended["base_layers"] == [1] and report.note("unreachable") is None
-    assert (DynamicProbeManager(pack, impl="reference", load_threshold=-1.0).score_tokens(states()).coverage.not_reached == 0).all()
+    assert (
+        DynamicProbeManager(pack, impl="reference", load_threshold=-1.0).score_tokens(states()).coverage.not_reached
+        == 0
+    ).all()
 
 
 def test_children_of_a_concept_without_a_probe_go_under_the_nearest_that_has_one(tmp_path):
@@ -247,11 +309,18 @@ def test_cycles_of_any_shape_are_broken_and_every_concept_stays(tmp_path):
 
 
 def test_levels_are_kept_where_an_edge_does_not_go_down(tmp_path):
-    write(tmp_path / "theirs", {"A:0": ["B:1", "E:0"], "B:1": ["C:1"], "C:1": ["D:0"]}, ["A:0", "B:1", "C:1", "D:0", "E:0"])
+    write(
+        tmp_path / "theirs",
+        {"A:0": ["B:1", "E:0"], "B:1": ["C:1"], "C:1": ["D:0"]},
+        ["A:0", "B:1", "C:1", "D:0", "E:0"],
+    )
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert {c["id"]: c["level"] for c in pack.concepts} == {"A:0": 0, "B:1": 1, "C:1": 1, "D:0": 0, "E:0": 0}
     assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}, "C:1": {"B:1"}, "D:0": {"C:1"}, "E:0": {"A:0"}}
-    assert set(report.note("not_down").examples) == {"A:0 > E:0", "B:1 > C:1", "C:1 > D:0"} and report.note("unreachable") is None
+    assert (
+        set(report.note("not_down").examples) == {"A:0 > E:0", "B:1 > C:1", "C:1 > D:0"}
+        and report.note("unreachable") is None
+    )
     for base, begun in (([0], {"A:0", "D:0", "E:0"}), ([0, 1], {"A:0", "B:1", "C:1", "D:0", "E:0"})):
         plan = DynamicProbeManager(pack, impl="reference", strategy="descent", base_layers=base).plan
         assert {pack.concepts[probe]["id"] for probe in plan.start} == begun
@@ -268,7 +337,15 @@ def test_a_bare_name_of_a_layer_file_means_the_nearest_level_below(tmp_path):
     probes = modules(["linear"], D, keys=["A:0", "B:1", "B:2", "C:3"])
     theirs.write_layered(tmp_path / "theirs", probes)
     for level, concepts in enumerate([[("A", ["B", "Ghost"])], [("B", [])], [("B", ["C"])], [("C", [])]]):
-        content = [{"sumo_term": name, "layer": level, "category_children": children, "parent_concepts": ["Nobody"] if level == 3 else []} for name, children in concepts]
+        content = [
+            {
+                "sumo_term": name,
+                "layer": level,
+                "category_children": children,
+                "parent_concepts": ["Nobody"] if level == 3 else [],
+            }
+            for name, children in concepts
+        ]
         theirs.write_json(tmp_path / f"theirs/layer{level}.json", {"layer": level, "concepts": content})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}, "B:2": set(), "C:3": {"B:2"}}
@@ -307,13 +384,24 @@ def test_a_flat_set_without_a_hierarchy_is_one_level_all_of_it_scored(tmp_path):
     theirs.write_flat(tmp_path / "theirs", probes)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert len(pack.manifest["counts_per_level"]) == 1 and not report.notes
-    assert (DynamicProbeManager(pack, impl="reference", strategy="exhaustive").score_tokens(torch.randn(2, 3)).coverage.active == 510).all()
+    assert (
+        DynamicProbeManager(pack, impl="reference", strategy="exhaustive")
+        .score_tokens(torch.randn(2, 3))
+        .coverage.active
+        == 510
+    ).all()
 
 
 def test_lens_paths_say_where_a_flat_pack_is(tmp_path):
     probes = modules(["linear"], D, keys=["A:0", "B:0"])
     theirs.write_flat(tmp_path / "theirs", probes, place="hierarchy")
-    theirs.write_json(tmp_path / "theirs/pack.json", {"lens_paths": {"activation_lenses": "hierarchy", "text_lenses": "text_lenses"}, "model_info": {"model_id": "m", "hidden_dim": D}})
+    theirs.write_json(
+        tmp_path / "theirs/pack.json",
+        {
+            "lens_paths": {"activation_lenses": "hierarchy", "text_lenses": "text_lenses"},
+            "model_info": {"model_id": "m", "hidden_dim": D},
+        },
+    )
     pack, _ = bring(tmp_path / "theirs", tmp_path / "ours")
     assert error(pack, probes, states(), "none") < 1e-6 and pack.manifest["host"] == {"model_id": "m", "hidden_size": D}
 
@@ -350,12 +438,19 @@ def test_a_probe_stored_twice_is_told_and_the_current_name_taken(tmp_path):
 
 def test_three_way_heads_are_listed_by_name_and_left_out(tmp_path):
     heads = [f"Head{i}:1" for i in range(8)]
-    probes = {**modules(["plain"], D, keys=["A:0"]), **{key: theirs.module("tripole", D, i) for i, key in enumerate(heads)}}
+    probes = {
+        **modules(["plain"], D, keys=["A:0"]),
+        **{key: theirs.module("tripole", D, i) for i, key in enumerate(heads)},
+    }
     theirs.write_layered(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs", {"A:0": heads})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert list(parents(pack)) == ["A:0"] and report.note("tripole").count == 8
-    assert list(report.note("tripole").examples) == heads == pack.manifest["provenance"]["import"]["notes"]["tripole"]["examples"]
+    assert (
+        list(report.note("tripole").examples)
+        == heads
+        == pack.manifest["provenance"]["import"]["notes"]["tripole"]["examples"]
+    )
     assert "8 three-way heads, no sigmoid of one logit: not imported (Head0:1" in str(report)
 
 
@@ -365,7 +460,10 @@ def test_three_way_heads_are_listed_by_name_and_left_out(tmp_path):
         ("unknown", {"fc.weight": torch.ones(1, D), "fc.bias": torch.ones(1)}),
         ("unknown", {"linear.weight": torch.ones(2, D), "linear.bias": torch.ones(2)}),
         ("unknown", {"linear.weight": torch.ones(D), "linear.bias": torch.ones(1)}),
-        ("unknown", {"net.linear.weight": torch.ones(1, D), "linear.weight": torch.ones(1, D), "linear.bias": torch.ones(1)}),
+        (
+            "unknown",
+            {"net.linear.weight": torch.ones(1, D), "linear.weight": torch.ones(1, D), "linear.bias": torch.ones(1)},
+        ),
         ("dtype", {"linear.weight": torch.ones(1, D).double(), "linear.bias": torch.ones(1).double()}),
         ("not_finite", {"linear.weight": torch.full((1, D), float("nan")), "linear.bias": torch.ones(1)}),
         ("width", {"linear.weight": torch.ones(1, D + 1), "linear.bias": torch.ones(1)}),
@@ -375,7 +473,11 @@ def test_what_is_no_probe_of_the_format_is_left_out_by_name(tmp_path, kind, stat
     write(tmp_path / "theirs", {"A:0": ["B:1", "C:1"]}, ["A:0", "B:1"])
     torch.save(state, tmp_path / "theirs/layer1/C.pt")
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert set(parents(pack)) == {"A:0", "B:1"} and report.note(kind).count == 1 and report.note(kind).examples[0].startswith("C:1")
+    assert (
+        set(parents(pack)) == {"A:0", "B:1"}
+        and report.note(kind).count == 1
+        and report.note(kind).examples[0].startswith("C:1")
+    )
 
 
 def test_a_source_without_any_probe_is_an_error(tmp_path):
@@ -403,14 +505,18 @@ def test_calibration_is_kept_and_sets_no_threshold(tmp_path):
     kept = pack.concepts[pack.find("Whale:2")]["calibration"]
     assert kept == {"self_mean": 0.9, "cross_mean": 0.1, "cross_fire_rate": 0.02, "gen_fire_rate": None}
     assert pack.alert_threshold.isnan().all() and report.counts["calibrated"] == len(KEYS) - 1
-    assert report.note("uncalibrated").examples == (KEYS[-1],) and report.note("calibration_unknown").examples == ("Gone_L4",)
+    assert report.note("uncalibrated").examples == (KEYS[-1],) and report.note("calibration_unknown").examples == (
+        "Gone_L4",
+    )
 
 
 def test_states_of_several_layers_side_by_side_are_told(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     theirs.write_json(tmp_path / "theirs/pack_info.json", {"hidden_dim": D // 3})
     _, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert report.note("concatenated").count == len(KEYS) and report.note("concatenated").examples[0].endswith("(3 of 8)")
+    assert report.note("concatenated").count == len(KEYS) and report.note("concatenated").examples[0].endswith(
+        "(3 of 8)"
+    )
     theirs.write_json(tmp_path / "theirs/pack_info.json", {"hidden_dim": D - 1})
     with pytest.raises(ImportRefused, match="probes read 24 values, the pack says hidden_dim 23"):
         bring(tmp_path / "theirs", tmp_path / "more")
@@ -461,7 +567,10 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize("wrapped, protocol", [("zip", 2), ("zip", 3), ("zip", 4), ("zip", 5), ("bare", 0), ("bare", 1), ("bare", 2), ("bare", 4)])
+@pytest.mark.parametrize(
+    "wrapped, protocol",
+    [("zip", 2), ("zip", 3), ("zip", 4), ("zip", 5), ("bare", 0), ("bare", 1), ("bare", 2), ("bare", 4)],
+)
 def test_a_malicious_pickle_is_refused_with_its_global_named_and_not_run(tmp_path, wrapped, protocol):
     write(tmp_path / "theirs", TREE, KEYS)
     state = {"linear.weight": torch.ones(1, D), "linear.bias": Evil(tmp_path / "ran")}
@@ -470,12 +579,17 @@ def test_a_malicious_pickle_is_refused_with_its_global_named_and_not_run(tmp_pat
         torch.save(state, path, pickle_protocol=protocol)
     else:
         path.write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol=protocol))
-    with pytest.raises(ImportRefused, match=r"layer1/Idea\.pt is a pickle that asks for posix\.system, which no state dict needs"):
+    with pytest.raises(
+        ImportRefused, match=r"layer1/Idea\.pt is a pickle that asks for posix\.system, which no state dict needs"
+    ):
         bring(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("name", ["builtins bytearray", "torch.storage UntypedStorage", "torch._utils _rebuild_sparse_tensor", "builtins getattr"])
+@pytest.mark.parametrize(
+    "name",
+    ["builtins bytearray", "torch.storage UntypedStorage", "torch._utils _rebuild_sparse_tensor", "builtins getattr"],
+)
 def test_globals_that_only_allocate_or_look_up_are_refused_too(tmp_path, name):
     module, word = name.split()
     data = b"\x80\x02c" + f"{module}\n{word}\n".encode() + b"J\x00\x00\x00\x7f\x85R."
@@ -493,6 +607,7 @@ def forge(path, data, members=(), compression=zipfile.ZIP_STORED):
 
 def described(numel=4, size=(4,), stride=(1,), offset=0, storage="FloatStorage", key="0"):
     """The pickle of `{"x": tensor}` with a tensor described as asked."""
+
     def number(n):
         return b"\x8a" + bytes([(n.bit_length() // 8) + 1]) + n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)
 
@@ -501,11 +616,23 @@ def described(numel=4, size=(4,), stride=(1,), offset=0, storage="FloatStorage",
 
     pid = b"(" + text("storage") + f"ctorch\n{storage}\n".encode() + text(key) + text("cpu") + number(numel) + b"tQ"
     sizes = b"(" + b"".join(map(number, size)) + b"t" + b"(" + b"".join(map(number, stride)) + b"t"
-    return b"\x80\x02}" + text("x") + b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + number(offset) + sizes + b"\x89ccollections\nOrderedDict\n)RtRs."
+    return (
+        b"\x80\x02}"
+        + text("x")
+        + b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + pid
+        + number(offset)
+        + sizes
+        + b"\x89ccollections\nOrderedDict\n)RtRs."
+    )
 
 
 def test_the_forger_of_these_tests_forges_what_torch_reads(tmp_path):
-    forge(tmp_path / "x.pt", described(6, (2, 2), (3, 1), 1), {"data/0": torch.arange(6.0).numpy().tobytes(), "version": b"3\n"})
+    forge(
+        tmp_path / "x.pt",
+        described(6, (2, 2), (3, 1), 1),
+        {"data/0": torch.arange(6.0).numpy().tobytes(), "version": b"3\n"},
+    )
     ours, its = load_state_dict(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
     assert torch.equal(ours["x"], its["x"]) and ours["x"].tolist() == [[1, 2], [4, 5]]
 
@@ -604,9 +731,13 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path, file, place):
     theirs.write_layered(tmp_path / "outside", modules(["linear"], D))
     write(tmp_path / "theirs", TREE, KEYS)
     if file == "bank_path":
-        theirs.write_json(tmp_path / "theirs/bank_index.json", {"Entity:0": {"bank_path": place, "concepts": ["Process"]}})
+        theirs.write_json(
+            tmp_path / "theirs/bank_index.json", {"Entity:0": {"bank_path": place, "concepts": ["Process"]}}
+        )
     else:
-        theirs.write_json(tmp_path / "theirs/pack.json", {file: {"activation_lenses": place, "activation_probes": place}})
+        theirs.write_json(
+            tmp_path / "theirs/pack.json", {file: {"activation_lenses": place, "activation_probes": place}}
+        )
     with pytest.raises(ImportRefused, match="does not lie in this folder"):
         bring(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
@@ -644,17 +775,28 @@ def test_names_in_the_hierarchy_are_never_paths(tmp_path):
 def test_names_are_told_without_what_a_terminal_would_obey(tmp_path):
     write(tmp_path / "theirs", {"Entity:0": ["Bad\x1b[2J\n:1"]}, ["Entity:0"])
     _, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert r"Bad\x1b[2J\n:1" in str(report) and "\x1b" not in report.section() and report.note("missing").examples == ("Bad\x1b[2J\n:1",)
+    assert (
+        r"Bad\x1b[2J\n:1" in str(report)
+        and "\x1b" not in report.section()
+        and report.note("missing").examples == ("Bad\x1b[2J\n:1",)
+    )
 
 
 @pytest.mark.parametrize(
     "file, content",
     [
-        ("hierarchy.json", "[1]"), ("hierarchy.json", "{"), ("hierarchy.json", '{"parent_to_children": [1]}'), ("hierarchy.json", "[" * 100_000),
-        ("hierarchy.json", '{"parent_to_children": {"Entity:0": ["\\ud800:1"]}}'), ("pack_info.json", "7"), ("calibration.json", "{}"),
-        ("bank_index.json", '{"Entity:0": 3}'), ("pack.json", '{"lens_paths": {"activation_lenses": 5}}'), ("pack.json", "\udcff"),
+        ("hierarchy.json", "[1]"),
+        ("hierarchy.json", "{"),
+        ("hierarchy.json", '{"parent_to_children": [1]}'),
+        ("hierarchy.json", "[" * 100_000),
+        ("hierarchy.json", '{"parent_to_children": {"Entity:0": ["\\ud800:1"]}}'),
+        ("pack_info.json", "7"),
+        ("calibration.json", "{}"),
+        ("bank_index.json", '{"Entity:0": 3}'),
+        ("pack.json", '{"lens_paths": {"activation_lenses": 5}}'),
+        ("pack.json", "\udcff"),
     ],
-)  # fmt: skip
+)
 def test_json_of_another_kind_is_refused_by_name(tmp_path, file, content):
     write(tmp_path / "theirs", TREE, KEYS)
     (tmp_path / "theirs" / file).write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -669,10 +811,21 @@ def test_layer_files_of_another_kind_are_refused(tmp_path):
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool],
+    ids=str,
+)
 def test_state_dicts_are_read_as_torch_reads_them(tmp_path, dtype):
     base = (torch.randn(6, 8, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
-    state = OrderedDict(whole=base, part=base[1:3, ::2], turned=base.T, one=base[2, 3], none=base[:0], parameter=torch.nn.Parameter(base.clone(), requires_grad=False))
+    state = OrderedDict(
+        whole=base,
+        part=base[1:3, ::2],
+        turned=base.T,
+        one=base[2, 3],
+        none=base[:0],
+        parameter=torch.nn.Parameter(base.clone(), requires_grad=False),
+    )
     state["room"] = torch.zeros(4096)  # the views state more bytes than their storage has
     state._metadata = {"": {"version": 1}}
     torch.save(state, tmp_path / "x.pt")
@@ -708,7 +861,9 @@ def test_flipped_bytes_give_the_weights_or_a_typed_error(tmp_path, seed):
     for _ in range(300):
         data = bytearray(whole)
         for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
-            data[int(torch.randint(len(data), (1,), generator=generator))] = int(torch.randint(256, (1,), generator=generator))
+            data[int(torch.randint(len(data), (1,), generator=generator))] = int(
+                torch.randint(256, (1,), generator=generator)
+            )
         (tmp_path / "x.pt").write_bytes(data)
         with contextlib.suppress(ImportRefused):
             n_read += sum(tensor.numel() for tensor in load_state_dict(tmp_path / "x.pt").values()) > 0
@@ -719,5 +874,7 @@ def test_folder_gives_what_lies_in_it(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x.pt").write_text("")
     folder = Folder(tmp_path)
-    assert folder.inside("a", "x.pt") == tmp_path / "a/x.pt" and folder.files("a", suffix=".pt") == [tmp_path / "a/x.pt"]
+    assert folder.inside("a", "x.pt") == tmp_path / "a/x.pt" and folder.files("a", suffix=".pt") == [
+        tmp_path / "a/x.pt"
+    ]
     assert folder.files("b", suffix=".pt") == [] and folder.json("none.json") is None

@@ -1,4 +1,6 @@
-"""What a HatCat pack says twice, otherwise, or in a place of its own is told by the import, with counts and examples."""
+"""What a HatCat pack says twice, otherwise, or in a place of its own is told by the import, with counts and
+examples.
+"""
 
 import os
 
@@ -44,7 +46,12 @@ def write_layers(folder, *levels):
     """layer0.json and so on; of each concept what it lists below and above it, None where it has no list."""
     for level, concepts in enumerate(levels):
         content = [
-            {"sumo_term": name, "layer": level, **({} if below is None else {"category_children": below}), **({} if above is None else {"parent_concepts": above})}
+            {
+                "sumo_term": name,
+                "layer": level,
+                **({} if below is None else {"category_children": below}),
+                **({} if above is None else {"parent_concepts": above}),
+            }
             for name, (below, above) in concepts.items()
         ]
         theirs.write_json(folder / f"layer{level}.json", {"layer": level, "concepts": content})
@@ -52,12 +59,23 @@ def write_layers(folder, *levels):
 
 def test_edges_that_layer_files_state_otherwise_are_told_once_each(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["C:1"], "D:0": ["E:1"]})
-    write_layers(tmp_path / "theirs", {"A": ([], None), "B": (["C"], None), "D": (None, None)}, {"C": (None, ["B"]), "E": (None, ["F"])})
+    write_layers(
+        tmp_path / "theirs",
+        {"A": ([], None), "B": (["C"], None), "D": (None, None)},
+        {"C": (None, ["B"]), "E": (None, ["F"])},
+    )
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert parents(pack)["C:1"] == {"A:0"} and parents(pack)["E:1"] == {"D:0"} and told(report, "stale") == ("B:0 is in layer0.json alone",)
+    assert (
+        parents(pack)["C:1"] == {"A:0"}
+        and parents(pack)["E:1"] == {"D:0"}
+        and told(report, "stale") == ("B:0 is in layer0.json alone",)
+    )
     assert told(report, "stale_edges") == (
-        "B:0 > C is in the layer files alone", "F > E:1 is in the layer files alone", "A:0 > C:1 is in hierarchy.json alone", "D:0 > E:1 is in hierarchy.json alone",
-    )  # fmt: skip
+        "B:0 > C is in the layer files alone",
+        "F > E:1 is in the layer files alone",
+        "A:0 > C:1 is in hierarchy.json alone",
+        "D:0 > E:1 is in hierarchy.json alone",
+    )
 
 
 def test_layer_files_that_say_the_same_or_nothing_of_edges_are_not_told(tmp_path):
@@ -66,7 +84,9 @@ def test_layer_files_that_say_the_same_or_nothing_of_edges_are_not_told(tmp_path
     theirs.write_layer_files(tmp_path / "theirs", tree)
     assert bring(tmp_path / "theirs", tmp_path / "same")[1].note("stale_edges") is None
     # Either end is enough: many files name one parent of several.
-    write_layers(tmp_path / "theirs", {"A": (["B", "C"], []), "X": (["C"], None)}, {"B": (None, ["A"]), "C": (None, ["A"])})
+    write_layers(
+        tmp_path / "theirs", {"A": (["B", "C"], []), "X": (["C"], None)}, {"B": (None, ["A"]), "C": (None, ["A"])}
+    )
     assert bring(tmp_path / "theirs", tmp_path / "one")[1].note("stale_edges") is None
     write_layers(tmp_path / "theirs", {"A": (None, None), "X": (None, None)}, {"B": (None, None), "C": (None, None)})
     assert bring(tmp_path / "theirs", tmp_path / "none")[1].note("stale_edges") is None
@@ -77,8 +97,11 @@ def test_roots_and_leaves_that_the_edges_contradict_are_told(tmp_path):
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}}
     assert told(report, "contradicted") == (
-        "A:0 is not in root_concepts, and under nothing", "B:1 is in root_concepts, and under A:0", "A:0 is in leaf_concepts, and above B:1", "B:1 is not in leaf_concepts, and above nothing",
-    )  # fmt: skip
+        "A:0 is not in root_concepts, and under nothing",
+        "B:1 is in root_concepts, and under A:0",
+        "A:0 is in leaf_concepts, and above B:1",
+        "B:1 is not in leaf_concepts, and above nothing",
+    )
     for lists in ({"root_concepts": ["A:0"], "leaf_concepts": ["B:1"]}, {"root_concepts": None, "leaf_concepts": None}):
         theirs.write_hierarchy(tmp_path / "theirs", {"A:0": ["B:1"]}, **lists)
         assert bring(tmp_path / "theirs", tmp_path / "ours", overwrite=True)[1].note("contradicted") is None
@@ -97,9 +120,20 @@ def test_a_folder_for_the_hierarchy_that_has_none_is_refused(tmp_path):
 def write_bank(folder, parent, names, *, index=True, listed=None, level=1):
     place = folder / "banks" / f"layer{level}"
     place.mkdir(parents=True, exist_ok=True)
-    torch.save({name: theirs.state_of(theirs.module("linear", D, i)) for i, name in enumerate(names)}, place / f"{parent}.bank.pt")
+    torch.save(
+        {name: theirs.state_of(theirs.module("linear", D, i)) for i, name in enumerate(names)},
+        place / f"{parent}.bank.pt",
+    )
     if index:
-        theirs.write_json(folder / "bank_index.json", {f"{parent}:{level - 1}": {"bank_path": f"banks/layer{level}/{parent}.bank.pt", **({} if listed is None else {"concepts": listed})}})
+        theirs.write_json(
+            folder / "bank_index.json",
+            {
+                f"{parent}:{level - 1}": {
+                    "bank_path": f"banks/layer{level}/{parent}.bank.pt",
+                    **({} if listed is None else {"concepts": listed}),
+                }
+            },
+        )
 
 
 def test_what_a_bank_and_its_index_do_not_agree_on_is_told(tmp_path):
@@ -110,8 +144,13 @@ def test_what_a_bank_and_its_index_do_not_agree_on_is_told(tmp_path):
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert set(parents(pack)) == {"Entity:0", "Car:1", "Ship:1", "Spare:1", "Lost:1"}
     assert told(report, "bank_lacks") == ("Boat of banks/layer1/Entity.bank.pt",)
-    assert told(report, "bank_unlisted") == ("Spare of banks/layer1/Entity.bank.pt", "Lost of banks/layer1/Other.bank.pt")
-    assert told(report, "bank_elsewhere") == ("Lost of banks/layer1/Other.bank.pt",) and report.note("bank_edges") is None
+    assert told(report, "bank_unlisted") == (
+        "Spare of banks/layer1/Entity.bank.pt",
+        "Lost of banks/layer1/Other.bank.pt",
+    )
+    assert (
+        told(report, "bank_elsewhere") == ("Lost of banks/layer1/Other.bank.pt",) and report.note("bank_edges") is None
+    )
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -123,8 +162,12 @@ def test_edges_that_only_banks_state_are_taken(tmp_path, index, layers):
         write_layers(tmp_path / "theirs", {"Entity": (None, None)}, {"Car": (None, None)}, {"Ship": (None, None)})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     ship = "Ship:2" if layers else "Ship:1"
-    assert parents(pack) == {"Entity:0": set(), "Car:1": {"Entity:0"}, ship: {"Entity:0"}} and report.counts["edges"] == 2
-    assert told(report, "bank_edges") == ("Entity:0 > Car:1", f"Entity:0 > {ship}") and [note.kind for note in report.notes] == ["bank_edges"]
+    assert (
+        parents(pack) == {"Entity:0": set(), "Car:1": {"Entity:0"}, ship: {"Entity:0"}} and report.counts["edges"] == 2
+    )
+    assert told(report, "bank_edges") == ("Entity:0 > Car:1", f"Entity:0 > {ship}") and [
+        note.kind for note in report.notes
+    ] == ["bank_edges"]
 
 
 def test_a_bank_on_level_0_has_no_parent(tmp_path):
@@ -138,13 +181,17 @@ def test_edges_of_banks_are_not_taken_beside_a_hierarchy(tmp_path):
     write_bank(tmp_path / "theirs", "Entity", ["Car"], listed=["Car"])
     theirs.write_hierarchy(tmp_path / "theirs", {"Thing:0": ["Car:1"], "Entity:0": []})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert parents(pack)["Car:1"] == {"Thing:0"} and told(report, "bank_elsewhere") == ("Car of banks/layer1/Entity.bank.pt",)
+    assert parents(pack)["Car:1"] == {"Thing:0"} and told(report, "bank_elsewhere") == (
+        "Car of banks/layer1/Entity.bank.pt",
+    )
 
 
 @pytest.mark.parametrize("listed", ["Car", {"Car": 1}, [1]])
 def test_an_index_that_lists_no_names_is_refused(tmp_path, listed):
     write_bank(tmp_path / "theirs", "Entity", ["Car"], listed=listed)
-    with pytest.raises(ImportRefused, match=r"bank_index\.json: 'Entity:0': its concepts are .*expected a list of names"):
+    with pytest.raises(
+        ImportRefused, match=r"bank_index\.json: 'Entity:0': its concepts are .*expected a list of names"
+    ):
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
@@ -161,7 +208,15 @@ def test_a_bank_that_is_not_there_is_said_to_be_missing(tmp_path):
 def test_weights_where_no_probes_are_expected_are_told(tmp_path):
     folder = tmp_path / "theirs"
     write(folder, {"A:0": ["B:1"]})
-    elsewhere = ["other/C.pt", "layerX/F.pt", "layer-1/N.pt", "layer1001/M.PT", "layer0/sub/G.pt", "banks/x.pt", "individual/y.pt"]
+    elsewhere = [
+        "other/C.pt",
+        "layerX/F.pt",
+        "layer-1/N.pt",
+        "layer1001/M.PT",
+        "layer0/sub/G.pt",
+        "banks/x.pt",
+        "individual/y.pt",
+    ]
     for name in [*elsewhere, "layer0/H.PT", ".cache/hidden.pt", ".git/x/hidden.pt", "other/notes.txt"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
@@ -202,10 +257,16 @@ def test_looking_for_weights_elsewhere_ends(tmp_path, monkeypatch):
 
 
 def test_probes_that_are_kept_in_a_wider_dtype_are_told(tmp_path):
-    made = {key: theirs.module("linear", D, i, dtype) for i, (key, dtype) in enumerate({"A:0": torch.float32, "B:0": torch.bfloat16, "C:0": torch.float16}.items())}
+    made = {
+        key: theirs.module("linear", D, i, dtype)
+        for i, (key, dtype) in enumerate({"A:0": torch.float32, "B:0": torch.bfloat16, "C:0": torch.float16}.items())
+    }
     theirs.write_layered(tmp_path / "theirs", made)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
-    assert pack.dtype == torch.float32 and told(report, "widened") == ("B:0 (bfloat16 to float32)", "C:0 (float16 to float32)")
+    assert pack.dtype == torch.float32 and told(report, "widened") == (
+        "B:0 (bfloat16 to float32)",
+        "C:0 (float16 to float32)",
+    )
     assert "2 probes of a narrower dtype than the pack's" in (pack.directory / "README.md").read_text()
     del made["A:0"], made["C:0"]
     theirs.write_layered(tmp_path / "one", made)
@@ -232,7 +293,9 @@ def test_the_number_of_layers_is_kept_and_bounds_the_site(tmp_path, info):
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert pack.manifest["host"] == {"model_id": None, "hidden_size": D, "n_layers": 2} and not report.notes
     for site in ("resid_post.2", "mlp_out.9999"):
-        with pytest.raises(ImportRefused, match=rf"its host has 2 layers \(num_layers\), 0 to 1: none is read at site '{site}'"):
+        with pytest.raises(
+            ImportRefused, match=rf"its host has 2 layers \(num_layers\), 0 to 1: none is read at site '{site}'"
+        ):
             bring(tmp_path / "theirs", tmp_path / "no", site=site)
 
 
@@ -245,7 +308,20 @@ def test_numbers_of_the_pack_that_cannot_be_are_told_and_not_used(tmp_path, key,
     assert told(report, "unusable") == (f"{key} {value!r}",) and "n_layers" not in pack.manifest["host"]
 
 
-@pytest.mark.parametrize("site", [None, 3, b"resid_post.1", "resid_post.99999999999999999999999", "resid_post." + "9" * 5000, "resid_post.01", "resid_post.1\n", "resid_post.١", "resid_post.-1"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        None,
+        3,
+        b"resid_post.1",
+        "resid_post.99999999999999999999999",
+        "resid_post." + "9" * 5000,
+        "resid_post.01",
+        "resid_post.1\n",
+        "resid_post.١",
+        "resid_post.-1",
+    ],
+)
 def test_a_site_that_cannot_be_is_refused_in_few_words(tmp_path, site):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     with pytest.raises(ConfigError, match=r"is not supported: expected resid_post\.N") as refused:
@@ -256,10 +332,21 @@ def test_a_site_that_cannot_be_is_refused_in_few_words(tmp_path, site):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("hierarchy", 3), ("name", 3), ("licence", None), ("licence", b"MIT"), ("model", ["org/model"]), ("max_bytes", "a"), ("max_bytes", None), ("max_bytes", True), ("progress", 3),
-        ("normalize", None), ("normalize", ["none"]), ("eps", "a"), ("eps", None),
+        ("hierarchy", 3),
+        ("name", 3),
+        ("licence", None),
+        ("licence", b"MIT"),
+        ("model", ["org/model"]),
+        ("max_bytes", "a"),
+        ("max_bytes", None),
+        ("max_bytes", True),
+        ("progress", 3),
+        ("normalize", None),
+        ("normalize", ["none"]),
+        ("eps", "a"),
+        ("eps", None),
     ],
-)  # fmt: skip
+)
 def test_an_argument_of_another_kind_is_told_by_name(tmp_path, name, value):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     with pytest.raises((ConfigError, PackError), match=name):

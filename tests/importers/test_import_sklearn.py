@@ -1,4 +1,6 @@
-"""scikit-learn estimators become probes whose scores are those of predict_proba; what is no sigmoid of one logit is refused by name."""
+"""scikit-learn estimators become probes whose scores are those of predict_proba; what is no sigmoid of one logit is
+refused by name.
+"""
 
 import inspect
 import pickle
@@ -32,7 +34,11 @@ RNG = np.random.default_rng(0)
 D, SITE = 11, "resid_post.1"
 X = (RNG.normal(size=(240, D)) * np.linspace(0.3, 4, D) + np.linspace(-3, 3, D)).astype(np.float32)
 LOGITS = (X - X.mean(0)) @ RNG.normal(size=(D, 4)) / 2 + RNG.normal(size=(240, 4))
-TWO, THREE, LABELS = LOGITS[:, 0] > 0, np.array(["cat", "dog", "owl"])[LOGITS[:, :3].argmax(1)], (LOGITS[:, :3] > 0).astype(int)
+TWO, THREE, LABELS = (
+    LOGITS[:, 0] > 0,
+    np.array(["cat", "dog", "owl"])[LOGITS[:, :3].argmax(1)],
+    (LOGITS[:, :3] > 0).astype(int),
+)
 NEW = (RNG.normal(size=(50, D)) * np.linspace(0.3, 4, D) + np.linspace(-3, 3, D)).astype(np.float32)
 
 
@@ -56,7 +62,9 @@ def mlp(**settings):
 
 SINGLE = {
     "logistic": LogisticRegression(),
-    "logistic, C by cross-validation": LogisticRegressionCV(cv=3, l1_ratios=(0,), scoring="accuracy", use_legacy_attributes=False),
+    "logistic, C by cross-validation": LogisticRegressionCV(
+        cv=3, l1_ratios=(0,), scoring="accuracy", use_legacy_attributes=False
+    ),
     "no intercept": LogisticRegression(fit_intercept=False),
     "log loss": SGDClassifier(loss="log_loss", random_state=0),
     "discriminant": LinearDiscriminantAnalysis(),
@@ -70,7 +78,9 @@ SINGLE = {
     "ridge, Platt": CalibratedClassifierCV(RidgeClassifier(), ensemble=False),
     "scaler, then Platt": make_pipeline(StandardScaler(), CalibratedClassifierCV(LinearSVC(), ensemble=False)),
     "frozen, Platt": CalibratedClassifierCV(FrozenEstimator(fit(LinearSVC()))),
-    "searched": GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression()), {"logisticregression__C": [0.1, 1.0]}, cv=3),
+    "searched": GridSearchCV(
+        make_pipeline(StandardScaler(), LogisticRegression()), {"logisticregression__C": [0.1, 1.0]}, cv=3
+    ),
     "network": make_pipeline(StandardScaler(), mlp()),
     "network of two layers": make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(6, 3))),
     "network of no layer": make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=())),
@@ -89,7 +99,10 @@ def test_scores_are_the_probability_of_yes(tmp_path, kind):
 
 
 def test_labels_become_concepts_with_the_scores_of_predict_proba(tmp_path):
-    several = {"ovr": OneVsRestClassifier(make_pipeline(StandardScaler(), LogisticRegression())), "network": make_pipeline(StandardScaler(), mlp())}
+    several = {
+        "ovr": OneVsRestClassifier(make_pipeline(StandardScaler(), LogisticRegression())),
+        "network": make_pipeline(StandardScaler(), mlp()),
+    }
     for name, estimator in several.items():
         fit(estimator, LABELS)
         pack = import_estimators({name: estimator}, tmp_path / name, site=SITE, normalize="none")
@@ -97,12 +110,23 @@ def test_labels_become_concepts_with_the_scores_of_predict_proba(tmp_path):
         assert np.abs(scores(pack) - estimator.predict_proba(NEW.astype(np.float64))).max() < 1e-6
     each = fit(MultiOutputClassifier(LogisticRegression()), LABELS)
     expected = np.stack([part[:, 1] for part in each.predict_proba(NEW.astype(np.float64))], axis=1)
-    assert np.abs(scores(import_estimators({"each": each}, tmp_path / "each", site=SITE, normalize="none")) - expected).max() < 1e-6
+    assert (
+        np.abs(
+            scores(import_estimators({"each": each}, tmp_path / "each", site=SITE, normalize="none")) - expected
+        ).max()
+        < 1e-6
+    )
 
 
-@pytest.mark.parametrize("estimator", [
-    OneVsRestClassifier(LogisticRegression()), CalibratedClassifierCV(LinearSVC(), ensemble=False), SGDClassifier(loss="log_loss", random_state=0),
-], ids=["one-vs-rest", "Platt", "log loss"])  # fmt: skip
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        OneVsRestClassifier(LogisticRegression()),
+        CalibratedClassifierCV(LinearSVC(), ensemble=False),
+        SGDClassifier(loss="log_loss", random_state=0),
+    ],
+    ids=["one-vs-rest", "Platt", "log loss"],
+)
 def test_classes_become_concepts_before_they_are_divided_by_their_sum(tmp_path, estimator):
     fit(estimator, THREE)
     pack = imported(tmp_path, estimator)
@@ -117,7 +141,10 @@ def test_classes_become_concepts_before_they_are_divided_by_their_sum(tmp_path, 
 def test_one_vs_rest_of_two_classes_is_one_concept(tmp_path):
     estimator = fit(OneVsRestClassifier(LogisticRegression()))
     pack = imported(tmp_path, estimator)
-    assert pack.n_probes == 1 and np.abs(scores(pack)[:, 0] - estimator.predict_proba(NEW.astype(np.float64))[:, 1]).max() < 1e-6
+    assert (
+        pack.n_probes == 1
+        and np.abs(scores(pack)[:, 0] - estimator.predict_proba(NEW.astype(np.float64))[:, 1]).max() < 1e-6
+    )
 
 
 @pytest.mark.parametrize("rule", ["multinomial", "ovr", "liblinear"])
@@ -133,7 +160,9 @@ def test_what_older_versions_meant_by_multi_class_is_kept(tmp_path, rule):
 
 @pytest.mark.parametrize("first", [[], [MaxAbsScaler()]], ids=["one scaler", "two"])
 def test_states_far_from_zero_lose_no_more_than_fp32_does(tmp_path, first):
-    """Deviations of 1 around means of 1,000: the error stays within a few units of the sums' last places, not of their largest terms by chance."""
+    """Deviations of 1 around means of 1,000: the error stays within a few units of the sums' last places, not of their
+    largest terms by chance.
+    """
     far = X + np.float32(1000) * np.sign(np.linspace(-1, 1, D)).astype(np.float32)
     estimator = make_pipeline(*first, StandardScaler(), LogisticRegression()).fit(far, TWO)
     pack = import_estimators({"it": estimator}, tmp_path / "pack", site=SITE, normalize="none")
@@ -141,26 +170,51 @@ def test_states_far_from_zero_lose_no_more_than_fp32_does(tmp_path, first):
     error = np.abs(scores(pack, new)[:, 0] - estimator.predict_proba(new.astype(np.float64))[:, 1]).max()
     terms = np.abs(new * pack.weights["w1"][0, 0].numpy()).sum(1).max() + abs(float(pack.weights["b1"][0, 0]))
     assert error <= 0.25 * 2 * np.finfo(np.float32).eps * terms
-    # At the mean the logit is the intercept. Rounding weights after the bias was folded with unrounded ones would lose more.
+    # At the mean the logit is the intercept. Rounding weights after the bias was folded with unrounded ones would lose
+    # more.
     scaler, last = estimator[-2:]
     before = estimator[0].scale_ if first else 1.0
     plain, mean = last.coef_[0] / scaler.scale_ / before, scaler.mean_ * before
-    naive = import_weights({"it": (plain, last.intercept_ - plain @ mean)}, tmp_path / "naive", site=SITE, normalize="none")
-    off = [abs(float(p.weights["w1"][0, 0].double() @ torch.from_numpy(mean) + p.weights["b1"][0, 0].double()) - last.intercept_[0]) for p in (pack, naive)]
+    naive = import_weights(
+        {"it": (plain, last.intercept_ - plain @ mean)}, tmp_path / "naive", site=SITE, normalize="none"
+    )
+    off = [
+        abs(
+            float(p.weights["w1"][0, 0].double() @ torch.from_numpy(mean) + p.weights["b1"][0, 0].double())
+            - last.intercept_[0]
+        )
+        for p in (pack, naive)
+    ]
     assert off[0] < off[1] and off[0] <= np.spacing(np.abs(pack.weights["b1"].numpy()))[0, 0]
 
 
 def test_estimators_of_several_shapes_go_into_one_pack_exactly(tmp_path):
     estimators = {
-        "linear": fit(make_pipeline(StandardScaler(), LogisticRegression())), "one": fit(make_pipeline(StandardScaler(), mlp())),
-        "two": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(4, 3)))), "labels": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(9,))), LABELS),
-    }  # fmt: skip
-    pack = import_estimators(estimators, tmp_path / "pack", site=SITE, normalize="none", name="several", licence="MIT", model="org/host")
-    assert str(pack.architecture) == "9-9-1" and pack.n_probes == 6 and pack.name == "several" and pack.manifest["licence"] == "MIT"
-    expected = np.hstack([np.atleast_2d(e.predict_proba(NEW.astype(np.float64)))[:, -n:] for e, n in zip(estimators.values(), (1, 1, 1, 3), strict=True)])
+        "linear": fit(make_pipeline(StandardScaler(), LogisticRegression())),
+        "one": fit(make_pipeline(StandardScaler(), mlp())),
+        "two": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(4, 3)))),
+        "labels": fit(make_pipeline(StandardScaler(), mlp(hidden_layer_sizes=(9,))), LABELS),
+    }
+    pack = import_estimators(
+        estimators, tmp_path / "pack", site=SITE, normalize="none", name="several", licence="MIT", model="org/host"
+    )
+    assert (
+        str(pack.architecture) == "9-9-1"
+        and pack.n_probes == 6
+        and pack.name == "several"
+        and pack.manifest["licence"] == "MIT"
+    )
+    expected = np.hstack(
+        [
+            np.atleast_2d(e.predict_proba(NEW.astype(np.float64)))[:, -n:]
+            for e, n in zip(estimators.values(), (1, 1, 1, 3), strict=True)
+        ]
+    )
     assert np.abs(scores(pack) - expected).max() < 1e-6
     told = pack.manifest["provenance"]["import"]
-    assert told["stated"]["estimators"]["two"] == ["Pipeline", "StandardScaler", "MLPClassifier"] and told["sites"] == [SITE]
+    assert told["stated"]["estimators"]["two"] == ["Pipeline", "StandardScaler", "MLPClassifier"] and told["sites"] == [
+        SITE
+    ]
     manager = DynamicProbeManager(pack)  # a flat pack is a pack: every probe is scored at every token
     assert manager.score_tokens(torch.from_numpy(NEW)).coverage.active.tolist() == [6] * len(NEW)
 
@@ -169,7 +223,9 @@ def test_normalisation_before_the_estimator_is_recorded_and_done(tmp_path):
     normal = (X - X.mean(1, keepdims=True)) / X.std(1, keepdims=True)
     estimator = LogisticRegression().fit(normal, TWO)
     pack = imported(tmp_path, estimator, normalize="layernorm", eps=1e-12)
-    expected = estimator.predict_proba(((NEW - NEW.mean(1, keepdims=True)) / NEW.std(1, keepdims=True)).astype(np.float64))[:, 1]
+    expected = estimator.predict_proba(
+        ((NEW - NEW.mean(1, keepdims=True)) / NEW.std(1, keepdims=True)).astype(np.float64)
+    )[:, 1]
     assert np.abs(scores(pack)[:, 0] - expected).max() < 2e-6
     assert pack.manifest["inputs"] == [{"site": SITE, "norm": "layernorm", "eps": 1e-12}]
 
@@ -190,8 +246,16 @@ REFUSED = {
     "three layers": (mlp(hidden_layer_sizes=(4, 3, 2)), TWO, "3 hidden layers"),
     "polynomial": (make_pipeline(PolynomialFeatures(), LogisticRegression()), TWO, "PolynomialFeatures.*not affine"),
     "clipped": (make_pipeline(MinMaxScaler(clip=True), LogisticRegression()), TWO, "MinMaxScaler with clip=True"),
-    "clipped by its largest": (make_pipeline(MaxAbsScaler(clip=True), LogisticRegression()), TWO, "MaxAbsScaler with clip=True"),
-    "softmax within labels": (MultiOutputClassifier(OneVsRestClassifier(LogisticRegression())), np.stack([THREE, THREE], axis=1), "has 3 outputs"),
+    "clipped by its largest": (
+        make_pipeline(MaxAbsScaler(clip=True), LogisticRegression()),
+        TWO,
+        "MaxAbsScaler with clip=True",
+    ),
+    "softmax within labels": (
+        MultiOutputClassifier(OneVsRestClassifier(LogisticRegression())),
+        np.stack([THREE, THREE], axis=1),
+        "has 3 outputs",
+    ),
 }
 
 
@@ -217,7 +281,12 @@ def test_bad_input_is_one_error_that_names_it(tmp_path):
     with pytest.raises(ImportRefused, match="loading a pickle for you would run what is in it"):
         import_estimators(str(pickled), tmp_path / "pack", site=SITE, normalize="none")
     with pytest.raises(ImportRefused, match=r"narrow reads 5 values"):
-        import_estimators({"narrow": LogisticRegression().fit(X[:, :5], TWO), "wide": fit(LogisticRegression())}, tmp_path / "pack", site=SITE, normalize="none")
+        import_estimators(
+            {"narrow": LogisticRegression().fit(X[:, :5], TWO), "wide": fit(LogisticRegression())},
+            tmp_path / "pack",
+            site=SITE,
+            normalize="none",
+        )
     with pytest.raises(ImportRefused, match="normalize is 'zscore'"):
         imported(tmp_path, fit(LogisticRegression()), normalize="zscore")
     with pytest.raises(ImportRefused, match="no probe to import"):

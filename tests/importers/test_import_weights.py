@@ -22,7 +22,9 @@ def test_a_download_that_was_cut_short_is_not_told_as_an_attack(tmp_path, share)
     whole = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(whole[: int(len(whole) * share)])
     for read in (load_state_dict, load_bank):
-        with pytest.raises(ImportRefused, match=r"x\.pt is cut short or damaged: a zip without its end: fetch it again"):
+        with pytest.raises(
+            ImportRefused, match=r"x\.pt is cut short or damaged: a zip without its end: fetch it again"
+        ):
             read(tmp_path / "x.pt")
 
 
@@ -58,7 +60,15 @@ def test_a_key_that_stands_twice_is_refused_with_file_and_key(tmp_path):
 def test_every_json_of_a_pack_is_read_so(tmp_path):
     (tmp_path / "theirs/layer0").mkdir(parents=True)
     torch.save({"linear.weight": torch.ones(1, 8), "linear.bias": torch.ones(1)}, tmp_path / "theirs/layer0/A.pt")
-    for name in ("hierarchy.json", "layer0.json", "bank_index.json", "calibration.json", "pack_info.json", "lens_pack.json", "pack.json"):
+    for name in (
+        "hierarchy.json",
+        "layer0.json",
+        "bank_index.json",
+        "calibration.json",
+        "pack_info.json",
+        "lens_pack.json",
+        "pack.json",
+    ):
         (tmp_path / "theirs" / name).write_text('{"concepts": [], "x": {"a": 1, "b": 2, "a": 1}}')
         with pytest.raises(ImportRefused, match=f"{name}: 'a' stands twice"):
             import_pack(tmp_path / "theirs", tmp_path / "ours", site="resid_post.1", normalize="none")
@@ -74,7 +84,9 @@ def test_probes_that_a_file_names_twice_are_not_lost(tmp_path):
     with pytest.raises(ImportRefused, match=r"probes\.json: 'a' stands twice"):
         import_file(tmp_path / "probes.json", tmp_path / "ours", site="resid_post.1", normalize="none")
     save_file({"w": torch.ones(4)}, tmp_path / "w.safetensors")
-    (tmp_path / "mapping.json").write_text('{"site": "resid_post.1", "normalize": "none", "probes": {"a": {"weight": "w"}, "a": {"weight": "w"}}}')
+    (tmp_path / "mapping.json").write_text(
+        '{"site": "resid_post.1", "normalize": "none", "probes": {"a": {"weight": "w"}, "a": {"weight": "w"}}}'
+    )
     with pytest.raises(ImportRefused, match=r"mapping\.json: 'a' stands twice"):
         import_safetensors(tmp_path / "w.safetensors", tmp_path / "ours", mapping=tmp_path / "mapping.json")
 
@@ -82,7 +94,11 @@ def test_probes_that_a_file_names_twice_are_not_lost(tmp_path):
 def test_a_key_may_stand_in_many_objects_and_values_are_as_json_has_them():
     text = '{"a": {"a": [{"a": NaN}, {"a": 1e400}, {}]}, "b": "\\u00e9\\ud83d\\ude00"}'
     found = loads(text)
-    assert found["a"]["a"][1:] == [{"a": float("inf")}, {}] and found["b"] == "é😀" and found["a"]["a"][0]["a"] != found["a"]["a"][0]["a"]
+    assert (
+        found["a"]["a"][1:] == [{"a": float("inf")}, {}]
+        and found["b"] == "é😀"
+        and found["a"]["a"][0]["a"] != found["a"]["a"][0]["a"]
+    )
     assert loads(text, constant=lambda _: None)["a"]["a"][0] == {"a": None}
     with pytest.raises(ValueError, match="surrogates"):
         loads('{"\\ud800": 1}')

@@ -1,4 +1,6 @@
-"""What the other projects' own packages write, imported: scores are those of the packages themselves. Run by scripts/evidence/test_importers.sh, which installs them."""
+"""What the other projects' own packages write, imported: scores are those of the packages themselves. Run by
+scripts/evidence/test_importers.sh, which installs them.
+"""
 
 import json
 
@@ -58,7 +60,13 @@ def trained(probe):
 
 
 def test_probelab_files_score_as_probelab_predicts(tmp_path):
-    probes = {"lie": Logistic(seed=0), "mean": MassMean(normalize=True), "uncentred": MassMean(center=False), "net": MLP(hidden_dim=9, seed=0, dropout=0.1), "exit": EEMLP(n_layers=2, hidden_dim=5, seed=0)}
+    probes = {
+        "lie": Logistic(seed=0),
+        "mean": MassMean(normalize=True),
+        "uncentred": MassMean(center=False),
+        "net": MLP(hidden_dim=9, seed=0, dropout=0.1),
+        "exit": EEMLP(n_layers=2, hidden_dim=5, seed=0),
+    }
     for name, probe in probes.items():
         trained(probe).save(tmp_path / f"probes/{name}.pt")
     pack = import_probelab(tmp_path / "probes", tmp_path / "pack", **READ)
@@ -90,12 +98,19 @@ def test_probekit_probes_score_as_the_sigmoid_of_their_score(tmp_path):
 
     x, y = TRAIN.numpy().astype(np.float64), YES.numpy().astype(int)
     x[:, 3] = 1.5  # a value that never varies
-    probes = {"scaled": fit_logistic(x, y, cv_folds=None), "raw": fit_logistic(x, y, cv_folds=None, normalize=False), "means": fit_dim(x, y, normalize=True)}
-    (tmp_path / "probes.json").write_text(json.dumps({name: probe.to_dict() for name, probe in probes.items()}, default=float))
+    probes = {
+        "scaled": fit_logistic(x, y, cv_folds=None),
+        "raw": fit_logistic(x, y, cv_folds=None, normalize=False),
+        "means": fit_dim(x, y, normalize=True),
+    }
+    (tmp_path / "probes.json").write_text(
+        json.dumps({name: probe.to_dict() for name, probe in probes.items()}, default=float)
+    )
     packs = [
-        import_probes(probes, tmp_path / "objects", **READ), import_file(tmp_path / "probes.json", tmp_path / "file", **READ),
+        import_probes(probes, tmp_path / "objects", **READ),
+        import_file(tmp_path / "probes.json", tmp_path / "file", **READ),
         import_collection(ProbeCollection([*probes.values()]), list(probes), tmp_path / "collection", **READ),
-    ]  # fmt: skip
+    ]
     for i, pack in enumerate(packs):
         for name, probe in probes.items():
             logit = torch.from_numpy(np.asarray(probe.predict_score(NEW.double().numpy()), dtype=np.float64))
@@ -129,10 +144,16 @@ def test_steerkit_files_score_as_their_fit_where_its_length_is_known(tmp_path):
     length = float(np.linalg.norm(fit.coef_))
     files = {"early": tmp_path / "probes/at0.safetensors", "late": tmp_path / "probes/at2.safetensors"}
     pack = import_steerkit(files, tmp_path / "pack", scale=length)
-    assert pack.sites == ["resid_post.0", "resid_post.2"] and pack.manifest["host"] == {"model_id": "tiny", "hidden_size": D, "n_layers": 4}
+    assert pack.sites == ["resid_post.0", "resid_post.2"] and pack.manifest["host"] == {
+        "model_id": "tiny",
+        "hidden_size": D,
+        "n_layers": 4,
+    }
     close(scores(pack)[:, pack.find("late")], torch.from_numpy(fit.predict_proba(NEW.double().numpy())[:, 1]), 2e-6)
     raw = import_steerkit(files["late"], tmp_path / "raw", scale=1.0, bias=False, method="mass_mean")
-    close(scores(raw)[:, 0], torch.sigmoid(NEW.double() @ Probe.load(files["late"]).get_direction("mass_mean").double()))
+    close(
+        scores(raw)[:, 0], torch.sigmoid(NEW.double() @ Probe.load(files["late"]).get_direction("mass_mean").double())
+    )
     for layer, what in ((-1, "the embedding"), (4, "the final norm")):
         with pytest.raises(ImportRefused, match=what):
             import_steerkit(tmp_path / f"probes/at{layer}.safetensors", tmp_path / "no", scale=1.0)
@@ -140,7 +161,9 @@ def test_steerkit_files_score_as_their_fit_where_its_length_is_known(tmp_path):
 
 def test_steerkit_softmax_over_concepts_is_refused(tmp_path):
     acts = pairs([1])
-    probe = MultinomialProbe.fit_at_layer({"a": acts, "b": {1: acts[1].flip(1)}, "c": {1: acts[1] + 1}}, 1, Handle(), test_fraction=0.0)
+    probe = MultinomialProbe.fit_at_layer(
+        {"a": acts, "b": {1: acts[1].flip(1)}, "c": {1: acts[1] + 1}}, 1, Handle(), test_fraction=0.0
+    )
     probe.save(tmp_path / "m.safetensors")
     with pytest.raises(ImportRefused, match="softmax over several concepts"):
         import_steerkit(tmp_path / "m.safetensors", tmp_path / "pack", scale=1.0)
@@ -160,7 +183,9 @@ def sae(kind, config, **more):
 
 
 @pytest.mark.parametrize("norm", ["none", "layer_norm", "constant_norm_rescale"])
-@pytest.mark.parametrize(("kind", "config"), [(StandardSAE, StandardSAEConfig), (JumpReLUSAE, JumpReLUSAEConfig), (GatedSAE, GatedSAEConfig)])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(StandardSAE, StandardSAEConfig), (JumpReLUSAE, JumpReLUSAEConfig), (GatedSAE, GatedSAEConfig)]
+)
 def test_saelens_features_fire_where_saelens_says_they_are_active(tmp_path, kind, config, norm):
     made = sae(kind, config, normalize_activations=norm)
     made.cfg.metadata.hook_name = "blocks.2.hook_resid_pre"

@@ -1,4 +1,6 @@
-"""Events and actions: rules over aggregates and patterns, raise, hold, callbacks that fail, sinks, gaps by choice, bounded memory."""
+"""Events and actions: rules over aggregates and patterns, raise, hold, callbacks that fail, sinks, gaps by choice,
+bounded memory.
+"""
 
 import asyncio
 import copy
@@ -40,7 +42,11 @@ BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 2
 MASK = (BATCH != PAD).long()
 GREEDY = {"max_new_tokens": 14, "do_sample": False, **NO_EOS}
 AGGREGATORS = [None, Mean(), Max(), Ema(0.3), RollingMean(3), RollingMax(3), Attention(0.1)]
-LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": 61}  # transformers 5.0 needs one: no token has this id
+LOOKUP = {
+    "prompt_lookup_num_tokens": 3,
+    "repetition_penalty": 0.2,
+    "eos_token_id": 61,
+}  # transformers 5.0 needs one: no token has this id
 
 
 @pytest.fixture
@@ -50,8 +56,18 @@ def manager(pack):
 
 def column(result, probe, row=0):
     """Scores of a probe at the generated tokens of a row that were seen, fp32."""
-    chosen = [i for i in range(len(result)) if result.row[i] == row and result.phase[i] == 1 and not result.coverage.unseen[i]]
-    return np.array([dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0.0) for i in chosen], np.float32)
+    chosen = [
+        i for i in range(len(result)) if result.row[i] == row and result.phase[i] == 1 and not result.coverage.unseen[i]
+    ]
+    return np.array(
+        [
+            dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(
+                probe, 0.0
+            )
+            for i in chosen
+        ],
+        np.float32,
+    )
 
 
 # -- aggregates ----------------------------------------------------------------------------------
@@ -68,7 +84,6 @@ def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, mode
     result, probe = run.result(out), manager.pack.find("c9")
     assert [event.value for event in met] == [column(result, probe, row)[0] for row in range(len(ids))]
     running = [over(aggregate or RollingMax(1), column(result, probe, row)[:, None])[:, 0] for row in range(len(ids))]
-
 
     def streaks(above):
         met = []
@@ -91,7 +106,9 @@ def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, mode
     if aggregate is not None:
         offline = run.result(again).aggregate("c9", aggregate, row=0)
         assert np.array_equal(offline.values, running[0]) and offline.n_inactive == 0
-        assert offline.positions.tolist() == list(range(ids.shape[1], ids.shape[1] + 13)) and offline.aggregate == str(aggregate)
+        assert offline.positions.tolist() == list(range(ids.shape[1], ids.shape[1] + 13)) and offline.aggregate == str(
+            aggregate
+        )
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
@@ -127,7 +144,13 @@ def test_a_second_turn_aggregates_anew(manager, model, aggregate):
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
         ids = torch.cat([first, torch.tensor([[8, 9]])], dim=1)
         for k in range(1, 14):  # one event a rule: the k-th tells of the k-th token
-            run.on("c9", above=0.0, for_tokens=k, aggregate=aggregate, action=lambda event: values.append((event.column, event.value)))
+            run.on(
+                "c9",
+                above=0.0,
+                for_tokens=k,
+                aggregate=aggregate,
+                action=lambda event: values.append((event.column, event.value)),
+            )
         out = model.generate(ids, **GREEDY, past_key_values=cache)
     offline = run.result(out).aggregate("c9", aggregate)
     assert offline.positions.tolist() == list(range(21, 34)) and ids.shape[1] == 21
@@ -141,7 +164,9 @@ def test_inactive_tokens_count_as_zero_and_are_counted(manager, model):
     probe = next(p for p in range(40) if 0 < int((result.scores.probes == p).sum()) < len(result) - 3)
     active = sum(probe in result.scores.active(i) for i in range(len(result)) if result.phase[i] == 1)
     mean = result.aggregate(int(probe), "mean")
-    assert mean.n_inactive == 13 - active and mean.values[-1] == pytest.approx(column(result, probe).sum(dtype=np.float64) / 13, abs=1e-12)
+    assert mean.n_inactive == 13 - active and mean.values[-1] == pytest.approx(
+        column(result, probe).sum(dtype=np.float64) / 13, abs=1e-12
+    )
     both = result.aggregate(int(probe), "max", phase=None)
     assert len(both.values) == 18 and both.values[-1] == result.scores.values[result.scores.probes == probe].max()
 
@@ -159,9 +184,14 @@ def test_aggregate_needs_a_threshold_of_its_own(manager, model):
 
 @pytest.mark.parametrize(
     "wanted, found",
-    [(["c3", "concept 7", 0], ["c0", "c3", "c7"]), ("concept 1*", ["c1", *(f"c{i}" for i in range(10, 20))]), (re.compile("c[23]"), ["c2", "c3"]), (["c3", "c3", "c3*"], ["c3", *(f"c{i}" for i in range(30, 40))])],
+    [
+        (["c3", "concept 7", 0], ["c0", "c3", "c7"]),
+        ("concept 1*", ["c1", *(f"c{i}" for i in range(10, 20))]),
+        (re.compile("c[23]"), ["c2", "c3"]),
+        (["c3", "c3", "c3*"], ["c3", *(f"c{i}" for i in range(30, 40))]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_lists_and_patterns_make_a_rule_for_each(manager, model, wanted, found):
     events = []
     with manager.attach(model) as run:
@@ -170,7 +200,15 @@ def test_lists_and_patterns_make_a_rule_for_each(manager, model, wanted, found):
     assert sorted(event.concept for event in events) == sorted(found)
 
 
-@pytest.mark.parametrize("wanted, error, words", [("deception*", UnknownConcept, "matches 'deception\\*'"), ([], ConfigError, "empty list"), (re.compile("c"), UnknownConcept, "whole names"), ([["c1", None]], UnknownConcept, "not None")])  # fmt: skip
+@pytest.mark.parametrize(
+    "wanted, error, words",
+    [
+        ("deception*", UnknownConcept, "matches 'deception\\*'"),
+        ([], ConfigError, "empty list"),
+        (re.compile("c"), UnknownConcept, "whole names"),
+        ([["c1", None]], UnknownConcept, "not None"),
+    ],
+)
 def test_concepts_that_are_none_are_named(manager, model, wanted, error, words):
     with manager.attach(model) as run, pytest.raises(error, match=words):
         run.on(wanted, above=0.5)
@@ -180,7 +218,9 @@ def test_concepts_that_are_none_are_named(manager, model, wanted, error, words):
 
 
 def loudest(manager, model, ids=PROMPT, **options):
-    """A threshold that c9 passes first at one known generated token, with the free output and that token's place in it."""
+    """A threshold that c9 passes first at one known generated token, with the free output and that token's
+    place in it.
+    """
     with manager.attach(model) as run:
         run.on("c9", above=0.9999999)
         free = model.generate(ids, **{**GREEDY, **options})
@@ -201,7 +241,9 @@ def test_stop_lags_one_token_and_with_drafts_one_round(manager, model):
     with manager.attach(model) as run:
         run.on("c9", above=above)
         out = model.generate(ids, **{**GREEDY, **LOOKUP})[0].tolist()
-    assert out == free[: len(out)] and 11 + at + 2 <= len(out) <= 11 + at + 2 + 3  # at most the drafts of that round more
+    assert (
+        out == free[: len(out)] and 11 + at + 2 <= len(out) <= 11 + at + 2 + 3
+    )  # at most the drafts of that round more
 
 
 def test_raise_ends_generate_with_the_event(manager, model):
@@ -212,7 +254,9 @@ def test_raise_ends_generate_with_the_event(manager, model):
         with pytest.raises(ConceptRaised, match=f"row 0, column {5 + at}") as caught:
             model.generate(PROMPT, **GREEDY)
         assert caught.value.event.column == 5 + at and caught.value.event.token_id == free[5 + at]
-        assert model.generate(PROMPT, max_new_tokens=1, do_sample=False, **NO_EOS)[0].tolist() == free[:6]  # the run goes on
+        assert (
+            model.generate(PROMPT, max_new_tokens=1, do_sample=False, **NO_EOS)[0].tolist() == free[:6]
+        )  # the run goes on
     assert n_hooks(model) == before
 
 
@@ -309,7 +353,15 @@ def test_failing_callbacks_spoil_nothing_and_are_raised_at_the_end(manager, mode
         outs.append(model.generate(PROMPT, **GREEDY))
     assert [type(failure) for failure in caught.value.failures] == [KeyError, ZeroDivisionError, IndexError]
     assert torch.equal(outs[0], free) and "an action failed, the generation went on: KeyError" in caplog.text
-    check(DynamicProbeManager(manager.pack, always_on=["c9"]), model, run.result(outs[0]), 0, free[0].tolist(), 0, [(5, 13)])
+    check(
+        DynamicProbeManager(manager.pack, always_on=["c9"]),
+        model,
+        run.result(outs[0]),
+        0,
+        free[0].tolist(),
+        0,
+        [(5, 13)],
+    )
     with manager.attach(model, callback_errors="report") as run:
         run.on("c9", above=0.0, action=fail)
         model.generate(PROMPT, **GREEDY)
@@ -320,7 +372,11 @@ def test_failing_callbacks_spoil_nothing_and_are_raised_at_the_end(manager, mode
         raise RuntimeError("of its own")
 
 
-@pytest.mark.parametrize("arguments", [{"on_gap": "ignore"}, {"callback_errors": "never"}, {"keep_tokens": 0}, {"keep_tokens": True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"on_gap": "ignore"}, {"callback_errors": "never"}, {"keep_tokens": 0}, {"keep_tokens": True}],
+    ids=str,
+)
 def test_unknown_choices_are_named(manager, model, arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         manager.attach(model, **arguments)
@@ -354,9 +410,13 @@ def test_held_streamer_is_closed_and_begins_anew_after_a_failure(manager, model)
         streamer = run.hold(inner)
         with pytest.raises(ConceptRaised):
             model.generate(PROMPT, **GREEDY, streamer=streamer)
-        assert "".join(inner).split() == [f"w{i}" for i in free[: 5 + at]]  # ends, and without the token that met the rule
+        assert "".join(inner).split() == [
+            f"w{i}" for i in free[: 5 + at]
+        ]  # ends, and without the token that met the rule
         assert streamer.withheld == free[5 + at : 5 + at + len(streamer.withheld)] and streamer.withheld
-        again = model.generate(torch.tensor([[30, 31]]), max_new_tokens=2, do_sample=False, streamer=streamer, **NO_EOS)[0].tolist()
+        again = model.generate(
+            torch.tensor([[30, 31]]), max_new_tokens=2, do_sample=False, streamer=streamer, **NO_EOS
+        )[0].tolist()
         assert "".join(inner).split() == [f"w{i}" for i in again[:3]] and streamer.withheld == again[3:]
         with pytest.raises(ConfigError, match="has 3"):
             model.generate(BATCH, attention_mask=MASK, **GREEDY, streamer=run.hold(Collect()))
@@ -368,32 +428,56 @@ def test_held_streamer_is_closed_and_begins_anew_after_a_failure(manager, model)
 def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
     memory, seen = MemorySink(), []
     with manager.attach(model) as run:
-        for sink in (memory, JsonLinesSink(tmp_path / "s.jsonl"), ParquetSink(tmp_path / "s.parquet"), CallbackSink(seen.append)):
+        for sink in (
+            memory,
+            JsonLinesSink(tmp_path / "s.jsonl"),
+            ParquetSink(tmp_path / "s.parquet"),
+            CallbackSink(seen.append),
+        ):
             run.add_sink(sink)
         out = model.generate(BATCH, attention_mask=MASK, **GREEDY)
         cache = DynamicCache()
         first = model.generate(PROMPT, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
         # Only the new tokens are given: positions count in what generate returns, not in the cache.
         turn = first if OLDEST else first[:, -1:]  # which transformers 5.0 does not take
-        second = model.generate(turn, attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        second = model.generate(
+            turn, attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS
+        )
         assert second.shape[1] == turn.shape[1] + 3
     results = [run.result(out), run.result(first), run.result(second)]
     want = {}
     for number, result in enumerate(results):
         for i in range(len(result)):
-            if not result.coverage.unseen[i] and not (OLDEST and number == 2 and result.position[i] < 7):  # these were scored in the turn before
-                want[number, int(result.row[i]), int(result.position[i])] = (int(result.token_id[i]), dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)))
+            if not result.coverage.unseen[i] and not (
+                OLDEST and number == 2 and result.position[i] < 7
+            ):  # these were scored in the turn before
+                want[number, int(result.row[i]), int(result.position[i])] = (
+                    int(result.token_id[i]),
+                    dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)),
+                )
     for batches in (memory.batches, seen):
         got = {
-            (b.generation, int(b.row[i]), int(b.position[i])): (int(b.token_id[i]), dict(zip(b.scores.active(i).tolist(), b.scores.active_scores(i).tolist(), strict=True)))
-            for b in batches for i in range(len(b))
-        }  # fmt: skip
+            (b.generation, int(b.row[i]), int(b.position[i])): (
+                int(b.token_id[i]),
+                dict(zip(b.scores.active(i).tolist(), b.scores.active_scores(i).tolist(), strict=True)),
+            )
+            for b in batches
+            for i in range(len(b))
+        }
         assert got == want
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     ids = {concept["id"]: i for i, concept in enumerate(manager.pack.concepts)}
-    assert {(x["generation"], x["row"], x["position"]): (x["token_id"], {ids[c]: float(np.float32(s)) for c, s in x["scores"]}) for x in lines} == want
+    assert {
+        (x["generation"], x["row"], x["position"]): (
+            x["token_id"],
+            {ids[c]: float(np.float32(s)) for c, s in x["scores"]},
+        )
+        for x in lines
+    } == want
     table = pq.read_table(tmp_path / "s.parquet").to_pylist()
-    assert {(x["generation"], x["row"], x["position"], ids[x["concept"]], x["score"]) for x in table} == {(*key, p, s) for key, (_, scores) in want.items() for p, s in scores.items()}
+    assert {(x["generation"], x["row"], x["position"], ids[x["concept"]], x["score"]) for x in table} == {
+        (*key, p, s) for key, (_, scores) in want.items() for p, s in scores.items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
@@ -442,7 +526,10 @@ def test_removed_hook_leaves_unseen_tokens_and_an_event_by_choice(manager, model
         handle = model.model.register_forward_pre_hook(before, with_kwargs=True)
         out = model.generate(PROMPT, **GREEDY)
         handle.remove()
-    assert [(gap.generation, gap.first, gap.last) for gap in gaps] == [(0, 7, 7), (0, 8, 8)] and "without reaching" in gaps[0].reason
+    assert [(gap.generation, gap.first, gap.last) for gap in gaps] == [
+        (0, 7, 7),
+        (0, 8, 8),
+    ] and "without reaching" in gaps[0].reason
     assert list(run.gaps) == gaps
     result = run.result(out)
     unseen = {int(result.position[i]): reason for i, reason in enumerate(result.coverage.unseen) if reason}
@@ -458,7 +545,9 @@ def test_removed_hook_leaves_unseen_tokens_and_an_event_by_choice(manager, model
         assert all(a[p] == b[p] for p in a.keys() & b.keys()) and (a == b if result.position[i] < 7 else True)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"attention_mask": MASK}], ids=["one row", "no cache", "padded batch"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, {"attention_mask": MASK}], ids=["one row", "no cache", "padded batch"]
+)
 def test_forwards_past_our_hooks_are_told_at_the_next_token(options):
     model = make_model()
     ids = BATCH if options.get("attention_mask") is not None else PROMPT
@@ -481,7 +570,11 @@ def test_forwards_past_our_hooks_are_told_at_the_next_token(options):
         out = model.generate(ids, **GREEDY, **options)
     result = run.result(out)
     assert gaps and GAP in result.coverage.unseen
-    told = {(int(b.row[i]), int(b.position[i]), int(b.token_id[i])): b.scores.coverage.unseen[i] for b in memory.batches for i in range(len(b))}
+    told = {
+        (int(b.row[i]), int(b.position[i]), int(b.token_id[i])): b.scores.coverage.unseen[i]
+        for b in memory.batches
+        for i in range(len(b))
+    }
     for i, reason in enumerate(result.coverage.unseen):  # sinks hear of it too, token by token
         if reason != LAST:
             assert told[int(result.row[i]), int(result.position[i]), int(result.token_id[i])] == reason
@@ -505,7 +598,9 @@ def make_pack_for(model):
 def test_active_adapter_is_flagged_and_recorded(manager):
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="one")
+    adapted = get_peft_model(
+        make_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="one"
+    )
     with pytest.warns(UserWarning, match=r"adapters \['one'\] are active"):
         manager.attach(adapted)
     with pytest.raises(HostMismatch, match=r"adapters \['one'\] are active"):
@@ -616,7 +711,9 @@ def test_nothing_is_left_of_failed_generations_turns_and_plain_forwards(manager,
             chain, at = chain + 1, at.earlier
         assert chain <= 7
         result = run.result(ids)
-    assert list(result.coverage.unseen[:-12]) == [FORGOTTEN] * (len(result) - 12) and not any(result.coverage.unseen[-11:-1])
+    assert list(result.coverage.unseen[:-12]) == [FORGOTTEN] * (len(result) - 12) and not any(
+        result.coverage.unseen[-11:-1]
+    )
 
 
 class Failing(StoppingCriteria):
@@ -650,12 +747,15 @@ def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 300})
     assert len(run.recordings[0].placed) < 60
-    # The host's own cached and whole forwards differ by 1.2e-5 in a score after 250 tokens, twice the positions it was made for.
+    # The host's own cached and whole forwards differ by 1.2e-5 in a score after 250 tokens, twice the positions it was
+    # made for.
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 299)], within=1e-4)
 
 
 def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
-    """The short form of scripts/evidence/soak.py, on the memory of Python and numpy alone; without the bound the same measure grows."""
+    """The short form of scripts/evidence/soak.py, on the memory of Python and numpy alone; without the bound the same
+    measure grows.
+    """
     grown = {}
     for keep in (60, None):
         sizes = []
@@ -681,7 +781,9 @@ def test_stream_waits_for_a_slow_reader(manager, model):
     events = manager.stream(model, tokenizer(), "w1 w5 w9", max_waiting=3, include_prompt=True, **GREEDY)
     first = next(events)
     time.sleep(0.5)
-    assert len(forwards) <= 1 + 3 + 2  # the prompt that was read, three that wait, one in hand and the next one's forward
+    assert (
+        len(forwards) <= 1 + 3 + 2
+    )  # the prompt that was read, three that wait, one in hand and the next one's forward
     rest = list(events)
     handle.remove()
     assert [first.token_id, *(event.token_id for event in rest)] == free and rest[-1].result is not None
@@ -690,7 +792,9 @@ def test_stream_waits_for_a_slow_reader(manager, model):
 
 
 def test_streams_on_one_model_leave_each_other_alone(manager, model):
-    alone = {text: [e.token_id for e in manager.stream(model, tokenizer(), text, **GREEDY)] for text in ("w1", "w44 w17 w9")}
+    alone = {
+        text: [e.token_id for e in manager.stream(model, tokenizer(), text, **GREEDY)] for text in ("w1", "w44 w17 w9")
+    }
     first, second = (manager.stream(model, tokenizer(), text, max_waiting=1, **GREEDY) for text in alone)
     pairs = list(zip(first, second, strict=True))
     assert [[a.token_id for a, _ in pairs], [b.token_id for _, b in pairs]] == list(alone.values())
@@ -714,7 +818,11 @@ def test_stream_refuses_several_sequences_of_a_configuration(manager, model, cha
     other = make_model()
     other.generation_config.num_beams = 2
     with pytest.raises(ConfigError, match="follows one sequence"):
-        list(manager.stream(other, tokenizer(), "w1", generation_config=GenerationConfig(max_new_tokens=4, pad_token_id=PAD)))
+        list(
+            manager.stream(
+                other, tokenizer(), "w1", generation_config=GenerationConfig(max_new_tokens=4, pad_token_id=PAD)
+            )
+        )
 
 
 def test_async_stream_gives_the_same_in_order_and_leaves_the_loop_free(manager, model):

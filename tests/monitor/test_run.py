@@ -32,10 +32,27 @@ def shadowed(model):
 # -- promise 1 -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"use_cache": False}, not_in_oldest({"prefill_chunk_size": 2}, why="makes no cache for the chunks"), {"attention_mask": (BATCH != PAD).long()}], ids=lambda o: ",".join(o))  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True},
+        {"use_cache": False},
+        not_in_oldest({"prefill_chunk_size": 2}, why="makes no cache for the chunks"),
+        {"attention_mask": (BATCH != PAD).long()},
+    ],
+    ids=lambda o: ",".join(o),
+)
 def test_watching_changes_no_bit(pack, model, options):
     ids = BATCH if "attention_mask" in options else PROMPT
-    arguments = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True, "do_sample": False, **NO_EOS, **options}
+    arguments = {
+        "max_new_tokens": 8,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "do_sample": False,
+        **NO_EOS,
+        **options,
+    }
 
     def generate():
         torch.manual_seed(11)
@@ -109,7 +126,13 @@ def test_two_runs_on_one_model_see_the_same_and_part_in_any_order(pack, model):
 # -- the wrong host ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change, words", [({"hidden": 24}, "reads hidden states of 16 values, LlamaForCausalLM has 24"), ({"layers": 4}, "made for 3 layers, LlamaForCausalLM has 4")])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"hidden": 24}, "reads hidden states of 16 values, LlamaForCausalLM has 24"),
+        ({"layers": 4}, "made for 3 layers, LlamaForCausalLM has 4"),
+    ],
+)
 def test_host_of_another_shape_is_refused_and_left_alone(manager, change, words):
     other = make_model(**change)
     with pytest.raises(HostMismatch, match=words):
@@ -160,7 +183,10 @@ def test_host_that_runs_past_the_hooks_is_an_error(manager, model):
 
 
 def scores_of(result, probe):
-    return [dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe) for i in range(len(result))]
+    return [
+        dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe)
+        for i in range(len(result))
+    ]
 
 
 def test_concept_in_a_rule_is_evaluated_at_every_token(manager, model):
@@ -183,7 +209,9 @@ def test_stop_ends_the_row_at_the_right_token(manager, model):
     with manager.attach(model) as run:
         run.on("c9", above=above, for_tokens=2, action=events.append)
         run.on("c9", above=above, for_tokens=2, action="stop")
-        stopped = model.generate(PROMPT, max_new_tokens=12, do_sample=False, stopping_criteria=run.stopping_criteria, **NO_EOS)
+        stopped = model.generate(
+            PROMPT, max_new_tokens=12, do_sample=False, stopping_criteria=run.stopping_criteria, **NO_EOS
+        )
     # The token at which the rule was met, then the one that was sampled from it.
     assert stopped.shape[1] == 5 + in_a_row + 2
     assert torch.equal(stopped[0], free[0, : stopped.shape[1]])
@@ -208,7 +236,14 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
         free = model.generate(ids, **options)
     result = run.result(free)
     probe = manager.pack.find("c9")
-    best = [max(v for v, r, p in zip(scores_of(result, probe), result.row, result.phase, strict=True) if r == row and p == 1 and v is not None) for row in (0, 1)]
+    best = [
+        max(
+            v
+            for v, r, p in zip(scores_of(result, probe), result.row, result.phase, strict=True)
+            if r == row and p == 1 and v is not None
+        )
+        for row in (0, 1)
+    ]
     above = float(np.mean(best))
     loud = int(np.argmax(best))
     with manager.attach(model) as run:
@@ -226,7 +261,10 @@ def test_stop_ends_one_row_and_pads_it(manager, model):
     [
         ({"concept": "c99"}, UnknownConcept, "no concept 'c99', did you mean"),
         ({"concept": 4000}, UnknownConcept, r"it has 0\.\.39"),
-        *[({"concept": "c1", "above": above}, ConfigError, "scores lie between 0 and 1") for above in (float("nan"), 95, 1.0, -0.1, "0.5", True)],
+        *[
+            ({"concept": "c1", "above": above}, ConfigError, "scores lie between 0 and 1")
+            for above in (float("nan"), 95, 1.0, -0.1, "0.5", True)
+        ],
         ({"concept": "c1", "for_tokens": 0}, ConfigError, "give 1 or more"),
         ({"concept": "c1", "action": "halt"}, ConfigError, "'stop', 'raise' or a callable"),
     ],
@@ -267,7 +305,9 @@ def test_watched_online_equals_a_paged_arena(pack, model):
     results = []
     for arena_bytes in (None, 5 * one):
         with DynamicProbeManager(pack, arena_bytes=arena_bytes, strategy="descent").attach(model) as run:
-            out = model.generate(BATCH, attention_mask=(BATCH != PAD).long(), max_new_tokens=6, do_sample=False, **NO_EOS)
+            out = model.generate(
+                BATCH, attention_mask=(BATCH != PAD).long(), max_new_tokens=6, do_sample=False, **NO_EOS
+            )
         results.append(run.result(out).scores)
     assert np.array_equal(results[0].probes, results[1].probes) and np.array_equal(results[0].values, results[1].values)
 
@@ -280,7 +320,9 @@ def test_rules_keep_the_streaks_of_two_threads_apart(manager, model):
         events.append((threading.get_ident(), event.column))
 
     def generate(prompt):
-        return model.generate(prompt, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Wait()]), **NO_EOS)
+        return model.generate(
+            prompt, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Wait()]), **NO_EOS
+        )
 
     class Wait(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -313,7 +355,11 @@ def test_top_is_the_best_of_every_token_by_strength(manager, model):
         assert [c.probe for c in top] == order
         for c in top:
             score, i = best[c.probe]
-            assert c.score == pytest.approx(score) and c.position == result.position[i] and out[row, c.position] == c.token_id
+            assert (
+                c.score == pytest.approx(score)
+                and c.position == result.position[i]
+                and out[row, c.position] == c.token_id
+            )
             assert c.path == tuple(manager.pack.path(c.probe)) and c.fired == (score > 0.3)
             assert c.strength == pytest.approx(logit(np.float64(score)) - logit(np.float64(np.float32(0.3))), abs=1e-5)
     with pytest.raises(ConfigError, match="row 7 is not in this result"):
@@ -347,7 +393,9 @@ def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
         fired = set(result.scores.fired(i).tolist())
         for a in found:
             assert a.probe in fired and not any(b.probe in tree.ancestors(a.probe) for b in found)
-        covered = {c.probe for c in found} | {p for c in found for p in fired if c.probe in tree.ancestors(p) or p in tree.ancestors(c.probe)}
+        covered = {c.probe for c in found} | {
+            p for c in found for p in fired if c.probe in tree.ancestors(p) or p in tree.ancestors(c.probe)
+        }
         assert covered == fired
         assert [c.strength for c in found] == sorted((c.strength for c in found), reverse=True)
 
@@ -359,11 +407,18 @@ def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model
     table = result.to_arrow()
     assert table.column_names == ["row", "position", "token_id", "phase", "concept", "level", "score"]
     lines = [
-        (int(result.row[i]), int(result.position[i]), int(result.token_id[i]), ("prompt", "generated")[result.phase[i]],
-         manager.pack.concepts[p]["id"], int(manager.pack.tree.level[p]), v)
+        (
+            int(result.row[i]),
+            int(result.position[i]),
+            int(result.token_id[i]),
+            ("prompt", "generated")[result.phase[i]],
+            manager.pack.concepts[p]["id"],
+            int(manager.pack.tree.level[p]),
+            v,
+        )
         for i in range(len(result))
         for p, v in zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)
-    ]  # fmt: skip
+    ]
     assert [tuple(line.values()) for line in table.to_pylist()] == lines
     about = json.loads(table.schema.metadata[b"probemon"])
     assert about["unseen"] == [{"row": 0, "position": 9, "reason": "the last generated token is never run by the host"}]
@@ -372,14 +427,12 @@ def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model
 
 def test_without_pyarrow_the_error_names_the_extra():
     code = (
-        "import sys; sys.modules['pyarrow'] = None\n"
-        "import torch\nfrom probemon import DynamicProbeManager, ProbePack\nfrom probemon.tracking.recording import Tokens\n"
-        "from probemon.monitor.result import Result\nimport numpy as np\n"
-        "pack = ProbePack.open('probes/wordnet-smollm2-135m')\n"
-        "scores = DynamicProbeManager(pack).score_tokens(pack.golden_hidden[:1, 0])\n"
-        "z = np.zeros(1, int)\n"
-        "try: Result(pack, None, Tokens(z, z, z, z, scores)).to_arrow()\n"
-        "except ImportError as error: print(type(error).__name__, error)\n"
+        "import sys; sys.modules['pyarrow'] = None\nimport torch\nfrom probemon import DynamicProbeManager,"
+        " ProbePack\nfrom probemon.tracking.recording import Tokens\nfrom probemon.monitor.result import Result\nimport"
+        " numpy as np\npack = ProbePack.open('probes/wordnet-smollm2-135m')\nscores ="
+        " DynamicProbeManager(pack).score_tokens(pack.golden_hidden[:1, 0])\nz = np.zeros(1, int)\ntry: Result(pack,"
+        " None, Tokens(z, z, z, z, scores)).to_arrow()\nexcept ImportError as error: print(type(error).__name__,"
+        " error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "MissingExtra to_arrow needs pyarrow: pip install 'probemon[corpus]'"

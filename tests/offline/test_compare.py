@@ -1,4 +1,6 @@
-"""Of two corpora the differences are the oracle's, chance is listed as rarely as was said, and nothing but the documents matters."""
+"""Of two corpora the differences are the oracle's, chance is listed as rarely as was said, and nothing but the
+documents matters.
+"""
 
 import dataclasses
 import itertools
@@ -27,7 +29,8 @@ from probemon.offline.significance import benjamini_hochberg, mann_whitney
 # c0 > c1 > c3, c0 > c2 > c4, c5 below both c1 and c2, c6 and c7 alone; c7 is nowhere over the floor.
 PARENTS = [[], [0], [0], [1], [2], [1, 2], [], []]
 IDENTITY = {
-    "pack": {"name": "p", "concepts": "1", "probes": "2"}, "host": {"model": "M", "dtype": "bfloat16", "device": "cpu"}, "tokenizer": "t",
+    "pack": {"name": "p", "concepts": "1", "probes": "2"},
+    "host": {"model": "M", "dtype": "bfloat16", "device": "cpu"}, "tokenizer": "t",
     "cascade": {"keep_top_k": 30}, "kernel": {"impl": "cpu"}, "floor": "fired", "keep_text": True,
     "reading": {"window": {"n_tokens": 1024}, "batch_tokens": 4096, "special_tokens": "bos", "parse_special": False},
 }  # fmt: skip
@@ -52,26 +55,52 @@ def write(path, seen, counts, bad=(), **changes):
         return [*(path_of(PARENTS[i][0]) if PARENTS[i] else []), f"name {i}"]
 
     def column(field, values):
-        return pa.array(values, field.type.value_type).dictionary_encode() if pa.types.is_dictionary(field.type) else pa.array(values, field.type)
+        return (
+            pa.array(values, field.type.value_type).dictionary_encode()
+            if pa.types.is_dictionary(field.type)
+            else pa.array(values, field.type)
+        )
 
     columns = {
         "scores": {},
         "documents": {
-            "document": range(n), "doc_id": [f"d{i}" for i in range(n)], "reason": ["empty" if i in bad else "" for i in range(n)], "n_chars": [9] * n,
-            "n_tokens": [int(seen[i]) + (i % 3) for i in range(n)], "n_unseen": [i % 3 for i in range(n)], "n_rows": counts.sum(axis=1),
-            **{name: [i % 2 for i in range(n)] for name in COUNTED}, "text": [None] * n,
+            "document": range(n),
+            "doc_id": [f"d{i}" for i in range(n)],
+            "reason": ["empty" if i in bad else "" for i in range(n)],
+            "n_chars": [9] * n,
+            "n_tokens": [int(seen[i]) + (i % 3) for i in range(n)],
+            "n_unseen": [i % 3 for i in range(n)],
+            "n_rows": counts.sum(axis=1),
+            **{name: [i % 2 for i in range(n)] for name in COUNTED},
+            "text": [None] * n,
         },
         "summary": {
-            "document": document, "doc_id": [f"d{i}" for i in document], "concept": [ids[c] for c in concept], "level": [0] * len(concept),
-            "n_tokens": counts[document, concept], "max_score": [0.9] * len(concept), "max_position": [0] * len(concept), "mean_score": [0.1] * len(concept),
+            "document": document,
+            "doc_id": [f"d{i}" for i in document],
+            "concept": [ids[c] for c in concept],
+            "level": [0] * len(concept),
+            "n_tokens": counts[document, concept],
+            "max_score": [0.9] * len(concept),
+            "max_position": [0] * len(concept),
+            "mean_score": [0.1] * len(concept),
         },
         "concepts": {
-            "concept": ids, "name": [f"name {i}" for i in range(len(ids))], "level": [len(path_of(i)) - 1 for i in range(len(ids))],
-            "parents": [[ids[p] for p in parents] for parents in PARENTS], "path": [path_of(i) for i in range(len(ids))], "alert_threshold": [0.5] * len(ids),
-            "n_documents": (counts > 0).sum(axis=0), "n_tokens": counts.sum(axis=0), "max_score": [0.9] * len(ids), "score_sum": [1.0] * len(ids),
+            "concept": ids,
+            "name": [f"name {i}" for i in range(len(ids))],
+            "level": [len(path_of(i)) - 1 for i in range(len(ids))],
+            "parents": [[ids[p] for p in parents] for parents in PARENTS],
+            "path": [path_of(i) for i in range(len(ids))],
+            "alert_threshold": [0.5] * len(ids),
+            "n_documents": (counts > 0).sum(axis=0),
+            "n_tokens": counts.sum(axis=0),
+            "max_score": [0.9] * len(ids),
+            "score_sum": [1.0] * len(ids),
         },
-    }  # fmt: skip
-    made = {name: pa.table([column(f, columns[name].get(f.name, [])) for f in schema], schema=schema) for name, schema in schemas().items()}
+    }
+    made = {
+        name: pa.table([column(f, columns[name].get(f.name, [])) for f in schema], schema=schema)
+        for name, schema in schemas().items()
+    }
     analysis = Analysis.begin(path, {**IDENTITY, **changes}, {}, resume=False)
     analysis.write_shard(0, made, {"digest": "", "first": 0, "n_documents": n, "totals": {"documents": n}})
     assert analysis.finish([""])
@@ -95,7 +124,10 @@ def permutation_p(x, y):
     """Every p that the numbers can have, by every way to deal them out: `{dominance: (p, how many ways)}`."""
     values = [*x, *y]
     twice_rank = [sum(w < v for w in values) + sum(w <= v for w in values) for v in values]
-    ways = Counter(sum(twice_rank[i] for i in dealt) - len(x) * len(values) for dealt in itertools.combinations(range(len(values)), len(x)))
+    ways = Counter(
+        sum(twice_rank[i] for i in dealt) - len(x) * len(values)
+        for dealt in itertools.combinations(range(len(values)), len(x))
+    )
     total, found = sum(ways.values()), {}
     for dominance, count in ways.items():
         tails = [sum(c for d, c in ways.items() if (d - dominance) * side >= 0) for side in (1, -1)]
@@ -114,23 +146,36 @@ def test_where_two_values_occur_it_is_the_exact_test(n, m, k):
         assert math.isclose(mann_whitney(dominance, [n + m - k, k], n, m), p, rel_tol=1e-9)
 
 
-@pytest.mark.parametrize(("n", "m", "values"), [
-    (3, 20, [0] * 15 + [1, 2, 3, 4, 5, 6, 7, 8]), (7, 7, list(range(14))), (11, 5, [0] * 9 + [1, 2, 3, 4, 5, 6, 7]), (1, 9, list(range(10))),
-    (5, 10, [0, 0] + [1] * 3 + [2] * 4 + [3] * 5 + [4]), (4, 12, [0, 1, 1, 2] + [9] * 12), (3, 25, [0] * 5 + [1] * 10 + [2] * 9 + [3] * 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "m", "values"),
+    [
+        (3, 20, [0] * 15 + [1, 2, 3, 4, 5, 6, 7, 8]),
+        (7, 7, list(range(14))),
+        (11, 5, [0] * 9 + [1, 2, 3, 4, 5, 6, 7]),
+        (1, 9, list(range(10))),
+        (5, 10, [0, 0] + [1] * 3 + [2] * 4 + [3] * 5 + [4]),
+        (4, 12, [0, 1, 1, 2] + [9] * 12),
+        (3, 25, [0] * 5 + [1] * 10 + [2] * 9 + [3] * 4),
+    ],
+)
 def test_of_few_documents_p_is_that_of_all_permutations(n, m, values):
     for dominance, (p, _) in permutation_p(values[:n], values[n:]).items():
         assert math.isclose(mann_whitney(dominance, ties_of(values), n, m), p, rel_tol=1e-12)
         assert mann_whitney(-dominance, ties_of(values), m, n) == mann_whitney(dominance, ties_of(values), n, m)
 
 
-@pytest.mark.parametrize(("n", "m", "zeros", "others", "tops"), [(22, 22, 0, 44, 0), (6, 100, 80, 26, 0), (16, 40, 30, 20, 6), (12, 70, 12, 6, 64), (26, 26, 30, 0, 22)])
+@pytest.mark.parametrize(
+    ("n", "m", "zeros", "others", "tops"),
+    [(22, 22, 0, 44, 0), (6, 100, 80, 26, 0), (16, 40, 30, 20, 6), (12, 70, 12, 6, 64), (26, 26, 30, 0, 22)],
+)
 def test_of_more_p_is_close_to_counting(monkeypatch, n, m, zeros, others, tops):
     ties = [zeros, *[1] * others, tops]
     rank = np.repeat([2 * sum(ties[:i]) + size for i, size in enumerate(ties)], ties)
     rng, found = np.random.default_rng(n), {}
     for i in range(120):
-        pull = rng.normal(0, 3) * (i % 2)  # every other one by chance alone, else with the larger or the smaller ones on one side
+        pull = rng.normal(0, 3) * (
+            i % 2
+        )  # every other one by chance alone, else with the larger or the smaller ones on one side
         dealt = np.argsort(rng.gumbel(size=n + m) + pull * rank / (n + m))[:n]
         dominance = int(rank[dealt].sum()) - n * (n + m)
         for work in (1 << 60, 0):
@@ -144,7 +189,9 @@ def test_of_more_p_is_close_to_counting(monkeypatch, n, m, zeros, others, tops):
 def test_rare_concepts_in_unequal_corpora_have_no_tiny_p():
     """One document of 100, none of 5,000: the textbook's normal approximation would say 1e-12."""
     assert math.isclose(mann_whitney(5000, [5099, 1], 100, 5000), 2 * 100 / 5100, rel_tol=1e-9)
-    assert math.isclose(mann_whitney(3 * 5000, [5097, 3], 100, 5000), 2 * math.comb(100, 3) / math.comb(5100, 3), rel_tol=1e-8)
+    assert math.isclose(
+        mann_whitney(3 * 5000, [5097, 3], 100, 5000), 2 * math.comb(100, 3) / math.comb(5100, 3), rel_tol=1e-8
+    )
     assert mann_whitney(0, [50], 20, 30) == 1.0 and 0 <= mann_whitney(2500 * 2500, [1] * 5000, 2500, 2500) < 1e-300
     with pytest.raises(ConfigError, match="9 values for 5 and 5 documents"):
         mann_whitney(0, [4, 5], 5, 5)
@@ -165,11 +212,16 @@ def test_q_is_by_its_definition():
 def p_values(x, y):
     """p of each column, pairs compared one by one."""
     together = np.concatenate([x, y])
-    return [mann_whitney(int(np.sign(a[:, None] - b).sum()), ties_of(c.tolist()), len(a), len(b)) for a, b, c in zip(x.T, y.T, together.T, strict=True)]
+    return [
+        mann_whitney(int(np.sign(a[:, None] - b).sum()), ties_of(c.tolist()), len(a), len(b))
+        for a, b, c in zip(x.T, y.T, together.T, strict=True)
+    ]
 
 
 def nested(rng, n, rare=0.25):
-    """Shares `[n, 30]` of ten roots, a child of each and a child of that, each over the floor only where its parent is."""
+    """Shares `[n, 30]` of ten roots, a child of each and a child of that, each over the floor only where its
+    parent is.
+    """
     roots = np.where(rng.random((n, 10)) < rare, rng.random((n, 10)), 0.0)
     children = np.where(rng.random((n, 10)) < 0.7, roots * rng.random((n, 10)), 0.0)
     return np.concatenate([roots, children, np.where(rng.random((n, 10)) < 0.7, children, 0.0)], axis=1)
@@ -202,8 +254,12 @@ def sample(x):
     """Documents by concept `[n, P]` as `compare` holds them, in the order given."""
     order = [np.flatnonzero(column)[np.argsort(column[column > 0], kind="stable")] for column in x.T]
     return _Sample(
-        None, tuple(b"" for _ in x), np.cumsum([0, *map(len, order)]), np.concatenate(order), np.concatenate([x[at, c] for c, at in enumerate(order)])
-    )  # fmt: skip
+        None,
+        tuple(b"" for _ in x),
+        np.cumsum([0, *map(len, order)]),
+        np.concatenate(order),
+        np.concatenate([x[at, c] for c, at in enumerate(order)]),
+    )
 
 
 def test_intervals_cover_the_truth():
@@ -224,7 +280,10 @@ def test_intervals_cover_the_truth():
 @pytest.mark.parametrize("by", ["share", "max"])
 def test_numbers_are_those_of_all_pairs_of_documents(both, by):
     found = compare(*both, by=by, resamples=39)
-    shares = [np.where(counts > 0, 1.0, 0.0) if by == "max" else counts / seen[:, None] for seen, counts in (corpus(1), corpus(2, n=31, plant=(5, 6)))]
+    shares = [
+        np.where(counts > 0, 1.0, 0.0) if by == "max" else counts / seen[:, None]
+        for seen, counts in (corpus(1), corpus(2, n=31, plant=(5, 6)))
+    ]
     assert {row.concept for row in found.rows} == {f"c{c}" for c in range(7)} and found.n_never_over == 1
     p = {}
     for row in found.rows:
@@ -232,7 +291,11 @@ def test_numbers_are_those_of_all_pairs_of_documents(both, by):
         x, y = (values[:, c].tolist() for values in shares)
         assert (row.n_a, row.n_b) == (sum(v > 0 for v in x), sum(v > 0 for v in y))
         mean_a, mean_b, pairs = math.fsum(x) / 40, math.fsum(y) / 31, sign_of_pairs(x, y)
-        assert np.allclose([row.mean_a, row.mean_b, row.difference, row.ratio], [mean_a, mean_b, mean_b - mean_a, mean_b / mean_a], rtol=1e-12)
+        assert np.allclose(
+            [row.mean_a, row.mean_b, row.difference, row.ratio],
+            [mean_a, mean_b, mean_b - mean_a, mean_b / mean_a],
+            rtol=1e-12,
+        )
         assert row.cliffs_delta == pairs / (40 * 31)
         p[row.concept] = mann_whitney(pairs, ties_of([*x, *y]), 31, 40)
         assert math.isclose(row.p, p[row.concept], rel_tol=1e-9)
@@ -249,7 +312,10 @@ def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatc
     found = compare(*both, resamples=resamples, confidence=confidence, seed=5)
     samples = [_Sample.of(analysis, "share") for analysis in both]
     sides = sorted(samples, key=lambda one: one.documents)  # draws belong to the documents, not to the letter
-    draws = {id(one): np.random.default_rng([5, side]).integers(0, one.n, (resamples, one.n)) for side, one in enumerate(sides)}
+    draws = {
+        id(one): np.random.default_rng([5, side]).integers(0, one.n, (resamples, one.n))
+        for side, one in enumerate(sides)
+    }
     for row in found.rows:
         c = int(row.concept[1:])
         differences, deltas = [], []
@@ -262,7 +328,9 @@ def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatc
             deltas.append(sign_of_pairs(x, y) / (40 * 31))
         differences.sort()
         deltas.sort()
-        assert np.allclose([row.difference_low, row.difference_high], [differences[at], differences[-1 - at]], rtol=1e-12, atol=1e-15)
+        assert np.allclose(
+            [row.difference_low, row.difference_high], [differences[at], differences[-1 - at]], rtol=1e-12, atol=1e-15
+        )
         assert [row.delta_low, row.delta_high] == [deltas[at], deltas[-1 - at]]
 
 
@@ -270,9 +338,23 @@ def test_a_and_b_exchanged_flip_every_sign_and_no_other_bit(both):
     one, other = compare(*both, resamples=60), compare(*both[::-1], resamples=60)
     assert (one.a, one.b) == (other.b, other.a) and len(one.differing) == len(other.differing) >= 2
     for x, y in zip(one.rows, other.rows, strict=True):
-        assert (x.concept, x.n_a, x.n_b, x.mean_a, x.mean_b, x.p, x.q, x.explained_by) == (y.concept, y.n_b, y.n_a, y.mean_b, y.mean_a, y.p, y.q, y.explained_by)
-        for value, low, high in (("difference", "difference_low", "difference_high"), ("cliffs_delta", "delta_low", "delta_high")):
-            assert [getattr(x, name) for name in (value, low, high)] == [-getattr(y, name) for name in (value, high, low)]
+        assert (x.concept, x.n_a, x.n_b, x.mean_a, x.mean_b, x.p, x.q, x.explained_by) == (
+            y.concept,
+            y.n_b,
+            y.n_a,
+            y.mean_b,
+            y.mean_a,
+            y.p,
+            y.q,
+            y.explained_by,
+        )
+        for value, low, high in (
+            ("difference", "difference_low", "difference_high"),
+            ("cliffs_delta", "delta_low", "delta_high"),
+        ):
+            assert [getattr(x, name) for name in (value, low, high)] == [
+                -getattr(y, name) for name in (value, high, low)
+            ]
     assert any(row.difference_low < row.difference < row.difference_high for row in one.rows)
 
 
@@ -288,8 +370,12 @@ def test_the_order_of_documents_changes_nothing(both, tmp_path):
 
 def test_a_corpus_does_not_differ_from_itself(both):
     found = compare(both[0], both[0], resamples=199)
-    assert not found.differing and all(row.p == row.q == row.ratio == 1 and row.difference == row.cliffs_delta == 0 for row in found.rows)
-    assert all(row.difference_low < 0 < row.difference_high for row in found.rows)  # two draws of one corpus are not one draw
+    assert not found.differing and all(
+        row.p == row.q == row.ratio == 1 and row.difference == row.cliffs_delta == 0 for row in found.rows
+    )
+    assert all(
+        row.difference_low < 0 < row.difference_high for row in found.rows
+    )  # two draws of one corpus are not one draw
 
 
 def test_documents_that_show_nothing_are_left_out_and_counted(both, tmp_path):
@@ -298,7 +384,11 @@ def test_documents_that_show_nothing_are_left_out_and_counted(both, tmp_path):
     more = write(tmp_path / "more", seen, counts, bad=(40,))
     one, other = compare(*both), compare(more, both[1])
     assert other.rows == one.rows
-    assert (other.a.n_documents, other.a.n_bad, other.a.n_unseen) == (40, 1, 1) and (one.a.n_documents, one.a.n_bad, one.a.n_unseen) == (40, 0, 0)
+    assert (other.a.n_documents, other.a.n_bad, other.a.n_unseen) == (40, 1, 1) and (
+        one.a.n_documents,
+        one.a.n_bad,
+        one.a.n_unseen,
+    ) == (40, 0, 0)
     assert other.a.n_tokens == one.a.n_tokens == corpus(1)[0].sum() and one.a.median_tokens == np.median(corpus(1)[0])
     assert one.a.n_dropped == 20 and one.b.n_dropped == 15
 
@@ -326,8 +416,20 @@ def test_a_narrower_concept_explains_those_above_it(tmp_path):
         return write(tmp_path / name, np.full(100, 10), counts)
 
     found = compare(made("a", 5, 60), made("b", 50, 10), by="max")
-    assert {row.concept: row.explained_by for row in found.differing} == {"c0": "c5", "c1": "c5", "c2": "c5", "c5": "", "c6": ""}
-    assert {row.concept: row.cliffs_delta > 0 for row in found.differing} == {"c0": True, "c1": True, "c2": True, "c5": True, "c6": False}
+    assert {row.concept: row.explained_by for row in found.differing} == {
+        "c0": "c5",
+        "c1": "c5",
+        "c2": "c5",
+        "c5": "",
+        "c6": "",
+    }
+    assert {row.concept: row.cliffs_delta > 0 for row in found.differing} == {
+        "c0": True,
+        "c1": True,
+        "c2": True,
+        "c5": True,
+        "c6": False,
+    }
     # One that differs more than all below it is more than they are.
     counts = np.zeros((100, len(PARENTS)), np.int64)
     counts[:30, [0, 1]] = 1
@@ -337,22 +439,37 @@ def test_a_narrower_concept_explains_those_above_it(tmp_path):
     # One that differs the other way explains nothing.
     one, other = np.zeros((2, 100, len(PARENTS)), np.int64)
     one[:60, [0, 1]] = other[:5, 1] = other[:90, 0] = 1
-    opposite = compare(write(tmp_path / "one", np.full(100, 10), one), write(tmp_path / "other", np.full(100, 10), other), by="max")
-    assert {row.concept: (round(row.cliffs_delta, 2), row.explained_by) for row in opposite.differing} == {"c0": (0.3, ""), "c1": (-0.55, "")}
+    opposite = compare(
+        write(tmp_path / "one", np.full(100, 10), one), write(tmp_path / "other", np.full(100, 10), other), by="max"
+    )
+    assert {row.concept: (round(row.cliffs_delta, 2), row.explained_by) for row in opposite.differing} == {
+        "c0": (0.3, ""),
+        "c1": (-0.55, ""),
+    }
 
 
 def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_path):
-    manager, made, shares = DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent"), [], []
+    manager, made, shares = (
+        DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent"),
+        [],
+        [],
+    )
     for seed, n in ((0, 12), (1, 9)):
         texts = [*random_texts(n, seed=seed), " "]
         made.append(analyze(manager, model, make_tokenizer(), texts, tmp_path / str(seed), floor=0.2))
-        rows = Counter(zip(*(made[-1].scores().column(name).to_pylist() for name in ("concept", "document")), strict=True))
-        shares.append({c["id"]: [rows[c["id"], i] / len(text) for i, text in enumerate(texts[:-1])] for c in pack.concepts})
+        rows = Counter(
+            zip(*(made[-1].scores().column(name).to_pylist() for name in ("concept", "document")), strict=True)
+        )
+        shares.append(
+            {c["id"]: [rows[c["id"], i] / len(text) for i, text in enumerate(texts[:-1])] for c in pack.concepts}
+        )
     found = compare(*made, resamples=39)
     assert len(found.rows) + found.n_never_over == pack.n_probes and len(found.rows) > 10 and found.floor == 0.2
     for row in found.rows:
         x, y = (of[row.concept] for of in shares)
-        assert math.isclose(row.mean_a, math.fsum(x) / 12, abs_tol=1e-12) and math.isclose(row.mean_b, math.fsum(y) / 9, abs_tol=1e-12)
+        assert math.isclose(row.mean_a, math.fsum(x) / 12, abs_tol=1e-12) and math.isclose(
+            row.mean_b, math.fsum(y) / 9, abs_tol=1e-12
+        )
         assert row.cliffs_delta == sign_of_pairs(x, y) / 108 and row.path == tuple(pack.path(pack.find(row.concept)))
     assert (found.a.n_bad, found.b.n_documents) == (1, 9) and found.a.n_dropped == made[0].manifest["totals"]["dropped"]
 
@@ -360,27 +477,52 @@ def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_pa
 # -- what cannot be compared ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"pack": {**IDENTITY["pack"], "probes": "9"}}, r"pack\.probes is '2' and '9'"), ({"tokenizer": "u"}, "tokenizer is 't' and 'u'"), ({"floor": 0.5}, r"floor is 'fired' and 0\.5"),
-    ({"host": {**IDENTITY["host"], "dtype": "float32"}}, r"host\.dtype is 'bfloat16' and 'float32'"), ({"host": {**IDENTITY["host"], "device": "cuda"}}, r"host\.device is 'cpu' and 'cuda'"),
-    ({"cascade": {"keep_top_k": 5}}, r"cascade\.keep_top_k is 30 and 5"), ({"reading": {**IDENTITY["reading"], "special_tokens": "none"}}, r"reading\.special_tokens is 'bos' and 'none'"),
-    ({"reading": {**IDENTITY["reading"], "parse_special": True}}, r"reading\.parse_special is False and True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pack": {**IDENTITY["pack"], "probes": "9"}}, r"pack\.probes is '2' and '9'"),
+        ({"tokenizer": "u"}, "tokenizer is 't' and 'u'"),
+        ({"floor": 0.5}, r"floor is 'fired' and 0\.5"),
+        ({"host": {**IDENTITY["host"], "dtype": "float32"}}, r"host\.dtype is 'bfloat16' and 'float32'"),
+        ({"host": {**IDENTITY["host"], "device": "cuda"}}, r"host\.device is 'cpu' and 'cuda'"),
+        ({"cascade": {"keep_top_k": 5}}, r"cascade\.keep_top_k is 30 and 5"),
+        (
+            {"reading": {**IDENTITY["reading"], "special_tokens": "none"}},
+            r"reading\.special_tokens is 'bos' and 'none'",
+        ),
+        ({"reading": {**IDENTITY["reading"], "parse_special": True}}, r"reading\.parse_special is False and True"),
+    ],
+)
 def test_analyses_made_otherwise_are_refused(both, tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         compare(both[0], write(tmp_path / "other", *corpus(2), **changes))
 
 
 def test_windows_batches_and_kernels_may_differ(both, tmp_path):
-    other = write(tmp_path / "other", *corpus(2), reading={**IDENTITY["reading"], "batch_tokens": 1, "window": {"n_tokens": 8}}, kernel={"impl": "numba"}, keep_text=False)
+    other = write(
+        tmp_path / "other",
+        *corpus(2),
+        reading={**IDENTITY["reading"], "batch_tokens": 1, "window": {"n_tokens": 8}},
+        kernel={"impl": "numba"},
+        keep_text=False,
+    )
     _check_same(both[0], other)
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"by": "mean"}, "by is 'mean': give one of share, max"), ({"fdr": 0}, "fdr is 0"), ({"fdr": True}, "fdr is True"), ({"confidence": 1.0}, r"confidence is 1\.0"),
-    ({"confidence": float("nan")}, "confidence is nan"), ({"resamples": 38}, r"resamples is 38: give a whole number, 39 or more \(what a confidence of 0\.95 needs\)"),
-    ({"resamples": 1000, "confidence": 0.999}, "1999 or more"), ({"seed": -1}, "seed is -1"), ({"resamples": 100.0}, r"resamples is 100\.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"by": "mean"}, "by is 'mean': give one of share, max"),
+        ({"fdr": 0}, "fdr is 0"),
+        ({"fdr": True}, "fdr is True"),
+        ({"confidence": 1.0}, r"confidence is 1\.0"),
+        ({"confidence": float("nan")}, "confidence is nan"),
+        ({"resamples": 38}, r"resamples is 38: give a whole number, 39 or more \(what a confidence of 0\.95 needs\)"),
+        ({"resamples": 1000, "confidence": 0.999}, "1999 or more"),
+        ({"seed": -1}, "seed is -1"),
+        ({"resamples": 100.0}, r"resamples is 100\.0"),
+    ],
+)
 def test_settings_that_cannot_be_are_refused(both, settings, words):
     with pytest.raises(ConfigError, match=words):
         compare(*both, **settings)
@@ -412,7 +554,9 @@ def test_the_command_says_what_the_comparison_does(both, tmp_path):
     table = pq.read_table(out)
     assert table.equals(found.to_arrow()) and [path.name for path in tmp_path.iterdir()] == ["diff.parquet"]
     assert table.to_pylist() == [{**dataclasses.asdict(row), "path": list(row.path)} for row in found.rows]
-    assert json.loads(table.schema.metadata[b"probemon"]) == {key: value for key, value in told.items() if key != "rows"}
+    assert json.loads(table.schema.metadata[b"probemon"]) == {
+        key: value for key, value in told.items() if key != "rows"
+    }
 
 
 def test_a_file_that_took_the_name_meanwhile_is_left_alone(both, tmp_path, monkeypatch):
@@ -434,7 +578,10 @@ def test_the_table_lists_each_direction_with_its_paths(both):
     assert f"{len(found.differing)} concepts differ (7 concepts tested, 1 never over the floor in either)" in text
     assert f"more in B: {len(up)}\n" in text and "name 0 > name 1 > name 5" in text and "more in A" not in text
     best = max(up, key=lambda row: row.cliffs_delta)
-    assert f"{best.cliffs_delta:+.2f} ({best.delta_low:+.2f} to {best.delta_high:+.2f})" in text and "5 % at most are expected to be chance" in text
+    assert (
+        f"{best.cliffs_delta:+.2f} ({best.delta_low:+.2f} to {best.delta_high:+.2f})" in text
+        and "5 % at most are expected to be chance" in text
+    )
     assert "20 times in A and 15 times in B" in text
     exchanged = run(both[1].directory, both[0].directory, "--rows", 1)
     assert f"more in A: {len(up)}, the largest 1 effects" in exchanged and "more in B" not in exchanged
@@ -442,7 +589,10 @@ def test_the_table_lists_each_direction_with_its_paths(both):
 
 def test_where_nothing_differs_it_says_so(both):
     text = run(both[0].directory, both[0].directory)
-    assert "no concept differs at a false-discovery rate of 0.05 (7 concepts tested, 1 never over the floor in either; the lowest q is 1)" in text
+    assert (
+        "no concept differs at a false-discovery rate of 0.05 (7 concepts tested, 1 never over the floor in either; the"
+        " lowest q is 1)" in text
+    )
     assert "does not show that the corpora are alike" in text and "Cliff" not in text
 
 
@@ -450,9 +600,12 @@ def test_what_the_command_cannot_do_it_refuses_before_the_work(both, tmp_path):
     folders = [analysis.directory for analysis in both]
     (tmp_path / "mine").write_text("x")
     for arguments, words in [
-        ([*folders, "--out", tmp_path / "mine"], "mine exists"), ([*folders, "--out", tmp_path / "no" / "x"], "is not a folder"), ([*folders, "--rows", 0], "--rows is 0"),
-        ([folders[0], tmp_path], "holds no analysis"), ([*folders, "--by", "mean"], "by is 'mean'"),
-    ]:  # fmt: skip
+        ([*folders, "--out", tmp_path / "mine"], "mine exists"),
+        ([*folders, "--out", tmp_path / "no" / "x"], "is not a folder"),
+        ([*folders, "--rows", 0], "--rows is 0"),
+        ([folders[0], tmp_path], "holds no analysis"),
+        ([*folders, "--by", "mean"], "by is 'mean'"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             run(*arguments)
     assert (tmp_path / "mine").read_text() == "x" and [path.name for path in tmp_path.iterdir()] == ["mine"]

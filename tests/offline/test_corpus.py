@@ -1,4 +1,6 @@
-"""An analysis says of every token of every document what watching would, whatever interrupted it and whoever shared the work."""
+"""An analysis says of every token of every document what watching would, whatever interrupted it and whoever shared the
+work.
+"""
 
 import io
 import json
@@ -41,7 +43,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def manager(pack):
-    return DynamicProbeManager(pack, load_threshold=0.2, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
+    return DynamicProbeManager(
+        pack, load_threshold=0.2, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +67,10 @@ def tables(out):
 # -- the plan ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "size", "overlap", "n_prefix"), [(1, 8, 0, 0), (7, 8, 3, 1), (8, 8, 3, 1), (50, 8, 4, 1), (100, 9, 0, 2), (101, 32, 16, 0)])
+@pytest.mark.parametrize(
+    ("n", "size", "overlap", "n_prefix"),
+    [(1, 8, 0, 0), (7, 8, 3, 1), (8, 8, 3, 1), (50, 8, 4, 1), (100, 9, 0, 2), (101, 32, 16, 0)],
+)
 def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_prefix):
     tokens = Tokens(np.arange(n), np.arange(n), np.arange(n) + 1, (1,) * n_prefix)
     pieces = cut(tokens, 3, Window(size, overlap))
@@ -77,7 +84,11 @@ def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_pref
 
 def test_batches_are_of_like_length_and_bounded():
     rng = np.random.default_rng(0)
-    pieces = [piece for place in range(50) for piece in cut(Tokens(*(np.arange(rng.integers(1, 90)),) * 3, (1,)), place, Window(20, 4))]
+    pieces = [
+        piece
+        for place in range(50)
+        for piece in cut(Tokens(*(np.arange(rng.integers(1, 90)),) * 3, (1,)), place, Window(20, 4))
+    ]
     made = batches(pieces, max_tokens=64, max_rows=5)
     assert sorted((p.place, p.begin) for batch in made for p in batch) == sorted((p.place, p.begin) for p in pieces)
     assert all(len(batch) * max(map(len, batch)) <= 64 and len(batch) <= 5 for batch in made)
@@ -90,7 +101,9 @@ def test_shards_are_fixed_by_the_documents(monkeypatch):
     monkeypatch.setattr("probemon.offline.windows.SHARD_CHARS", 100)
     made = list(shards(read_documents(corpus())))
     assert [d.index for shard in made for d in shard.documents] == list(range(32))
-    assert all(len(s.documents) <= 7 and (len(s.documents) == 1 or sum(len(d.text) for d in s.documents) <= 100) for s in made)
+    assert all(
+        len(s.documents) <= 7 and (len(s.documents) == 1 or sum(len(d.text) for d in s.documents) <= 100) for s in made
+    )
     again = list(shards(read_documents(iter(corpus()))))
     assert [s.digest for s in made] == [s.digest for s in again]
     changed = corpus()
@@ -101,11 +114,16 @@ def test_shards_are_fixed_by_the_documents(monkeypatch):
 @pytest.mark.parametrize(
     ("adds_bos", "special", "parse", "text", "ids", "prefix"),
     [
-        (False, "bos", False, "ab", [4, 5], (1,)), (False, "tokenizer", False, "ab", [4, 5], ()), (True, "bos", False, "ab", [4, 5], (1,)),
-        (True, "tokenizer", False, "ab", [4, 5], (1,)), (True, "none", False, "ab", [4, 5], ()), (True, "bos", True, "a<s>b", [4, 1, 5], (1,)),
-        (True, "bos", False, "a<s>", [4, 3, 22, 3], (1,)), (True, "bos", True, "</s>", [2], (1,)),
+        (False, "bos", False, "ab", [4, 5], (1,)),
+        (False, "tokenizer", False, "ab", [4, 5], ()),
+        (True, "bos", False, "ab", [4, 5], (1,)),
+        (True, "tokenizer", False, "ab", [4, 5], (1,)),
+        (True, "none", False, "ab", [4, 5], ()),
+        (True, "bos", True, "a<s>b", [4, 1, 5], (1,)),
+        (True, "bos", False, "a<s>", [4, 3, 22, 3], (1,)),
+        (True, "bos", True, "</s>", [2], (1,)),
     ],
-)  # fmt: skip
+)
 def test_special_tokens_stand_before_a_text_and_are_not_of_it(adds_bos, special, parse, text, ids, prefix):
     found = encode(make_tokenizer(adds_bos), text, special_tokens=special, parse_special=parse)
     assert found.ids.tolist() == ids and found.prefix == prefix
@@ -116,7 +134,9 @@ def test_special_tokens_stand_before_a_text_and_are_not_of_it(adds_bos, special,
 
 
 def test_rows_are_the_oracles(model, manager, tokenizer, tmp_path):
-    """Every document, long and short, in mixed batches: each row, and no other, with the scores of the document alone."""
+    """Every document, long and short, in mixed batches: each row, and no other, with the scores of the document
+    alone.
+    """
     documents = corpus()
     analysis = analyze(manager, model, tokenizer, documents, tmp_path / "out", floor=0.2, reading=SMALL)
     found = {}
@@ -136,7 +156,11 @@ def test_rows_are_the_oracles(model, manager, tokenizer, tmp_path):
             assert set(rows) == set(above)
             assert close([rows[c]["score"] for c in sorted(rows)], [above[c] for c in sorted(above)])
             for concept, row in rows.items():
-                assert row["doc_id"] == document["id"] and row["token_id"] == tokens[t] and row["level"] == manager.pack.concepts[ids.index(concept)]["level"]
+                assert (
+                    row["doc_id"] == document["id"]
+                    and row["token_id"] == tokens[t]
+                    and row["level"] == manager.pack.concepts[ids.index(concept)]["level"]
+                )
                 assert row["token"] == document["text"][t] and (row["start"], row["end"]) == (t, t + 1)
             n_rows += len(rows)
     assert n_rows == analysis.manifest["totals"]["rows"] > 1000 and n_long > 10
@@ -148,11 +172,24 @@ def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
     analyze(manager, model, tokenizer, documents, out, floor=0.2, reading=SMALL)
     found, totals = tables(out)
     p, ids = manager.pack.n_probes, [concept["id"] for concept in manager.pack.concepts]
-    active = {i: oracle(manager, model, d["text"], n_tokens=24, overlap=6)[1] for i, d in enumerate(documents) if d != 5 and d["id"] != "empty"}
+    active = {
+        i: oracle(manager, model, d["text"], n_tokens=24, overlap=6)[1]
+        for i, d in enumerate(documents)
+        if d != 5 and d["id"] != "empty"
+    }
     by = {}
-    for document, concept, position, score in zip(*(found["scores"][name] for name in ("document", "concept", "position", "score")), strict=True):
+    for document, concept, position, score in zip(
+        *(found["scores"][name] for name in ("document", "concept", "position", "score")), strict=True
+    ):
         by.setdefault((document, concept), []).append((score, -position))
-    summary = {key: row for key, *row in zip(zip(found["summary"]["document"], found["summary"]["concept"], strict=True), *(found["summary"][n] for n in ("n_tokens", "max_score", "max_position", "mean_score")), strict=True)}
+    summary = {
+        key: row
+        for key, *row in zip(
+            zip(found["summary"]["document"], found["summary"]["concept"], strict=True),
+            *(found["summary"][n] for n in ("n_tokens", "max_score", "max_position", "mean_score")),
+            strict=True,
+        )
+    }
     assert set(summary) == set(by)
     for (document, concept), rows in by.items():
         best, position = max(rows)
@@ -172,11 +209,17 @@ def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
         assert told["n_tokens"][i] == len(expected or ()) and told["active"][i] == sum(map(len, expected or ()))
         assert told["active"][i] + told["dropped"][i] + told["not_reached"][i] == p * told["n_tokens"][i]
         assert told["text"][i] == (document["text"] if expected else None)
-        assert told["reason"][i] == ("" if expected else "neither a text nor an object: int" if document == 5 else "empty")
+        assert told["reason"][i] == (
+            "" if expected else "neither a text nor an object: int" if document == 5 else "empty"
+        )
     assert totals.pop("audit") == Audit(p).as_dict()
-    assert totals == {"documents": 32, "bad_documents": 2, "tokens": sum(map(len, active.values())), "unseen": 0, "rows": len(found["scores"]["score"])} | {
-        name: sum(told[name]) for name in COUNTED
-    }
+    assert totals == {
+        "documents": 32,
+        "bad_documents": 2,
+        "tokens": sum(map(len, active.values())),
+        "unseen": 0,
+        "rows": len(found["scores"]["score"]),
+    } | {name: sum(told[name]) for name in COUNTED}
 
 
 def test_offline_is_online(model, manager, tokenizer):
@@ -185,7 +228,13 @@ def test_offline_is_online(model, manager, tokenizer):
     (scored,) = score_documents(manager, model, tokenizer, read_documents([text]))
     ids = torch.tensor([[1, *scored.tokens.ids.tolist()]])
     with manager.attach(model, tokenizer) as run:
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, stopping_criteria=run.stopping_criteria)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=False,
+            stopping_criteria=run.stopping_criteria,
+        )
     online = run.result(out).scores
     for t in range(len(scored.tokens)):
         assert online.active(t + 1).tolist() == scored.scores.active(t).tolist()
@@ -197,7 +246,11 @@ def test_several_sites_and_every_score(model, two_sites, tokenizer, special):
     manager = DynamicProbeManager(two_sites, max_loaded_probes=30, impl="cpu")
     texts = random_texts(9, seed=2)
     reading = Reading(Window(24, 6), batch_tokens=100, special_tokens=special)
-    for text, scored in zip(texts, score_documents(manager, model, tokenizer, read_documents(texts), reading=reading, exhaustive=True), strict=True):
+    for text, scored in zip(
+        texts,
+        score_documents(manager, model, tokenizer, read_documents(texts), reading=reading, exhaustive=True),
+        strict=True,
+    ):
         _, expected = oracle(manager, model, text, n_tokens=24, overlap=6, prefix=(1,) if special == "bos" else ())
         for t, scores in enumerate(expected):
             assert scored.scores.active(t).tolist() == sorted(scores)
@@ -227,7 +280,9 @@ def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
         broken.model.embed_tokens.weight[4 + LETTERS.index("q")] = float("nan")
     analysis = analyze(manager, broken, tokenizer, ["abcqab", "abc"], tmp_path / "out", floor=0.0)
     documents = analysis.documents().to_pydict()
-    assert documents["n_unseen"] == [6, 0] and documents["active"][0] == 0 < documents["active"][1]  # attention gives it to the whole row
+    assert (
+        documents["n_unseen"] == [6, 0] and documents["active"][0] == 0 < documents["active"][1]
+    )  # attention gives it to the whole row
     assert len(analysis.scores(document=0)) == 0 < len(analysis.scores(document=1))
     assert analysis.manifest["totals"]["unseen"] == 6
 
@@ -236,9 +291,13 @@ def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
 
 
 def run_program(out, kill_at=None):
-    """Run the program to its end, or kill it once there are so many files in the folder of shards, half-written ones too."""
+    """Run the program to its end, or kill it once there are so many files in the folder of shards, half-written ones
+    too.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, PROGRAM, str(out)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, str(out)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     while kill_at is not None and process.poll() is None:
         if out.is_dir() and len(list(out.glob("shards/*"))) >= kill_at:
             process.send_signal(signal.SIGKILL)
@@ -260,13 +319,25 @@ def test_killed_at_any_moment_it_ends_with_the_same_rows(tmp_path):
     run_program(out)
     assert tables(out) == (expected, totals)
     left = sorted(path.name for path in (out / "shards").iterdir())
-    assert len(left) == 5 * len(json.loads((out / "manifest.json").read_text())["shards"]), left  # nothing half-written is left
+    assert len(left) == 5 * len(json.loads((out / "manifest.json").read_text())["shards"]), (
+        left
+    )  # nothing half-written is left
 
 
 def test_several_processes_share_the_work(model, manager, tokenizer, tmp_path):
     analyze(manager, model, tokenizer, corpus(), tmp_path / "one", reading=SMALL)
     for rank in (2, 0, 1):
-        found = analyze(manager, model, tokenizer, corpus(), tmp_path / "three", reading=SMALL, rank=rank, world_size=3, resume=rank != 2)
+        found = analyze(
+            manager,
+            model,
+            tokenizer,
+            corpus(),
+            tmp_path / "three",
+            reading=SMALL,
+            rank=rank,
+            world_size=3,
+            resume=rank != 2,
+        )
         assert found.complete == (rank == 1)
     assert tables(tmp_path / "one") == tables(tmp_path / "three")
     with pytest.raises(ConfigError, match="rank 3 of world_size 3"):
@@ -279,7 +350,9 @@ def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
     assert abs(sum(n for n, _ in told) - 32) < 1e-6 and sum(n for _, n in told) == first.manifest["totals"]["tokens"]
     before = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
     told.clear()
-    again = analyze(manager, model, tokenizer, iter(corpus()), out, reading=SMALL, resume=True, progress=lambda *a: told.append(a))
+    again = analyze(
+        manager, model, tokenizer, iter(corpus()), out, reading=SMALL, resume=True, progress=lambda *a: told.append(a)
+    )
     assert again.complete and {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()} == before
     assert sum(n for n, _ in told) == 32 and sum(n for _, n in told) == 0
     for asked in ({"document": "d3"}, {"document": True}, {"columns": ["nope"]}, {"document": 99}):
@@ -308,8 +381,12 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
         analyze(manager, model, tokenizer, corpus()[:14], out, reading=SMALL, resume=True)
     assert tables(out)[0] == before
     manifest = json.loads((out / "manifest.json").read_text())
-    (out / "manifest.json").write_text(json.dumps({**manifest, "complete": False, "environment": {**manifest["environment"], "threads": 99}}))
-    analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)  # nothing is left to do, so nothing is warned of
+    (out / "manifest.json").write_text(
+        json.dumps({**manifest, "complete": False, "environment": {**manifest["environment"], "threads": 99}})
+    )
+    analyze(
+        manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True
+    )  # nothing is left to do, so nothing is warned of
     (out / "shards/00001.json").unlink()
     with pytest.warns(UserWarning, match=r"begun elsewhere \(threads was 99"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
@@ -375,12 +452,20 @@ def test_a_text_that_the_tokenizer_fails_at_is_a_bad_document(model, manager, to
             return tokenizer(text, **options)
 
     analysis = analyze(manager, model, Fails(), ["abc", "bad", "cab"], tmp_path / "out")
-    assert analysis.documents().column("reason").to_pylist() == ["", "cannot be tokenised (ValueError: no such merge)", ""]
+    assert analysis.documents().column("reason").to_pylist() == [
+        "",
+        "cannot be tokenised (ValueError: no such merge)",
+        "",
+    ]
 
 
 def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tmp_path):
     analysis = analyze(manager, model, tokenizer, [], tmp_path / "out")
-    assert analysis.complete and len(analysis.scores()) == len(analysis.documents()) == 0 and len(analysis.concepts()) == manager.pack.n_probes
+    assert (
+        analysis.complete
+        and len(analysis.scores()) == len(analysis.documents()) == 0
+        and len(analysis.concepts()) == manager.pack.n_probes
+    )
     assert analysis.manifest["totals"]["documents"] == analysis.manifest["totals"]["bad_documents"] == 0
     again = analyze(manager, model, tokenizer, iter(()), tmp_path / "out", resume=True)
     assert again.manifest["totals"] == analysis.manifest["totals"]
@@ -390,8 +475,12 @@ def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tm
 
 def test_without_texts_no_word_of_them_is_kept(model, manager, tokenizer, tmp_path):
     with_text = analyze(manager, model, tokenizer, corpus(), tmp_path / "with", floor=0.2, reading=SMALL)
-    without = analyze(manager, model, tokenizer, corpus(), tmp_path / "without", floor=0.2, reading=SMALL, keep_text=False)
-    assert set(without.scores().column("token").to_pylist()) == {""} and set(without.scores().column("token_id").to_pylist()) == {-1}
+    without = analyze(
+        manager, model, tokenizer, corpus(), tmp_path / "without", floor=0.2, reading=SMALL, keep_text=False
+    )
+    assert set(without.scores().column("token").to_pylist()) == {""} and set(
+        without.scores().column("token_id").to_pylist()
+    ) == {-1}
     assert set(without.documents().column("text").to_pylist()) == {None}
     kept = ["document", "position", "start", "end", "concept", "score"]
     assert without.scores(columns=kept).to_pydict() == with_text.scores(columns=kept).to_pydict()
@@ -403,14 +492,21 @@ def test_a_floor_under_the_thresholds_finds_all_that_is_above_it(model, manager,
     texts, ids = random_texts(12, seed=9), [concept["id"] for concept in manager.pack.concepts]
     for floor in (0.02, 0.1, 0.5):
         analysis = analyze(exact, model, tokenizer, texts, tmp_path / str(floor), floor=floor, reading=SMALL)
-        found = set(zip(*(analysis.scores().column(name).to_pylist() for name in ("document", "position", "concept")), strict=True))
+        found = set(
+            zip(
+                *(analysis.scores().column(name).to_pylist() for name in ("document", "position", "concept")),
+                strict=True,
+            )
+        )
         truth, edge = set(), set()
         for scored in score_documents(exact, model, tokenizer, read_documents(texts), reading=SMALL, exhaustive=True):
             for t, p in zip(*np.nonzero(scored.everything.numpy() > floor), strict=True):
                 truth.add((scored.document.index, int(t), ids[p]))
                 edge |= {(scored.document.index, int(t), ids[p])} if scored.everything[t, p] < floor + 1e-5 else set()
         assert found - edge == truth - edge and len(truth) > 50
-    assert (exact.plan.expand_threshold[exact.pack.tree.has_children] > 0.02).all()  # the manager's own descent is as it was
+    assert (
+        exact.plan.expand_threshold[exact.pack.tree.has_children] > 0.02
+    ).all()  # the manager's own descent is as it was
 
 
 def test_an_analysis_is_not_written_into_what_it_reads(model, manager, tokenizer, tmp_path):
@@ -423,9 +519,15 @@ def test_an_analysis_is_not_written_into_what_it_reads(model, manager, tokenizer
 def test_shards_are_plain_parquet(model, manager, tokenizer, tmp_path):
     """For readers that know nothing of probemon."""
     analyze(manager, model, tokenizer, corpus(), tmp_path / "out", floor=0.2, reading=SMALL)
-    rows = sum(pq.ParquetFile(path).metadata.num_rows for path in (tmp_path / "out" / "shards").glob("*.scores.parquet"))
+    rows = sum(
+        pq.ParquetFile(path).metadata.num_rows for path in (tmp_path / "out" / "shards").glob("*.scores.parquet")
+    )
     assert rows == Analysis.open(tmp_path / "out").manifest["totals"]["rows"]
-    assert "é" in set(pq.read_table(next((tmp_path / "out" / "shards").glob("*.scores.parquet")), columns=["token"]).column("token").to_pylist())
+    assert "é" in set(
+        pq.read_table(next((tmp_path / "out" / "shards").glob("*.scores.parquet")), columns=["token"])
+        .column("token")
+        .to_pylist()
+    )
 
 
 def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager, tokenizer, tmp_path):
@@ -448,7 +550,11 @@ def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager
 
     whole = analysis_room._write_table
     with monkeypatch.context() as broken, pytest.raises(SinkFailed, match="No space left on device"):
-        broken.setattr(analysis_room, "_write_table", lambda path, table: fail(path, table) if path.name == "concepts.parquet" else whole(path, table))
+        broken.setattr(
+            analysis_room,
+            "_write_table",
+            lambda path, table: fail(path, table) if path.name == "concepts.parquet" else whole(path, table),
+        )
         analyze(manager, model, tokenizer, texts, out, resume=True)
     assert replaced == ["concepts.parquet"]
     with pytest.raises(ConfigError, match="is not finished"):
@@ -456,7 +562,9 @@ def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager
     analyze(manager, model, tokenizer, texts, out, resume=True)
     analyze(manager, model, tokenizer, texts, tmp_path / "at-once")
     assert tables(out) == tables(tmp_path / "at-once")
-    assert sorted(path.name for path in (out / "shards").iterdir()) == sorted(path.name for path in (tmp_path / "at-once/shards").iterdir())
+    assert sorted(path.name for path in (out / "shards").iterdir()) == sorted(
+        path.name for path in (tmp_path / "at-once/shards").iterdir()
+    )
 
 
 def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, tmp_path):
@@ -505,12 +613,16 @@ def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp
         os.waitpid(child, 0)
         with os.fdopen(read) as stream:
             told = stream.read()
-        assert told.startswith("ConfigError") and "cannot be written (Permission denied): check its permissions" in told, told
+        assert (
+            told.startswith("ConfigError") and "cannot be written (Permission denied): check its permissions" in told
+        ), told
 
 
 @pytest.mark.parametrize("other", ["same", "another"])
 def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other):
-    """In each of 200 folders: none mistakes the other's first file for somebody else's, and two that differ do not mix their rows."""
+    """In each of 200 folders: none mistakes the other's first file for somebody else's, and two that differ do not mix
+    their rows.
+    """
     barrier = threading.Barrier(2)
 
     def begin(identity):
@@ -518,7 +630,9 @@ def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other
         for at in range(200):
             barrier.wait()
             try:
-                found.append(Analysis.begin(tmp_path / str(at), identity, {}, resume=True).manifest["identity"] == identity)
+                found.append(
+                    Analysis.begin(tmp_path / str(at), identity, {}, resume=True).manifest["identity"] == identity
+                )
             except ConfigError as error:
                 found.append(str(error))
         return found
@@ -527,4 +641,6 @@ def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other
         found = list(pool.map(begin, ({"run": "same"}, {"run": other})))
     for pair in zip(*found, strict=True):
         refusals = [one for one in pair if one is not True]
-        assert len(refusals) == (other == "another") and all("an analysis made otherwise (run was" in one for one in refusals), pair
+        assert len(refusals) == (other == "another") and all(
+            "an analysis made otherwise (run was" in one for one in refusals
+        ), pair

@@ -1,4 +1,6 @@
-"""A corpus is scored as the model that was given runs: under its adapters, whatever a document is batched with, and as one analysis of one host."""
+"""A corpus is scored as the model that was given runs: under its adapters, whatever a document is batched with, and as
+one analysis of one host.
+"""
 
 import threading
 
@@ -61,14 +63,22 @@ def loud(model, part, seed=3):
 
 
 def lora(seed=3, **settings):
-    return loud(peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **settings)), "lora_", seed)
+    return loud(
+        peft.get_peft_model(
+            make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **settings)
+        ),
+        "lora_",
+        seed,
+    )
 
 
 def xlora(folder):
     folders = {}
     for name in "01":
         torch.manual_seed(int(name))
-        one = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False))
+        one = peft.get_peft_model(
+            make_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False)
+        )
         one.save_pretrained(folder / name)
         folders[name] = str(folder / name)
     base = make_model()
@@ -81,8 +91,16 @@ KINDS = {
     "bare": lambda folder: make_model(),
     "lora": lambda folder: lora(),
     "activated lora": lambda folder: lora(alora_invocation_tokens=ids_of(LONG)[5:8]),
-    "ia3": lambda folder: loud(peft.get_peft_model(make_model(), peft.IA3Config(target_modules=TARGETS, feedforward_modules=[], task_type="CAUSAL_LM")), "ia3_"),
-    "road": lambda folder: loud(peft.get_peft_model(make_model(), peft.RoadConfig(target_modules=TARGETS, group_size=4, task_type="CAUSAL_LM")), "road_"),
+    "ia3": lambda folder: loud(
+        peft.get_peft_model(
+            make_model(), peft.IA3Config(target_modules=TARGETS, feedforward_modules=[], task_type="CAUSAL_LM")
+        ),
+        "ia3_",
+    ),
+    "road": lambda folder: loud(
+        peft.get_peft_model(make_model(), peft.RoadConfig(target_modules=TARGETS, group_size=4, task_type="CAUSAL_LM")),
+        "road_",
+    ),
     "xlora": xlora,
 }
 
@@ -90,13 +108,20 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
     """Against `output_hidden_states` of that very model, one document at a time; several lengths share its batches."""
-    model, manager = KINDS[kind](tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent"), load_threshold=0.0, keep_top_k=0)
+    model, manager = (
+        KINDS[kind](tmp_path),
+        DynamicProbeManager(
+            make_pack(tmp_path / "pack", make_model(), rule="independent"), load_threshold=0.0, keep_top_k=0
+        ),
+    )
     texts = [LONG, TEXT, LONG[4:], LONG[::-1]]
     analysis = manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", floor=0.0)
     for at, text in enumerate(texts):
         ids = torch.tensor([ids_of(text)])
         with torch.no_grad():
-            truth = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states[2][0, 1:]
+            truth = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states[
+                2
+            ][0, 1:]
         expected = manager.score_all(truth)
         rows = analysis.scores(document=at).to_pylist()
         number = {concept["id"]: i for i, concept in enumerate(manager.pack.concepts)}
@@ -107,16 +132,43 @@ def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
 def test_xlora_without_what_decides_is_refused(tmp_path):
     model, manager = xlora(tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
     with pytest.raises(NotSupportedHost, match="PeftModel"):
-        manager.analyze(model.base_model.model if hasattr(model.base_model, "model") else model.get_base_model(), make_tokenizer(), [TEXT], out=tmp_path / "out")
+        manager.analyze(
+            model.base_model.model if hasattr(model.base_model, "model") else model.get_base_model(),
+            make_tokenizer(),
+            [TEXT],
+            out=tmp_path / "out",
+        )
 
 
-SMALL = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, max_position_embeddings=128, pad_token_id=0, initializer_range=0.5)
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": 24}
+SMALL = dict(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    initializer_range=0.5,
+)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 24,
+}
 PADDED_IN = {
     "fnet": lambda: FNetForMaskedLM(FNetConfig(**SMALL)),
     "convbert": lambda: ConvBertForMaskedLM(ConvBertConfig(**SMALL, num_attention_heads=2, embedding_size=16)),
     "doge": lambda: DogeForCausalLM(DogeConfig(**SMALL, num_attention_heads=2, keep_window_size=8)),
-    "longrope": lambda: Phi3ForCausalLM(Phi3Config(**SMALL, num_attention_heads=2, num_key_value_heads=2, original_max_position_embeddings=24, rope_parameters=LONGROPE)),
+    "longrope": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **SMALL,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            original_max_position_embeddings=24,
+            rope_parameters=LONGROPE,
+        )
+    ),
 }
 
 
@@ -124,10 +176,16 @@ PADDED_IN = {
 def test_what_a_document_is_batched_with_changes_nothing(kind, tmp_path):
     torch.manual_seed(0)
     model = PADDED_IN[kind]().eval()
-    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, rule="independent"), load_threshold=0.0, keep_top_k=0)
+    manager = DynamicProbeManager(
+        make_pack(tmp_path / "pack", model, rule="independent"), load_threshold=0.0, keep_top_k=0
+    )
 
     def scores(name, texts):
-        rows = manager.analyze(model, make_tokenizer(), texts, out=tmp_path / name, floor=0.0).scores(document=0).to_pylist()
+        rows = (
+            manager.analyze(model, make_tokenizer(), texts, out=tmp_path / name, floor=0.0)
+            .scores(document=0)
+            .to_pylist()
+        )
         return torch.tensor([row["score"] for row in rows])
 
     alone, beside = scores("alone", [TEXT]), scores("beside", [TEXT, LONG, TEXT[::-1]])
@@ -141,7 +199,9 @@ def test_hosts_that_leave_padding_out_have_it_in_their_batches():
 
 def test_windows_are_as_long_as_the_positions_that_a_host_has(tmp_path):
     """RoBERTa has none for the numbers up to that of its padding; XLNet says -1 for no limit."""
-    model = RobertaForMaskedLM(RobertaConfig(**{**SMALL, "max_position_embeddings": 34, "pad_token_id": 1}, num_attention_heads=2)).eval()
+    model = RobertaForMaskedLM(
+        RobertaConfig(**{**SMALL, "max_position_embeddings": 34, "pad_token_id": 1}, num_attention_heads=2)
+    ).eval()
     assert longest_input(model) == 32
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model))
     analysis = manager.analyze(model, make_tokenizer(), [LONG], out=tmp_path / "out")
@@ -154,29 +214,50 @@ def test_what_stands_after_a_text_is_there_where_its_states_depend_on_it(tmp_pat
     """As the tokenizer gives it, and as it is watched; documents longer than a window have it after each."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer(adds_bos=True)  # <s> text </s>
-    for model, ids in ((BertForMaskedLM(BertConfig(**SMALL, num_attention_heads=2)).eval(), [*ids_of(TEXT), 2]), (make_model(), ids_of(TEXT))):
-        manager = DynamicProbeManager(make_pack(tmp_path / type(model).__name__, model, rule="independent"), load_threshold=0.0, keep_top_k=0)
+    for model, ids in (
+        (BertForMaskedLM(BertConfig(**SMALL, num_attention_heads=2)).eval(), [*ids_of(TEXT), 2]),
+        (make_model(), ids_of(TEXT)),
+    ):
+        manager = DynamicProbeManager(
+            make_pack(tmp_path / type(model).__name__, model, rule="independent"), load_threshold=0.0, keep_top_k=0
+        )
         with torch.no_grad():
-            expected = manager.score_all(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[2][0, 1 : len(TEXT) + 1])
+            expected = manager.score_all(
+                model(torch.tensor([ids]), output_hidden_states=True).hidden_states[2][0, 1 : len(TEXT) + 1]
+            )
         [scored] = score_documents(manager, model, tokenizer, read_documents([TEXT]), exhaustive=True)
         assert (scored.everything - expected).abs().max() < 2e-5
         scorer = CorpusScorer(manager, model, tokenizer, Reading(Window(8, 2)))
         [shard] = shards(read_documents([LONG]))
         planned = scorer.plan(shard)
         rows, mask, _ = scorer.arrays(planned.batches[0], planned.tokens)
-        assert all((row[int(n) - 1] == 2) == (model.config.model_type == "bert") for row, n in zip(rows, mask.sum(1), strict=True)) and rows.shape[1] <= 8
+        assert (
+            all(
+                (row[int(n) - 1] == 2) == (model.config.model_type == "bert")
+                for row, n in zip(rows, mask.sum(1), strict=True)
+            )
+            and rows.shape[1] <= 8
+        )
 
 
 def test_a_corpus_is_of_the_forwards_of_its_own_thread(tmp_path):
-    """Another thread generates meanwhile, and is between the two layers that are read while a document runs through both of them."""
+    """Another thread generates meanwhile, and is between the two layers that are read while a document runs through
+    both of them.
+    """
     model, tokenizer = make_model(), make_tokenizer()
-    manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.2", "resid_post.0"), rule="independent"))
-    alone = manager.analyze(model, tokenizer, [TEXT, LONG], out=tmp_path / "alone", floor=0.0, reading=Reading(batch_rows=1))
+    manager = DynamicProbeManager(
+        make_pack(tmp_path / "pack", model, sites=("resid_post.2", "resid_post.0"), rule="independent")
+    )
+    alone = manager.analyze(
+        model, tokenizer, [TEXT, LONG], out=tmp_path / "alone", floor=0.0, reading=Reading(batch_rows=1)
+    )
     between, go_on, done = threading.Event(), threading.Event(), threading.Event()
     ours, n_begun, made = threading.current_thread(), iter(range(99)), []
 
     def first(module, args):
-        if threading.current_thread() is ours and next(n_begun) == 1:  # the second document: its forward may be left early
+        if (
+            threading.current_thread() is ours and next(n_begun) == 1
+        ):  # the second document: its forward may be left early
             go_on.set()
             assert done.wait(60)
 
@@ -190,21 +271,30 @@ def test_a_corpus_is_of_the_forwards_of_its_own_thread(tmp_path):
         made.append(model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0))
         done.set()
 
-    handles = model.model.layers[0].register_forward_pre_hook(first), model.model.layers[1].register_forward_pre_hook(second)
+    handles = (
+        model.model.layers[0].register_forward_pre_hook(first),
+        model.model.layers[1].register_forward_pre_hook(second),
+    )
     other = threading.Thread(target=generate)
     other.start()
     assert between.wait(60)
-    beside = manager.analyze(model, tokenizer, [TEXT, LONG], out=tmp_path / "beside", floor=0.0, reading=Reading(batch_rows=1))
+    beside = manager.analyze(
+        model, tokenizer, [TEXT, LONG], out=tmp_path / "beside", floor=0.0, reading=Reading(batch_rows=1)
+    )
     other.join()
     for handle in handles:
         handle.remove()
     assert made[0].shape[1] > len(TEXT) + 1
-    assert [alone.scores(document=at).to_pylist() for at in (0, 1)] == [beside.scores(document=at).to_pylist() for at in (0, 1)]
+    assert [alone.scores(document=at).to_pylist() for at in (0, 1)] == [
+        beside.scores(document=at).to_pylist() for at in (0, 1)
+    ]
 
 
 def test_a_host_whose_adapter_drops_at_random_is_refused(tmp_path):
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=TARGETS, task_type="CAUSAL_LM"))  # the host itself is in eval mode
+    model = peft.get_peft_model(
+        make_model(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=TARGETS, task_type="CAUSAL_LM")
+    )  # the host itself is in eval mode
     with pytest.raises(ConfigError, match=r"lora_dropout.*model\.eval\(\)"):
         manager.analyze(model, make_tokenizer(), [TEXT], out=tmp_path / "out")
     manager.analyze(model.eval(), make_tokenizer(), [TEXT], out=tmp_path / "out")
@@ -215,7 +305,9 @@ ADAPTERS = {
     "loha": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
     "vera": lambda: peft.VeraConfig(r=2, target_modules=TARGETS[:1], task_type="CAUSAL_LM"),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=TARGETS[:1], task_type="CAUSAL_LM"),
-    "a part that is saved whole": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+    "a part that is saved whole": lambda: peft.LoraConfig(
+        r=2, target_modules=TARGETS, modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    ),
     "tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[5], task_type="CAUSAL_LM"),
 }
 
@@ -269,12 +361,17 @@ def steered(seed):
 
 
 def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
-    manager, texts = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent")), random_texts(1100, longest=12)
+    manager, texts = (
+        DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent")),
+        random_texts(1100, longest=12),
+    )
     begun(manager, lora(1), tmp_path / "lora", texts)
     for other in (lora(2), lora(1, lora_alpha=9), make_model()):
         with pytest.raises(ConfigError, match="host"):
             manager.analyze(other, make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True)
-    assert manager.analyze(lora(1), make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True).manifest["complete"]
+    assert manager.analyze(lora(1), make_tokenizer(), texts, out=tmp_path / "lora", floor=0.0, resume=True).manifest[
+        "complete"
+    ]
     model, bem = steered(1)
     with bem:
         begun(manager, model, tmp_path / "bem", texts)
@@ -284,7 +381,9 @@ def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
     with others, pytest.raises(ConfigError, match="host"):
         manager.analyze(other, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True)
     with bem:
-        assert manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True).manifest["complete"]
+        assert manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "bem", floor=0.0, resume=True).manifest[
+            "complete"
+        ]
 
 
 def test_a_steered_host_is_told_apart_online(tmp_path):
@@ -301,7 +400,10 @@ def test_a_steered_host_is_told_apart_online(tmp_path):
 
 def test_an_analysis_is_not_gone_on_with_of_another_site_or_begun_otherwise(tmp_path):
     model, texts = make_model(), random_texts(1100, longest=12)
-    first, second = (DynamicProbeManager(make_pack(tmp_path / site, model, sites=(site,), rule="independent")) for site in ("resid_post.1", "resid_post.2"))
+    first, second = (
+        DynamicProbeManager(make_pack(tmp_path / site, model, sites=(site,), rule="independent"))
+        for site in ("resid_post.1", "resid_post.2")
+    )
     begun(first, model, tmp_path / "out", texts)
     with pytest.raises(ConfigError, match="pack"):
         second.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", floor=0.0, resume=True)
@@ -313,12 +415,24 @@ def test_an_analysis_is_not_gone_on_with_of_another_site_or_begun_otherwise(tmp_
 
 def test_a_tokenizer_that_leaves_letters_out_is_read_in_place(tmp_path):
     """Its template is seen on a text that it does not leave out: "a" is none of these letters."""
-    backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: 4 + i for i, letter in enumerate("ACDEFGHIKLMNPQRSTVWY")}, merges=[]))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    backend = Tokenizer(
+        models.BPE(
+            vocab={"<pad>": 0, "<s>": 1, "</s>": 2}
+            | {letter: 4 + i for i, letter in enumerate("ACDEFGHIKLMNPQRSTVWY")},
+            merges=[],
+        )
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     for letters in ("ACDEFG", "WYW"):
         tokens = encode(tokenizer, letters, after=True)
-        assert tokens.prefix == (1,) and tokens.suffix == (2,) and tokens.ids.tolist() == [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+        assert (
+            tokens.prefix == (1,)
+            and tokens.suffix == (2,)
+            and tokens.ids.tolist() == [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+        )
         assert tokens.start.tolist() == list(range(len(letters)))
     backend.model = models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2}, merges=[])
     with pytest.raises(ConfigError, match="cannot be told"):

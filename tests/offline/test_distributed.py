@@ -28,7 +28,13 @@ def load(in_training=False):
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     paths = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in ("", "offline", "support"))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}})
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}},
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()
@@ -41,11 +47,22 @@ def small_shards(monkeypatch):
 
 def tables(analysis):
     opened = Analysis.open(analysis.directory)
-    return {name: getattr(opened, name)().to_pydict() for name in TABLES}, opened.manifest["totals"], opened.manifest["identity"]
+    return (
+        {name: getattr(opened, name)().to_pydict() for name in TABLES},
+        opened.manifest["totals"],
+        opened.manifest["identity"],
+    )
 
 
 def job(pack, out, **changes):
-    arguments = {"model": "tiny", "pack": str(pack.directory), "out": str(out), "load": load, "settings": {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2}, "reading": READING}
+    arguments = {
+        "model": "tiny",
+        "pack": str(pack.directory),
+        "out": str(out),
+        "load": load,
+        "settings": {"keep_top_k": 5, "impl": "cpu", "audit_rate": 0.2},
+        "reading": READING,
+    }
     return Job(**{**arguments, **changes})
 
 
@@ -53,7 +70,13 @@ def job(pack, out, **changes):
 def test_two_workers_give_the_rows_of_one_process(pack, tmp_path, small_shards):
     texts = random_texts(60)
     manager = DynamicProbeManager(pack, keep_top_k=5, impl="cpu", audit_rate=0.2)
-    local = analyze(manager, *load(), [{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)], tmp_path / "local", reading=READING)
+    local = analyze(
+        manager,
+        *load(),
+        [{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)],
+        tmp_path / "local",
+        reading=READING,
+    )
     ds = ray.data.from_items([{"text": text, "id": f"d{i}"} for i, text in enumerate(texts)])
     told = []
     out = tmp_path / "ray"
@@ -83,4 +106,8 @@ def test_what_a_worker_raises_is_raised_here(pack, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_an_empty_corpus_is_an_analysis_of_nothing(pack, tmp_path):
     found = analyze_dataset([], job(pack, tmp_path / "out"), concurrency=1)
-    assert found.complete and found.manifest["totals"]["documents"] == 0 and torch.get_num_threads() == found.manifest["environment"]["threads"]
+    assert (
+        found.complete
+        and found.manifest["totals"]["documents"] == 0
+        and torch.get_num_threads() == found.manifest["environment"]["threads"]
+    )

@@ -30,7 +30,10 @@ def test_json_lines_have_ids_and_other_fields(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "id": 7, "concepts": ["x"]}\n\n{"text": "two"}\n', encoding="utf-8")
     found = list(read_documents(path))
-    assert [(d.index, d.id, d.text, dict(d.fields)) for d in found] == [(0, "7", "one", {"concepts": ["x"]}), (1, "a.jsonl:3", "two", {})]
+    assert [(d.index, d.id, d.text, dict(d.fields)) for d in found] == [
+        (0, "7", "one", {"concepts": ["x"]}),
+        (1, "a.jsonl:3", "two", {}),
+    ]
     path.write_text('{"body": "one", "key": "k"}\n', encoding="utf-8")
     assert told(path, text_field="body", id_field="key") == [(0, "k", "one", "")]
 
@@ -65,8 +68,12 @@ def test_a_folder_is_every_file_in_order(tmp_path):
     (tmp_path / "e.png").write_bytes(b"\x89PNG\xff")
     found = told(tmp_path)
     assert [(i, name, text) for i, name, text, _ in found] == [
-        (0, "a.md", "two"), (1, "b/one.txt", "line\nline"), (2, "c.jsonl:1", "three"), (3, "d.parquet", ""), (4, "e.png", ""),
-    ]  # fmt: skip
+        (0, "a.md", "two"),
+        (1, "b/one.txt", "line\nline"),
+        (2, "c.jsonl:1", "three"),
+        (3, "d.parquet", ""),
+        (4, "e.png", ""),
+    ]
     assert "not a parquet file" in found[3][3] and found[4][3].startswith("not UTF-8 (byte 0")
     assert count_documents(tmp_path) == 5
 
@@ -74,20 +81,30 @@ def test_a_folder_is_every_file_in_order(tmp_path):
 def test_iterables_of_texts_and_objects():
     rows = ["one", {"text": "two", "id": "b"}, 3, {"id": "d"}, {"text": 5}, None]
     assert told(iter(rows)) == [
-        (0, "0", "one", ""), (1, "b", "two", ""), (2, "2", "", "neither a text nor an object: int"), (3, "d", "", "no field 'text'"),
-        (4, "4", "", "'text' is int, not a text"), (5, "5", "", "neither a text nor an object: NoneType"),
-    ]  # fmt: skip
+        (0, "0", "one", ""),
+        (1, "b", "two", ""),
+        (2, "2", "", "neither a text nor an object: int"),
+        (3, "d", "", "no field 'text'"),
+        (4, "4", "", "'text' is int, not a text"),
+        (5, "5", "", "neither a text nor an object: NoneType"),
+    ]
     assert count_documents(rows) == 6 and count_documents(iter(rows)) is None
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "a\xff"}', "not UTF-8 (byte 11"), (b'{"text": ', "not valid JSON"), (b"[1]", "not a JSON object: list"), (b'{"text": " "}', "empty"),
-        (b'{"text": "\\ud800"}', "not valid Unicode"), (b'{"text": "' + b"x" * 41 + b'"}', "longer than 40 characters (41)"),
-        (b'{"text": "' + b"x" * 100_000 + b'"}', "longer than 40 characters"), (b'{"a":' * 100_000, "longer than"), (b"[" * 40_000, "not valid JSON"),
+        (b'{"text": "a\xff"}', "not UTF-8 (byte 11"),
+        (b'{"text": ', "not valid JSON"),
+        (b"[1]", "not a JSON object: list"),
+        (b'{"text": " "}', "empty"),
+        (b'{"text": "\\ud800"}', "not valid Unicode"),
+        (b'{"text": "' + b"x" * 41 + b'"}', "longer than 40 characters (41)"),
+        (b'{"text": "' + b"x" * 100_000 + b'"}', "longer than 40 characters"),
+        (b'{"a":' * 100_000, "longer than"),
+        (b"[" * 40_000, "not valid JSON"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_has_its_reason_and_the_next_is_read(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line + b'\n{"text": "next", "id": "n"}\n')
@@ -99,30 +116,50 @@ def test_a_bad_line_has_its_reason_and_the_next_is_read(tmp_path, line, reason):
 def test_bad_text_lines_and_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\xff\n" + b"y" * 300_000 + b"\nnext\n")
-    assert [(d[2], d[3][:20]) for d in told(path, max_chars=1000)] == [("", "not UTF-8 (byte 1: i"), ("", "longer than 1000 cha"), ("next", "")]
+    assert [(d[2], d[3][:20]) for d in told(path, max_chars=1000)] == [
+        ("", "not UTF-8 (byte 1: i"),
+        ("", "longer than 1000 cha"),
+        ("next", ""),
+    ]
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "long.txt").write_text("z" * 9000, encoding="utf-8")
     (folder / "empty.txt").write_text("", encoding="utf-8")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
     found = told(folder, max_chars=1000)
-    assert found[-2:] == [(len(found) - 2, "empty.txt", "", "empty"), (len(found) - 1, "long.txt", "", "longer than 1000 characters")]
+    assert found[-2:] == [
+        (len(found) - 2, "empty.txt", "", "empty"),
+        (len(found) - 1, "long.txt", "", "longer than 1000 characters"),
+    ]
     assert found[-3][3].startswith("cannot be read")
     (folder / "broken.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"not deflate at all")
-    assert "cannot be read" in told(folder, max_chars=1000)[0][3] and len(told(folder, max_chars=1000)) == len(found) + 1
+    assert (
+        "cannot be read" in told(folder, max_chars=1000)[0][3] and len(told(folder, max_chars=1000)) == len(found) + 1
+    )
     alone = told(folder / "cut.jsonl.gz")
     assert alone[0][2] == "one" and alone[-1][3].startswith("cannot be read (further)")
 
 
 def test_an_id_that_cannot_be_written_is_told():
-    assert told([{"text": "a", "id": 10**5000}, "b"]) == [(0, "0", "", "its id cannot be written (ValueError)"), (1, "1", "b", "")]
+    assert told([{"text": "a", "id": 10**5000}, "b"]) == [
+        (0, "0", "", "its id cannot be written (ValueError)"),
+        (1, "1", "b", ""),
+    ]
 
 
 def test_an_id_that_is_not_unicode_is_written_so_that_it_is():
     assert told([{"text": "a", "id": "\ud800x"}]) == [(0, "\\ud800x", "a", "")]
 
 
-@pytest.mark.parametrize(("data", "texts"), [(b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]), (b'\xef\xbb\xbf\n {"text": "one"}\n', ["one"]), (b"one\n\ntwo\n", ["one", "two"]), (b"", [])])
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        (b'\xef\xbb\xbf\n {"text": "one"}\n', ["one"]),
+        (b"one\n\ntwo\n", ["one", "two"]),
+        (b"", []),
+    ],
+)
 def test_standard_input_is_json_lines_or_text(monkeypatch, data, texts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     assert [d.text for d in read_documents("-")] == texts
@@ -176,7 +213,9 @@ def test_a_damaged_archive_in_a_folder_stops_nothing(tmp_path):
         found = told(tmp_path)
         assert [(d[1], d[2]) for d in found if d[1] != "b.txt.gz"] == [("a.txt", "before"), ("c.txt", "after")]
         reasons += [d[3] for d in found if d[1] == "b.txt.gz"]
-    assert len(reasons) > 10 and sum("cannot be read" in reason for reason in reasons) > len(reasons) / 2  # some bytes of the header do not matter
+    assert (
+        len(reasons) > 10 and sum("cannot be read" in reason for reason in reasons) > len(reasons) / 2
+    )  # some bytes of the header do not matter
 
 
 def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
@@ -190,9 +229,12 @@ def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
     (folder / "nothing.txt").symlink_to(tmp_path / "gone")
     os.mkfifo(folder / "pipe")
     assert [(d[1], d[2], d[3]) for d in told(folder)] == [
-        ("a.txt", "a", ""), ("file-link.txt", "x", ""), ("folder-link", "", "a link to a folder, which is not followed: give that folder too"),
-        ("nothing.txt", "", "a link to nothing"), ("pipe", "", "not a file"),
-    ]  # fmt: skip
+        ("a.txt", "a", ""),
+        ("file-link.txt", "x", ""),
+        ("folder-link", "", "a link to a folder, which is not followed: give that folder too"),
+        ("nothing.txt", "", "a link to nothing"),
+        ("pipe", "", "not a file"),
+    ]
     assert count_documents(folder) == 5
 
 
@@ -200,7 +242,10 @@ def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
 def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "secret").mkdir(mode=0)
-    program = "import os, sys; from probemon.offline.documents import read_documents; os.setuid(65534); print([(d.id, d.reason) for d in read_documents(sys.argv[1])])"
+    program = (
+        "import os, sys; from probemon.offline.documents import read_documents; os.setuid(65534); print([(d.id,"
+        " d.reason) for d in read_documents(sys.argv[1])])"
+    )
     for folder in (tmp_path, *(above for above in tmp_path.parents if "pytest" in above.name or "popen" in above.name)):
         folder.chmod(0o755)  # pytest makes its folders for one user alone
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
@@ -209,7 +254,10 @@ def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
 
 def test_letters_with_a_nul_behind_each_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("A dog.\nA cat.\n".encode("utf-16-le"))
-    assert all(reason == "not a text (a NUL at character 1): UTF-16, perhaps" or text == "" for _, _, text, reason in told(tmp_path / "a.txt"))
+    assert all(
+        reason == "not a text (a NUL at character 1): UTF-16, perhaps" or text == ""
+        for _, _, text, reason in told(tmp_path / "a.txt")
+    )
     assert told(tmp_path)[0][3].startswith("not a text")
 
 
@@ -259,7 +307,11 @@ def test_what_decompresses_to_hundreds_of_times_its_size_is_told_and_not_read_to
 
     monkeypatch.setattr(gzip.GzipFile, "read1", counting)
     found = told(path)
-    assert found[0][2:] == ("one", "") and found[-1][3].startswith("cannot be read (further): it decompresses to more than 20 times its size") and len(found) == 2
+    assert (
+        found[0][2:] == ("one", "")
+        and found[-1][3].startswith("cannot be read (further): it decompresses to more than 20 times its size")
+        and len(found) == 2
+    )
     assert 1 << 20 < sum(read) <= max(1 << 20, 20 * path.stat().st_size) + (1 << 17) < 10 << 20
 
 
@@ -268,13 +320,20 @@ def test_long_texts_that_compress_well_are_read_to_their_end(tmp_path):
     assert len(told(path)) == 30_000
 
 
-@pytest.mark.parametrize("compression, size, words", [("zstd", 3_000_000, "decompresses to"), ("none", 3_000_000, "the dictionary of text has")])
-def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(tmp_path, monkeypatch, compression, size, words):
+@pytest.mark.parametrize(
+    "compression, size, words",
+    [("zstd", 3_000_000, "decompresses to"), ("none", 3_000_000, "the dictionary of text has")],
+)
+def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(
+    tmp_path, monkeypatch, compression, size, words
+):
     monkeypatch.setattr("probemon.offline.documents.ALWAYS_BYTES", 1 << 20)
     monkeypatch.setattr("probemon.offline.documents.MAX_DICTIONARY_BYTES", 1 << 20)
     path = tmp_path / "a.parquet"
     schema = pa.schema([("text", pa.string())])
-    with pq.ParquetWriter(path, schema, compression=compression, use_dictionary=True, dictionary_pagesize_limit=1 << 30) as writer:
+    with pq.ParquetWriter(
+        path, schema, compression=compression, use_dictionary=True, dictionary_pagesize_limit=1 << 30
+    ) as writer:
         for texts in (["one", "two"], ["a" * size] * 5, ["three"]):
             writer.write_table(pa.table({"text": texts}, schema=schema))
     found = told(path)

@@ -31,7 +31,10 @@ def hierarchy(shape, n=16, seed=0):
     """A random forest (or DAG, up to two parents) with two roots."""
     rng = random.Random(seed)
     ids = [str(i) for i in range(n)]
-    up = [[] if i < 2 else [ids[j] for j in rng.sample(range(i), k=min(i, rng.choice([1, 2]) if shape == "dag" else 1))] for i in range(n)]
+    up = [
+        [] if i < 2 else [ids[j] for j in rng.sample(range(i), k=min(i, rng.choice([1, 2]) if shape == "dag" else 1))]
+        for i in range(n)
+    ]
     return ConceptTree.build(ids, up)[1]
 
 
@@ -44,7 +47,11 @@ def random_scores(tree, rule, lengths, seed=0):
 
 def make_reach(rule, shape, seed=0, alert=None):
     tree = hierarchy(shape, seed=seed)
-    alerts = np.random.default_rng(seed).choice(np.float32([0.05, 0.3, 0.5]), size=tree.n) if alert is None else np.full(tree.n, alert, np.float32)
+    alerts = (
+        np.random.default_rng(seed).choice(np.float32([0.05, 0.3, 0.5]), size=tree.n)
+        if alert is None
+        else np.full(tree.n, alert, np.float32)
+    )
     return Reach(tree, rule, alerts)
 
 
@@ -82,10 +89,17 @@ def test_what_is_missed_is_what_walking_the_hierarchy_misses(rule, shape, seed, 
     for i, scores in enumerate(documents):
         reached = [walk(reach, expand, row) for row in scores]
         fired = [{p for p in range(reach.tree.n) if row[p] > reach.alert[p]} for row in scores]
-        counts = sum(map(len, fired)), sum(len(f - r) for f, r in zip(fired, reached, strict=True)), len(scores), sum(map(len, reached))
+        counts = (
+            sum(map(len, fired)),
+            sum(len(f - r) for f, r in zip(fired, reached, strict=True)),
+            len(scores),
+            sum(map(len, reached)),
+        )
         assert (found.fired[i], found.missed[i], found.tokens[i], found.active[i]) == counts
     assert found.missed.sum() > 0
-    assert found.losses.tolist() == [m / f for m, f in zip(found.missed.tolist(), found.fired.tolist(), strict=True) if f]
+    assert found.losses.tolist() == [
+        m / f for m, f in zip(found.missed.tolist(), found.fired.tolist(), strict=True) if f
+    ]
     assert found.share_evaluated == found.active.sum() / (30 * reach.tree.n)
 
 
@@ -111,7 +125,9 @@ def test_at_a_slack_no_more_than_that_share_of_a_probes_scores_is_under_its_thre
             else:
                 failing = min(math.floor(slack * len(sample)), len(sample) - 1)
                 assert sum(s <= at[probe] for s in sample) <= failing or at[probe] == safe
-                assert at[probe] >= safe and (sum(s <= sample[failing] for s in sample) > failing)  # a threshold of the next score would fail more
+                assert at[probe] >= safe and (
+                    sum(s <= sample[failing] for s in sample) > failing
+                )  # a threshold of the next score would fail more
                 assert at[probe] == safe or np.nextafter(at[probe], np.float32(2)) == np.float32(sample[failing])
     inner = int(reach.tree.has_children.sum())
     assert 0 <= family.n_unknown < inner and family.n_unknown * 6 >= few
@@ -130,7 +146,11 @@ def test_less_slack_never_misses_more_and_the_last_resort_misses_nothing(rule, s
     inner = reach.tree.has_children
     for slack in (-1.0, -0.9, -0.3, -0.01, 0.0, 1e-4, 0.01, 0.1, 0.2, 0.4, 0.7, 1.0):
         at, now = family.at(slack), reach.missed(family.at(slack), documents)
-        assert (at[inner] >= thresholds[inner]).all() and (now.missed >= before.missed).all() and (now.active <= before.active).all()
+        assert (
+            (at[inner] >= thresholds[inner]).all()
+            and (now.missed >= before.missed).all()
+            and (now.active <= before.active).all()
+        )
         before, thresholds = now, at
     assert before.missed.sum() > 0
 
@@ -154,18 +174,26 @@ def test_a_probe_above_none_that_can_fire_is_opened():
 def test_below_0_thresholds_fall_by_a_factor_but_not_below_what_can_find_something():
     for rule in RULES:
         reach = make_reach(rule, "tree", 4, alert=0.05)
-        family = Family(reach, [np.maximum(scores, np.float32(0.3)) for scores in random_scores(reach.tree, rule, [8] * 10, 4)])
+        family = Family(
+            reach, [np.maximum(scores, np.float32(0.3)) for scores in random_scores(reach.tree, rule, [8] * 10, 4)]
+        )
         inner = reach.tree.has_children
         at, lowest = family.at(0.0)[inner], family.at(None)[inner]
-        assert np.allclose(at, 0.3, atol=1e-6) and np.allclose(family.at(-0.25)[inner], np.maximum(at * 0.75**8, lowest), atol=1e-6)
-        assert np.array_equal(family.at(-1.0)[inner], lowest) and lowest.tolist() == [np.float32(0.05 if rule == "path" else -1)] * len(lowest)
+        assert np.allclose(at, 0.3, atol=1e-6) and np.allclose(
+            family.at(-0.25)[inner], np.maximum(at * 0.75**8, lowest), atol=1e-6
+        )
+        assert np.array_equal(family.at(-1.0)[inner], lowest) and lowest.tolist() == [
+            np.float32(0.05 if rule == "path" else -1)
+        ] * len(lowest)
 
 
 # -- the guarantee -------------------------------------------------------------------------------
 
 
 def population(rule, shape, n, seed):
-    """Documents of which some are unlike the others: there what is above a firing probe scores low. Which probes fire is known."""
+    """Documents of which some are unlike the others: there what is above a firing probe scores low. Which probes fire
+    is known.
+    """
     reach = make_reach(rule, shape, seed, alert=0.02 if rule == "path" else 0.6)
     tree, rng = reach.tree, np.random.default_rng(seed)
     documents = []
@@ -184,7 +212,9 @@ def population(rule, shape, n, seed):
 
 
 def mean_losses(reach, documents, n, recall, repeats, seed=0):
-    """Mean held-out loss of each of many random splits, and the share of probes active, against that of the last resort."""
+    """Mean held-out loss of each of many random splits, and the share of probes active, against that of the last
+    resort.
+    """
     rng = np.random.default_rng(seed)
     shaping, rest = documents[:30], documents[30:]
     losses, shares = [], []
@@ -205,7 +235,9 @@ def test_over_many_splits_the_mean_recall_on_held_out_documents_is_at_least_the_
     losses, shares = mean_losses(reach, documents, n, 0.9, 150)
     assert 0 < losses.mean() <= 0.1 + 3 * losses.std() / math.sqrt(len(losses))
     assert n == 9 or losses.mean() > 0.03  # the share that may be missed is used
-    assert shares.min() < reach.missed(Family(reach, documents[:30]).at(None), documents).share_evaluated  # not by opening everything
+    assert (
+        shares.min() < reach.missed(Family(reach, documents[:30]).at(None), documents).share_evaluated
+    )  # not by opening everything
 
 
 def test_without_the_document_that_may_miss_all_the_target_is_not_reached(monkeypatch):
@@ -224,8 +256,14 @@ def test_the_slack_is_the_largest_that_the_bound_allows():
     family = Family(reach, shaping)
     steps = [-0.5, -0.25, *((i / 1024) ** 2 for i in range(0, 1025, 8))]
     sums = {slack: reach.missed(family.at(slack), calibrating).losses.sum() for slack in [*steps, found.slack]}
-    assert (sums[found.slack] + 1) / 61 <= 0.1 and all((total + 1) / 61 > 0.1 for slack, total in sums.items() if slack > found.slack)
-    assert 0 < found.slack < 1 and found.loss == pytest.approx(sums[found.slack] / 60) and np.array_equal(found.expand_threshold, family.at(found.slack), equal_nan=True)
+    assert (sums[found.slack] + 1) / 61 <= 0.1 and all(
+        (total + 1) / 61 > 0.1 for slack, total in sums.items() if slack > found.slack
+    )
+    assert (
+        0 < found.slack < 1
+        and found.loss == pytest.approx(sums[found.slack] / 60)
+        and np.array_equal(found.expand_threshold, family.at(found.slack), equal_nan=True)
+    )
     assert (found.n_shaping, found.n_calibration, found.n_units, found.n_unknown) == (30, 60, 60, family.n_unknown)
     assert found.share_evaluated == reach.missed(found.expand_threshold, calibrating).share_evaluated
 
@@ -235,13 +273,20 @@ def test_documents_in_which_nothing_fires_are_no_units():
     silent = [np.zeros((5, reach.tree.n), np.float32)] * 40
     with_them = calibrate_on(reach, [*silent, *documents[:30]], [*silent, *documents[30:]], recall=0.9)
     without = calibrate_on(reach, documents[:30], documents[30:], recall=0.9)
-    assert np.array_equal(with_them.expand_threshold, without.expand_threshold, equal_nan=True) and with_them.loss == without.loss
+    assert (
+        np.array_equal(with_them.expand_threshold, without.expand_threshold, equal_nan=True)
+        and with_them.loss == without.loss
+    )
     assert with_them.n_units == without.n_units == 30 and with_them.n_calibration == 70
 
 
 def test_documents_are_split_by_a_seed_and_the_result_is_the_same_every_time():
     shaping, calibrating = split(11, share=0.4, seed=1)
-    assert len(shaping) == 4 and sorted([*shaping, *calibrating]) == list(range(11)) and not np.array_equal(shaping, split(11, share=0.4, seed=2)[0])
+    assert (
+        len(shaping) == 4
+        and sorted([*shaping, *calibrating]) == list(range(11))
+        and not np.array_equal(shaping, split(11, share=0.4, seed=2)[0])
+    )
     reach, documents = population("path", "dag", 60, 8)
     one, two = (calibrate_expansion(reach, documents, recall=0.9, seed=3) for _ in range(2))
     assert np.array_equal(one.expand_threshold, two.expand_threshold, equal_nan=True) and one.slack == two.slack
@@ -258,7 +303,10 @@ def test_too_few_documents_are_refused_with_the_number_needed(recall, needed):
     if needed < 100:
         reach, documents = population("independent", "tree", 2 * needed, 9)
         assert calibrate_on(reach, documents[:needed], documents[needed:], recall=recall).n_units == needed
-        with pytest.raises(CalibrationError, match=f"{needed - 1} documents with something firing are too few for a recall of .*: {needed} are needed"):
+        with pytest.raises(
+            CalibrationError,
+            match=f"{needed - 1} documents with something firing are too few for a recall of .*: {needed} are needed",
+        ):
             calibrate_on(reach, documents[:needed], documents[needed + 1 :], recall=recall)
 
 
@@ -285,7 +333,9 @@ def test_nothing_that_fires_cannot_be_calibrated_or_measured():
     with pytest.raises(CalibrationError, match="0 documents with something firing are too few"):
         calibrate_expansion(Reach(reach.tree, "path", np.ones(reach.tree.n, np.float32)), documents, recall=0.9)
     with pytest.raises(CalibrationError, match="nothing fires in these documents"):
-        measure_expansion(Reach(reach.tree, "path", np.ones(reach.tree.n, np.float32)), np.zeros(reach.tree.n, np.float32), documents)
+        measure_expansion(
+            Reach(reach.tree, "path", np.ones(reach.tree.n, np.float32)), np.zeros(reach.tree.n, np.float32), documents
+        )
     with pytest.raises(ConfigError, match="share is 1"):
         calibrate_expansion(reach, documents, recall=0.9, share=1)
 
@@ -299,9 +349,15 @@ def test_recall_is_measured_by_document_and_over_all_with_its_interval():
     expand = np.full(reach.tree.n, 0.7, np.float32)
     measured, found = measure_expansion(reach, expand, documents, confidence=0.8), reach.missed(expand, documents)
     assert 0 < found.missed.sum() < found.fired.sum()
-    assert measured.recall == pytest.approx(1 - np.mean([m / f for m, f in zip(found.missed, found.fired, strict=True) if f]))
+    assert measured.recall == pytest.approx(
+        1 - np.mean([m / f for m, f in zip(found.missed, found.fired, strict=True) if f])
+    )
     assert (measured.low, measured.high) == mean_interval(measured.recall, 50, 0.8)
-    assert measured.recall_of_all == 1 - found.missed.sum() / found.fired.sum() and measured.n_fired == found.fired.sum() and measured.n_documents == 50
+    assert (
+        measured.recall_of_all == 1 - found.missed.sum() / found.fired.sum()
+        and measured.n_fired == found.fired.sum()
+        and measured.n_documents == 50
+    )
     assert measured.share_evaluated == found.share_evaluated
 
 
@@ -315,10 +371,19 @@ def test_a_calibrated_pack_reaches_what_was_counted(model, tmp_path, rule):
     reach = Reach(pack.tree, rule, pack.alert_threshold.numpy())
     found = calibrate_expansion(reach, documents[:40], recall=0.8)
     made = write_calibrated(pack, tmp_path / "b", expansion=found)
-    calibrated = DynamicProbeManager(ProbePack.open(made.directory), load_threshold="calibrated", strategy="descent", impl="cpu", max_loaded_probes=40)
+    calibrated = DynamicProbeManager(
+        ProbePack.open(made.directory),
+        load_threshold="calibrated",
+        strategy="descent",
+        impl="cpu",
+        max_loaded_probes=40,
+    )
     counted = reach.missed(found.expand_threshold, documents[40:])
     for i, hidden in enumerate(states[40:]):
         scores = calibrated.score_tokens(hidden)
         fired = sum(len(scores.fired(t)) for t in range(8))
         assert int(scores.coverage.active.sum()) == counted.active[i] and fired == counted.fired[i] - counted.missed[i]
-    assert counted.missed.sum() > 0 and 0.6 < measure_expansion(reach, made.expand_threshold.numpy(), documents[40:]).recall < 1
+    assert (
+        counted.missed.sum() > 0
+        and 0.6 < measure_expansion(reach, made.expand_threshold.numpy(), documents[40:]).recall < 1
+    )

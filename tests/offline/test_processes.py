@@ -30,23 +30,58 @@ def workplace(pack, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shell")
     make_model().save_pretrained(folder / "host")
     make_tokenizer().save_pretrained(folder / "host")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(random_texts(700, longest=20))))
+    (folder / "texts.jsonl").write_text(
+        "".join(
+            json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(random_texts(700, longest=20))
+        )
+    )
     done = command(folder, pack, "one").communicate(timeout=900)
     assert Analysis.open(folder / "one").complete, done
     return folder
 
 
 def command(folder, pack, out, *more, **environment):
-    arguments = ["analyze", folder / "host", pack.directory, folder / "texts.jsonl", "--out", folder / out, "--dtype", "float32", "--window", "24", "--json", *more]
+    arguments = [
+        "analyze",
+        folder / "host",
+        pack.directory,
+        folder / "texts.jsonl",
+        "--out",
+        folder / out,
+        "--dtype",
+        "float32",
+        "--window",
+        "24",
+        "--json",
+        *more,
+    ]
     words = [sys.executable, "-m", "probemon.cli", *map(str, arguments)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 def test_progress_has_a_rate_and_the_time_that_is_left(pack, workplace):
     """In a terminal; what is no terminal gets none."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))  # else it has no columns to draw in
-    words = [sys.executable, "-m", "probemon.cli", "analyze", workplace / "host", pack.directory, workplace / "texts.jsonl", "--out", workplace / "bar", "--dtype", "float32"]
+    words = [
+        sys.executable,
+        "-m",
+        "probemon.cli",
+        "analyze",
+        workplace / "host",
+        pack.directory,
+        workplace / "texts.jsonl",
+        "--out",
+        workplace / "bar",
+        "--dtype",
+        "float32",
+    ]
     process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     shown = b""
@@ -54,7 +89,9 @@ def test_progress_has_a_rate_and_the_time_that_is_left(pack, workplace):
         while part := os.read(ours, 4096):
             shown += part
     assert process.wait(timeout=900) == 0
-    assert re.search(r"analyze: +\d+%\|.*\| \d+/700 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]", shown.decode()), shown[-500:]
+    assert re.search(
+        r"analyze: +\d+%\|.*\| \d+/700 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]", shown.decode()
+    ), shown[-500:]
 
 
 def test_two_processes_at_once_write_the_rows_of_one(pack, workplace):

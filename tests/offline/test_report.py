@@ -1,4 +1,6 @@
-"""A report shows in a real browser what the tables of its analysis say, and whatever its texts hold is shown and never run."""
+"""A report shows in a real browser what the tables of its analysis say, and whatever its texts hold is shown and never
+run.
+"""
 
 import json
 import math
@@ -21,12 +23,17 @@ from probemon.offline.analyze import analyze
 from probemon.offline.report import embed, write_report
 from reports import write_analysis
 
-in_browser = pytest.mark.skipif(find() is None, reason="NO BROWSER: the report's page is not tested. Install chromium, or name one in PROBEMON_CHROMIUM")
+in_browser = pytest.mark.skipif(
+    find() is None,
+    reason="NO BROWSER: the report's page is not tested. Install chromium, or name one in PROBEMON_CHROMIUM",
+)
 VIEWS = ("", "#view=hierarchy", "#view=concepts", "#view=documents")
 SHARE, STRENGTH, COUNT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1), (0.5, 1, 1.5, 2, 3, 4), (1, 2, 4, 8, 16, 32)
 HOSTILE = [
-    "</script><img src=x onerror=window.hit=1>", "<!--<script>window.hit=1</script>", "\"'`&amp;&lt;&#60;", "a\0b\x1b[31m\x7f\x85c", "\u202edesrever\u202c \u200f\u200e.",
-    "\u0301\u0300 lone marks e\u0301", "x" * 10_000, "🐋é鯨\r\nnext\n\n\ttab  two", "{{script}} {{data}}", "javascript:window.hit=1", "\u2028\u2029\ufeff\ufffe", "</title></style><svg onload=window.hit=1>",
+    "</script><img src=x onerror=window.hit=1>", "<!--<script>window.hit=1</script>",
+    "\"'`&amp;&lt;&#60;", "a\0b\x1b[31m\x7f\x85c", "\u202edesrever\u202c \u200f\u200e.",
+    "\u0301\u0300 lone marks e\u0301", "x" * 10_000, "🐋é鯨\r\nnext\n\n\ttab  two", "{{script}} {{data}}",
+    "javascript:window.hit=1", "\u2028\u2029\ufeff\ufffe", "</title></style><svg onload=window.hit=1>",
     "__proto__", "constructor", "#doc=1&concept=2", " ",
 ]  # fmt: skip
 
@@ -34,7 +41,9 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     # The address changes at once, and what is drawn a little later.
-    with Browser(tmp_path_factory.mktemp("chromium"), settled="JSON.stringify(place) === JSON.stringify(readPlace())") as found:
+    with Browser(
+        tmp_path_factory.mktemp("chromium"), settled="JSON.stringify(place) === JSON.stringify(readPlace())"
+    ) as found:
         yield found
 
 
@@ -49,7 +58,9 @@ def nothing_asked_for_and_no_complaint(request):
     browser.complaints.clear()
     yield
     browser.close_pages()
-    assert browser.requests and all(re.fullmatch(r"file://[^?#]+\.html", url) for url in browser.requests), browser.requests
+    assert browser.requests and all(re.fullmatch(r"file://[^?#]+\.html", url) for url in browser.requests), (
+        browser.requests
+    )
     assert browser.complaints == []
 
 
@@ -58,7 +69,14 @@ def analysis(model, pack, tmp_path_factory):
     """Random texts, a bad one among them, with a DAG of 40 random probes."""
     texts = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(30))]
     manager = DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
-    return analyze(manager, model, make_tokenizer(), [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]], tmp_path_factory.mktemp("analysis") / "out", floor=0.5)
+    return analyze(
+        manager,
+        model,
+        make_tokenizer(),
+        [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]],
+        tmp_path_factory.mktemp("analysis") / "out",
+        floor=0.5,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +111,9 @@ def first_parents(concepts):
 
 
 def weights(concepts):
-    """Tokens over the floor of a concept and of all below it, each concept below its first parent, by walking up from each."""
+    """Tokens over the floor of a concept and of all below it, each concept below its first parent, by walking up from
+    each.
+    """
     parents, found = first_parents(concepts), [0] * len(concepts)
     for at, row in enumerate(concepts):
         c = at
@@ -112,13 +132,18 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     fired = sum(row["n_documents"] > 0 for row in tables["concepts"])
     assert texts_of(page, "#figures b") == [f"{n:,}" for n in (31, totals["tokens"], fired, totals["rows"])]
     seen = totals["tokens"] - totals["unseen"]
-    assert texts_of(page, "#coverage td.number") == [f"{totals[name] / seen:.1f} a token" for name in ("active", "dropped", "not_reached", "evaluated")]
+    assert texts_of(page, "#coverage td.number") == [
+        f"{totals[name] / seen:.1f} a token" for name in ("active", "dropped", "not_reached", "evaluated")
+    ]
     assert totals["dropped"] > 0 and sum(totals[name] for name in ("active", "dropped", "not_reached")) == 40 * seen
     assert texts_of(page, "#bad td") == ["empty", "empty"]
     most = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"]))[:8]
     assert texts_of(page, "#leading .name") == [row["name"] for row in most]
     said = page("document.body.textContent")
-    assert "The floor is a score of 0.5" in said and "false alarms are expected, at the rate that the card of the pack random states" in said
+    assert (
+        "The floor is a score of 0.5" in said
+        and "false alarms are expected, at the rate that the card of the pack random states" in said
+    )
     assert "detected" not in made.read_text()
 
 
@@ -128,13 +153,22 @@ def test_concepts_and_their_cells_are_those_of_the_tables(browser, made, tables)
     seen = sum(row["n_tokens"] - row["n_unseen"] for row in tables["documents"])
     wanted = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"], row["name"]))
     expected = [
-        [row["name"] + (" › ".join(row["path"][:-1]) or row["concept"]), f"{row['n_documents']:,}", f"{row['n_tokens']:,}", f"{row['max_score']:.3f}" if row["n_documents"] else "–", f"{row['score_sum'] / seen:.4f}"]
+        [
+            row["name"] + (" › ".join(row["path"][:-1]) or row["concept"]),
+            f"{row['n_documents']:,}",
+            f"{row['n_tokens']:,}",
+            f"{row['max_score']:.3f}" if row["n_documents"] else "–",
+            f"{row['score_sum'] / seen:.4f}",
+        ]
         for row in wanted
-    ]  # fmt: skip
+    ]
     found = rows_of(page, "concept-rows")
     assert [row[:3] for row in found] == [row[:3] for row in expected]
     for row, told in zip(found, expected, strict=True):
-        assert all(a == b or abs(float(a) - float(b)) < 1.1 * 10 ** -len(b.split(".")[1]) for a, b in zip(row[3:5], told[3:], strict=True))
+        assert all(
+            a == b or abs(float(a) - float(b)) < 1.1 * 10 ** -len(b.split(".")[1])
+            for a, b in zip(row[3:5], told[3:], strict=True)
+        )
     # As many documents as there are columns at most: a cell each, the bad one hatched.
     count = {(row["document"], row["concept"]): row["n_tokens"] for row in tables["summary"]}
     cells = page("[...document.querySelectorAll('.cells')].map((s) => [...s.children].map((c) => c.className))")
@@ -149,7 +183,12 @@ def test_concepts_and_their_cells_are_those_of_the_tables(browser, made, tables)
 def test_concepts_can_be_sorted_and_filtered_and_a_cell_lists_its_documents(browser, made, tables):
     page = browser.open(made, "#view=concepts")
     page.click("document.querySelectorAll('#concept-head button')[3]")
-    assert texts_of(page, "#concept-rows .name") == [row["name"] for row in sorted(tables["concepts"], key=lambda row: (-round(row["max_score"], 4), -row["n_tokens"], row["name"]))]
+    assert texts_of(page, "#concept-rows .name") == [
+        row["name"]
+        for row in sorted(
+            tables["concepts"], key=lambda row: (-round(row["max_score"], 4), -row["n_tokens"], row["name"])
+        )
+    ]
     page.click("document.querySelectorAll('#concept-head button')[0]")
     assert texts_of(page, "#concept-rows .name") == sorted(row["name"] for row in tables["concepts"])
     page.go("#view=concepts&sort=toString")
@@ -159,37 +198,63 @@ def test_concepts_can_be_sorted_and_filtered_and_a_cell_lists_its_documents(brow
     page.type("CONCEPT 3")
     matching = [row for row in tables["concepts"] if any("concept 3" in name for name in row["path"])]
     assert set(texts_of(page, "#concept-rows .name")) == {row["name"] for row in matching} and 0 < len(matching) < 40
-    assert texts_of(page, "#concept-count") == [f"{len(matching)} of 40 concepts"] and page("document.getElementById('concept-query').value") == "CONCEPT 3"
+    assert (
+        texts_of(page, "#concept-count") == [f"{len(matching)} of 40 concepts"]
+        and page("document.getElementById('concept-query').value") == "CONCEPT 3"
+    )
     best = max(tables["summary"], key=lambda row: row["n_tokens"])
     page.go("#view=concepts")
     name = next(row["name"] for row in tables["concepts"] if row["concept"] == best["concept"])
-    cell = f"[...document.querySelectorAll('.cells')].find((s) => s.closest('tr').querySelector('.name').textContent === {json.dumps(name)}).children[{best['document']}]"
+    cell = (
+        "[...document.querySelectorAll('.cells')].find((s) => s.closest('tr').querySelector('.name').textContent ==="
+        f" {json.dumps(name)}).children[{best['document']}]"
+    )
     page.point(cell)
     of = tables["documents"][best["document"]]["n_tokens"]
-    assert texts_of(page, "#tip div")[:2] == [best["doc_id"], f"{name}: over the floor at {best['n_tokens']} of {of} tokens ({100 * best['n_tokens'] / of:.{1 if best['n_tokens'] / of < 0.1 else 0}f} %)"]
+    assert texts_of(page, "#tip div")[:2] == [
+        best["doc_id"],
+        (
+            f"{name}: over the floor at {best['n_tokens']} of {of} tokens"
+            f" ({100 * best['n_tokens'] / of:.{1 if best['n_tokens'] / of < 0.1 else 0}f} %)"
+        ),
+    ]
     page.click(cell)
-    assert rows_of(page, "document-rows")[0][:3] == [best["doc_id"], f"{best['max_score']:.3f}", str(best["n_tokens"])] and len(rows_of(page, "document-rows")) == 1
+    assert (
+        rows_of(page, "document-rows")[0][:3] == [best["doc_id"], f"{best['max_score']:.3f}", str(best["n_tokens"])]
+        and len(rows_of(page, "document-rows")) == 1
+    )
 
 
 @in_browser
 def test_documents_of_a_concept_are_listed_best_first(browser, made, tables):
     page = browser.open(made, "#view=documents")
     listed = rows_of(page, "document-rows")
-    assert [(row[0], row[1], row[2]) for row in listed] == [(row["doc_id"], str(row["n_tokens"]), f"{row['n_rows']:,}") for row in tables["documents"]]
+    assert [(row[0], row[1], row[2]) for row in listed] == [
+        (row["doc_id"], str(row["n_tokens"]), f"{row['n_rows']:,}") for row in tables["documents"]
+    ]
     assert listed[3][3] == "not scored: empty"
     often = sorted((row for row in tables["concepts"] if row["n_documents"]), key=lambda row: row["n_documents"])
     for concept in (often[0]["concept"], often[-1]["concept"]):
         page.go(f"#concept={concept}")
-        mine = sorted((row for row in tables["summary"] if row["concept"] == concept), key=lambda row: (-row["max_score"], row["document"]))
-        assert [row[:3] for row in rows_of(page, "document-rows")] == [[row["doc_id"], f"{row['max_score']:.3f}", str(row["n_tokens"])] for row in mine] 
+        mine = sorted(
+            (row for row in tables["summary"] if row["concept"] == concept),
+            key=lambda row: (-row["max_score"], row["document"]),
+        )
+        assert [row[:3] for row in rows_of(page, "document-rows")] == [
+            [row["doc_id"], f"{row['max_score']:.3f}", str(row["n_tokens"])] for row in mine
+        ]
     page.click("document.querySelector('#document-rows a')")
-    assert page("location.hash") == f"#concept={concept}&doc={mine[0]['document']}" and texts_of(page, "#document-id") == [mine[0]["doc_id"]]
+    assert page("location.hash") == f"#concept={concept}&doc={mine[0]['document']}" and texts_of(
+        page, "#document-id"
+    ) == [mine[0]["doc_id"]]
     page.click("[...document.querySelectorAll('#turn a')].find((a) => a.textContent === 'next')")
     assert texts_of(page, "#document-id") == [mine[1]["doc_id"]]
 
 
 @in_browser
-def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_of_different_lines(browser, made, tables):
+def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_of_different_lines(
+    browser, made, tables
+):
     page, concepts = browser.open(made), tables["concepts"]
     number = {row["concept"]: i for i, row in enumerate(concepts)}
 
@@ -199,7 +264,13 @@ def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_o
     for d, found in enumerate(page("documents.best")):
         chosen = []
         mine = [row for row in tables["summary"] if row["document"] == d]
-        for row in sorted(mine, key=lambda row: (-strength(row["max_score"], concepts[number[row["concept"]]]["alert_threshold"]), number[row["concept"]])):
+        for row in sorted(
+            mine,
+            key=lambda row: (
+                -strength(row["max_score"], concepts[number[row["concept"]]]["alert_threshold"]),
+                number[row["concept"]],
+            ),
+        ):
             c = number[row["concept"]]
             if len(chosen) < 3 and not any(c in above(other) or other in above(c) for other in chosen):
                 chosen.append(c)
@@ -221,7 +292,11 @@ def test_width_is_the_tokens_of_a_concept_and_of_all_below_it(browser, made, tab
         members = cell["rest"] or [cell["c"]]
         assert math.isclose(cell["width"] * total, sum(weight[c] for c in members))
         parent = place[parents[members[0]]]
-        assert parent["depth"] == cell["depth"] - 1 and cell["left"] >= parent["left"] - 1e-9 and cell["left"] + cell["width"] <= parent["left"] + parent["width"] + 1e-9
+        assert (
+            parent["depth"] == cell["depth"] - 1
+            and cell["left"] >= parent["left"] - 1e-9
+            and cell["left"] + cell["width"] <= parent["left"] + parent["width"] + 1e-9
+        )
     bundles = [c for cell in cells if cell["rest"] for c in cell["rest"]]
     inside = {c for c in range(40) if weight[c] and not any(a in bundles for a in line(parents, c))}
     assert set(place) - {None} == inside and bundles and len(inside) > 10
@@ -241,17 +316,30 @@ def test_the_hierarchy_is_zoomed_by_pointer_and_by_keys(browser, made, tables):
     top = max((c for c in range(40) if parents[c] is None), key=lambda c: weight[c])
     child = max((c for c in range(40) if parents[c] == top), key=lambda c: weight[c])
     page.click(f"[...document.querySelectorAll('#icicle button')].find((n) => n.cell.c === {top})")
-    assert page("location.hash") == f"#view=hierarchy&root={concepts[top]['concept']}" and texts_of(page, "#crumbs > *") == ["All concepts", concepts[top]["name"]]
-    assert page("document.querySelector('#icicle button').cell") == {"c": top, "rest": None, "depth": 0, "left": 0, "width": 1}
+    assert page("location.hash") == f"#view=hierarchy&root={concepts[top]['concept']}" and texts_of(
+        page, "#crumbs > *"
+    ) == ["All concepts", concepts[top]["name"]]
+    assert page("document.querySelector('#icicle button').cell") == {
+        "c": top,
+        "rest": None,
+        "depth": 0,
+        "left": 0,
+        "width": 1,
+    }
     page.press("ArrowDown")
     assert page("document.activeElement.cell.c") == child
     page.press("ArrowRight")
     assert page("document.activeElement.cell.depth") == 1 and page("document.activeElement.cell.c") != child
     page.press("ArrowLeft")
     page.press("Enter")
-    assert texts_of(page, "#crumbs > *") == ["All concepts", concepts[top]["name"], concepts[child]["name"]] and page("document.activeElement.cell.c") == child
+    assert (
+        texts_of(page, "#crumbs > *") == ["All concepts", concepts[top]["name"], concepts[child]["name"]]
+        and page("document.activeElement.cell.c") == child
+    )
     row = concepts[child]
-    assert f"over the floor in {row['n_documents']:,} documents, at {row['n_tokens']:,} tokens" in " ".join(texts_of(page, "#node p"))
+    assert f"over the floor in {row['n_documents']:,} documents, at {row['n_tokens']:,} tokens" in " ".join(
+        texts_of(page, "#node p")
+    )
     page.press("Escape")
     page.press("ArrowUp")
     page.press("Escape")
@@ -266,7 +354,10 @@ def test_the_tip_of_a_concept_with_two_parents_names_both(browser, made, tables)
     page.point(f"[...document.querySelectorAll('#icicle button')].find((n) => n.cell.c === {c} && !n.cell.rest)")
     row, lines = concepts[c], texts_of(page, "#tip div")
     assert lines[0] == " › ".join(row["path"])
-    assert f"in {row['n_documents']:,} documents, at {row['n_tokens']:,} tokens" in lines[2] and f"highest {row['max_score']:.3f} (threshold {row['alert_threshold']:.3f})" in lines[3]
+    assert (
+        f"in {row['n_documents']:,} documents, at {row['n_tokens']:,} tokens" in lines[2]
+        and f"highest {row['max_score']:.3f} (threshold {row['alert_threshold']:.3f})" in lines[3]
+    )
     others = [other["name"] for other in concepts if other["concept"] in row["parents"]][1:]
     assert lines[5] == f"placed under its first parent; also below {', '.join(others)}"
 
@@ -294,13 +385,29 @@ def test_tokens_have_the_shade_of_what_is_strongest_there(browser, made, tables)
         page.go(f"#doc={document}")
         text, tokens = tables["documents"][document]["text"], tokens_of(tables, document)
         assert page("document.getElementById('text').textContent") == text
-        spans = page("[...document.querySelectorAll('#text span')].map((n) => [n.textContent, n.className, n.tokens[0].position])")
+        spans = page(
+            "[...document.querySelectorAll('#text span')].map((n) => [n.textContent, n.className,"
+            " n.tokens[0].position])"
+        )
         assert [tuple(span[::2]) for span in spans] == [(text[at], at) for at in sorted(tokens)]
-        by = {at: max(strength(round(row["score"], 3), threshold[row["concept"]]) for row in rows) for at, rows in tokens.items()}
-        assert [span[1] for span in spans] == [shade(by[at], STRENGTH) for at in sorted(tokens)] and len({span[1] for span in spans}) > 1
-        page("document.getElementById('colour').value = 'count', document.getElementById('colour').dispatchEvent(new Event('change'))")
-        assert page("[...document.querySelectorAll('#text span')].map((n) => n.className)") == [shade(len(tokens[at]), COUNT) for at in sorted(tokens)]
-        page("document.getElementById('colour').value = 'strength', document.getElementById('colour').dispatchEvent(new Event('change'))")
+        by = {
+            at: max(strength(round(row["score"], 3), threshold[row["concept"]]) for row in rows)
+            for at, rows in tokens.items()
+        }
+        assert [span[1] for span in spans] == [shade(by[at], STRENGTH) for at in sorted(tokens)] and len(
+            {span[1] for span in spans}
+        ) > 1
+        page(
+            "document.getElementById('colour').value = 'count', document.getElementById('colour').dispatchEvent(new"
+            " Event('change'))"
+        )
+        assert page("[...document.querySelectorAll('#text span')].map((n) => n.className)") == [
+            shade(len(tokens[at]), COUNT) for at in sorted(tokens)
+        ]
+        page(
+            "document.getElementById('colour').value = 'strength', document.getElementById('colour').dispatchEvent(new"
+            " Event('change'))"
+        )
 
 
 @in_browser
@@ -312,7 +419,10 @@ def test_a_token_tells_its_concepts_and_a_concept_colours_alone(browser, made, t
     number = {row["concept"]: i for i, row in enumerate(tables["concepts"])}
 
     def told(at):
-        rows = sorted(tokens[at], key=lambda row: (-strength(round(row["score"], 3), threshold[row["concept"]]), number[row["concept"]]))
+        rows = sorted(
+            tokens[at],
+            key=lambda row: (-strength(round(row["score"], 3), threshold[row["concept"]]), number[row["concept"]]),
+        )
         return [(names[row["concept"]], f"{row['score']:.3f} over {threshold[row['concept']]:.3f}") for row in rows]
 
     def shown():
@@ -327,15 +437,27 @@ def test_a_token_tells_its_concepts_and_a_concept_colours_alone(browser, made, t
     page.press("ArrowRight")
     page.press("Enter")
     assert shown() == told(order[3]) and page("document.querySelectorAll('.pinned').length") == 1
-    n_tokens = {name: sum(any(names[row["concept"]] == name for row in rows) for rows in tokens.values()) for name in names.values()}
+    n_tokens = {
+        name: sum(any(names[row["concept"]] == name for row in rows) for rows in tokens.values())
+        for name in names.values()
+    }
     name = min((name for name, _ in told(order[3])), key=lambda name: n_tokens[name])
-    choose = f"[...document.querySelectorAll('#token .concept')].find((b) => b.querySelector('.name').textContent === {json.dumps(name)})"
+    choose = (
+        "[...document.querySelectorAll('#token .concept')].find((b) => b.querySelector('.name').textContent ==="
+        f" {json.dumps(name)})"
+    )
     page.click(choose)
     chosen = next(concept for concept in names if names[concept] == name)
     assert page("location.hash") == f"#concept={chosen}&doc={d}"
     coloured = [at for at in order if any(row["concept"] == chosen for row in tokens[at])]
     for place in (page, browser.open(made, f"#concept={chosen}&doc={d}")):  # the address says it all
-        assert place("[...document.querySelectorAll('#text span')].filter((n) => !n.classList.contains('s0')).map((n) => n.tokens[0].position)") == coloured
+        assert (
+            place(
+                "[...document.querySelectorAll('#text span')].filter((n) => !n.classList.contains('s0')).map((n) =>"
+                " n.tokens[0].position)"
+            )
+            == coloured
+        )
         assert texts_of(place, "aside [aria-pressed=true] .name")[0] == names[chosen]
     page.call("Page.bringToFront")
     assert 0 < len(coloured) < len(order)
@@ -351,15 +473,36 @@ CONCEPTS = [("a", "animal", [], 0.3), ("w", "whale", ["a"], 0.2), ("n", "number"
 def test_tokens_that_share_characters_neither_break_nor_repeat_the_text(browser, tmp_path):
     text = "a🐋b c\u0301d🐋 \n end"
     spans = [(0, 1), (1, 2), (1, 2), (1, 2), (2, 4), (3, 3), (4, 6), (5, 7), (7, 8), (8, 8), (8, 14)]
-    documents = [("d", text, [(start, end, {i % 2: 0.5 + i / 100, 2: 0.9}) for i, (start, end) in enumerate(spans)], "")]
+    documents = [
+        ("d", text, [(start, end, {i % 2: 0.5 + i / 100, 2: 0.9}) for i, (start, end) in enumerate(spans)], "")
+    ]
     page = browser.open(write_report(write_analysis(tmp_path / "a", documents, CONCEPTS)), "#doc=0")
     assert page("document.getElementById('text').textContent") == text
-    found = page("[...document.querySelectorAll('#text span')].map((n) => [n.textContent, n.tokens.map((t) => t.position)])")
-    assert found == [["a", [0]], ["🐋", [1, 2, 3]], ["b", [4]], [" ", [4, 5]], ["c", [6]], ["\u0301", [6, 7]], ["d", [7]], ["🐋", [8]], ["end", [9, 10]]]  # what is blank before a word is not marked
+    found = page(
+        "[...document.querySelectorAll('#text span')].map((n) => [n.textContent, n.tokens.map((t) => t.position)])"
+    )
+    assert found == [
+        ["a", [0]],
+        ["🐋", [1, 2, 3]],
+        ["b", [4]],
+        [" ", [4, 5]],
+        ["c", [6]],
+        ["\u0301", [6, 7]],
+        ["d", [7]],
+        ["🐋", [8]],
+        ["end", [9, 10]],
+    ]  # what is blank before a word is not marked
     page.point("document.querySelectorAll('#text span')[1]")
     # By strength: those with a threshold by what they exceed it by, one without by its score.
     assert texts_of(page, "#token .name") == ["whale", "number", "animal", "number", "whale", "number"]
-    assert texts_of(page, "#token .number") == ["0.510 over 0.200", "0.900", "0.520 over 0.300", "0.900", "0.530 over 0.200", "0.900"]
+    assert texts_of(page, "#token .number") == [
+        "0.510 over 0.200",
+        "0.900",
+        "0.520 over 0.300",
+        "0.900",
+        "0.530 over 0.200",
+        "0.900",
+    ]
 
 
 @in_browser
@@ -372,9 +515,19 @@ def test_tokens_without_places_and_documents_without_texts_are_listed(browser, t
     assert texts_of(page, "#token .name") == ["whale"]
     texts = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(30))]
     manager = DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent")
-    bare = analyze(manager, model, make_tokenizer(), [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]], tmp_path / "b", floor=0.5, keep_text=False)
+    bare = analyze(
+        manager,
+        model,
+        make_tokenizer(),
+        [*texts[:3], {"id": "empty", "text": " "}, *texts[3:]],
+        tmp_path / "b",
+        floor=0.5,
+        keep_text=False,
+    )
     page, tokens = browser.open(write_report(bare), "#doc=7"), tokens_of(tables, 7)
-    assert texts_of(page, "#text span") == [f"{at}·" for at in sorted(tokens)] and "--no-text" in page("document.getElementById('missing').textContent")
+    assert texts_of(page, "#text span") == [f"{at}·" for at in sorted(tokens)] and "--no-text" in page(
+        "document.getElementById('missing').textContent"
+    )
 
 
 @in_browser
@@ -397,8 +550,19 @@ def test_a_long_document_is_drawn_in_parts_that_are_its_text(browser, tmp_path):
 
 def hostile(folder):
     concepts = [(text or "x", text, [], 0.3) for text in HOSTILE]
-    documents = [(text, text, [(at, at + 1, {(at + d) % len(concepts): 0.5}) for at in range(0, min(len(text), 60), 2)], "") for d, text in enumerate(HOSTILE)]
-    return write_analysis(folder, [*documents, (HOSTILE[0], None, [], HOSTILE[1])], concepts, identity={"pack": {"name": HOSTILE[0]}, "host": {"model": HOSTILE[1], "dtype": HOSTILE[2], "device": HOSTILE[4]}})
+    documents = [
+        (text, text, [(at, at + 1, {(at + d) % len(concepts): 0.5}) for at in range(0, min(len(text), 60), 2)], "")
+        for d, text in enumerate(HOSTILE)
+    ]
+    return write_analysis(
+        folder,
+        [*documents, (HOSTILE[0], None, [], HOSTILE[1])],
+        concepts,
+        identity={
+            "pack": {"name": HOSTILE[0]},
+            "host": {"model": HOSTILE[1], "dtype": HOSTILE[2], "device": HOSTILE[4]},
+        },
+    )
 
 
 @in_browser
@@ -412,14 +576,19 @@ def test_hostile_ids_texts_and_names_are_shown_as_they_are_and_do_nothing(browse
     assert HOSTILE[0] in page("document.title") and HOSTILE[1] in texts_of(page, "#bad td")
     for d, text in enumerate(HOSTILE):
         page.go(f"#doc={d}")
-        assert page("document.getElementById('text').textContent") == text and texts_of(page, "#document-id") == [told(d)]
+        assert page("document.getElementById('text').textContent") == text and texts_of(page, "#document-id") == [
+            told(d)
+        ]
     page.go("#view=documents")
     assert [row[0] for row in rows_of(page, "document-rows")] == [*map(told, range(len(HOSTILE))), HOSTILE[0]]
     page.go("#view=concepts")
     assert sorted(texts_of(page, "#concept-rows .name")) == sorted(HOSTILE)
     for view in VIEWS[1:]:
         page.go(view)
-        page("document.querySelectorAll('#icicle button, .cells span').forEach((n) => n.dispatchEvent(new PointerEvent('pointerover', { bubbles: true })))")
+        page(
+            "document.querySelectorAll('#icicle button, .cells span').forEach((n) => n.dispatchEvent(new"
+            " PointerEvent('pointerover', { bubbles: true })))"
+        )
     page.go("#view=concepts")
     for c, name in enumerate(HOSTILE):  # through the address and back
         page(f"go({{ view: 'documents', concept: {c} }})")
@@ -427,18 +596,34 @@ def test_hostile_ids_texts_and_names_are_shown_as_they_are_and_do_nothing(browse
         assert texts_of(page, "#restriction .name")[0] == name
     assert page("window.hit") is None
     assert page("document.querySelectorAll('img, svg, iframe, object, link, [onerror], [onload]').length") == 0
-    assert page("document.scripts.length") == 2 + len(HOSTILE) and page("document.querySelectorAll('script:not([type])').length") == 1
+    assert (
+        page("document.scripts.length") == 2 + len(HOSTILE)
+        and page("document.querySelectorAll('script:not([type])').length") == 1
+    )
 
 
 @in_browser
 def test_nothing_but_its_own_script_may_run_and_nothing_may_be_fetched(browser, made):
     page = browser.open(made)
-    blocked = """new Promise((told) => {{ addEventListener('securitypolicyviolation', (e) => told(e.effectiveDirective), {{ once: true }}); {} }})"""
+    listen = "addEventListener('securitypolicyviolation', (e) => told(e.effectiveDirective), {{ once: true }})"
+    blocked = f"new Promise((told) => {{{{ {listen}; {{}} }}}})"
     add = "const n = document.createElement('{}'); {}; document.body.append(n);"
-    assert page(blocked.format(add.format("script", "n.textContent = 'window.hit = 1'"))) == "script-src-elem" and page("window.hit") is None
-    assert page(blocked.format(add.format("div", "n.setAttribute('onclick', 'window.hit = 1'); n.click()"))) == "script-src-attr" and page("window.hit") is None
+    assert (
+        page(blocked.format(add.format("script", "n.textContent = 'window.hit = 1'"))) == "script-src-elem"
+        and page("window.hit") is None
+    )
+    assert (
+        page(blocked.format(add.format("div", "n.setAttribute('onclick', 'window.hit = 1'); n.click()")))
+        == "script-src-attr"
+        and page("window.hit") is None
+    )
     assert page(blocked.format(add.format("img", "n.src = 'http://127.0.0.1:1/x.png'"))) == "img-src"
-    assert page(blocked.format(add.format("form", "n.action = 'http://127.0.0.1:1/'; document.body.append(n); n.submit()"))) == "form-action"
+    assert (
+        page(
+            blocked.format(add.format("form", "n.action = 'http://127.0.0.1:1/'; document.body.append(n); n.submit()"))
+        )
+        == "form-action"
+    )
     assert page(blocked.format("fetch('http://127.0.0.1:1/').catch(() => 0);")) == "connect-src"
     browser.complaints.clear()  # that is what was asked for
     del browser.requests[1:]
@@ -451,7 +636,21 @@ def test_what_is_embedded_is_json_that_cannot_end_its_script():
 
 
 @in_browser
-@pytest.mark.parametrize("place", ["#doc=99", "#doc=-1", "#doc=1e3", "#doc=0x1", "#concept=nobody&root=__proto__", "#view=nowhere", "#bin=4000&page=77&sort=constructor&q=%", "#part=5&doc=3", "#%%%", "#view=concepts&sort=toString&page=999"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "#doc=99",
+        "#doc=-1",
+        "#doc=1e3",
+        "#doc=0x1",
+        "#concept=nobody&root=__proto__",
+        "#view=nowhere",
+        "#bin=4000&page=77&sort=constructor&q=%",
+        "#part=5&doc=3",
+        "#%%%",
+        "#view=concepts&sort=toString&page=999",
+    ],
+)
 def test_an_address_that_makes_no_sense_is_a_page_all_the_same(browser, made, place):
     page = browser.open(made, place)
     assert page("[...document.querySelectorAll('main > section:not([hidden])')].length") == 1
@@ -463,11 +662,28 @@ def test_an_address_that_makes_no_sense_is_a_page_all_the_same(browser, made, pl
 
 CONTRAST = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  const light = (c) => { const [r, g, b] = rgb(c).map((x) => x / 255).map((x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05); };
-  const page = getComputedStyle(document.body), of = (selector, on) => ratio(getComputedStyle(document.querySelector(selector)).color, on ?? page.backgroundColor);
-  const steps = [1, 2, 3, 4, 5, 6, 7].map((i) => { const n = document.createElement('i'); n.className = `s${i}`; document.body.append(n); const s = getComputedStyle(n), r = [ratio(s.color, s.backgroundColor), light(s.backgroundColor)]; n.remove(); return r; });
-  return { words: [ratio(page.color, page.backgroundColor), of('.dim'), of('nav a'), of('#leading a'), of('.caution', getComputedStyle(document.querySelector('.caution')).backgroundColor)], steps };
+  const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const light = (c) => {
+    const [r, g, b] = rgb(c).map((x) => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05);
+  };
+  const look = (selector) => getComputedStyle(document.querySelector(selector));
+  const page = getComputedStyle(document.body);
+  const of = (selector, on) => ratio(look(selector).color, on ?? page.backgroundColor);
+  const steps = [1, 2, 3, 4, 5, 6, 7].map((i) => {
+    const n = document.createElement('i');
+    n.className = `s${i}`;
+    document.body.append(n);
+    const s = getComputedStyle(n), r = [ratio(s.color, s.backgroundColor), light(s.backgroundColor)];
+    n.remove();
+    return r;
+  });
+  const words = [ratio(page.color, page.backgroundColor), of('.dim'), of('nav a'), of('#leading a')];
+  return { words: [...words, of('.caution', look('.caution').backgroundColor)], steps };
 })()"""
 
 
@@ -483,7 +699,14 @@ def test_words_can_be_read_and_shades_are_in_order(browser, made, dark):
 @in_browser
 def test_no_view_is_wider_than_a_narrow_window(browser, tmp_path):
     page = browser.open(write_report(hostile(tmp_path / "a")), width=400, height=800)
-    for view in (*VIEWS[1:], "#doc=6", "#doc=0", "#concept=constructor", "#view=hierarchy&root=constructor", "#view=overview"):
+    for view in (
+        *VIEWS[1:],
+        "#doc=6",
+        "#doc=0",
+        "#concept=constructor",
+        "#view=hierarchy&root=constructor",
+        "#view=overview",
+    ):
         page.go(view)
         assert page("document.documentElement.scrollWidth") <= 400, view
 
@@ -497,7 +720,14 @@ def many(n, n_concepts, seed=0):
     documents = []
     for d in range(n):
         words = ["word"] * rng.randrange(10, 40)
-        tokens = [(5 * at, 5 * at + 4, {int(rng.random() ** 2 * n_concepts): 0.3 + 0.7 * rng.random() for _ in range(rng.randrange(3))}) for at in range(len(words))]
+        tokens = [
+            (
+                5 * at,
+                5 * at + 4,
+                {int(rng.random() ** 2 * n_concepts): 0.3 + 0.7 * rng.random() for _ in range(rng.randrange(3))},
+            )
+            for at in range(len(words))
+        ]
         documents.append((f"mails/{d}", " ".join(words), tokens, ""))
     return documents, concepts
 
@@ -518,16 +748,22 @@ def test_five_thousand_documents_are_listed_and_open_at_once(browser, tmp_path):
         page("document.body.clientHeight")
         assert time.monotonic() - begin < 5, place
     page.go("#view=documents&page=99")
-    assert [row[0].removesuffix("text not in this file") for row in rows_of(page, "document-rows")] == [f"mails/{d}" for d in range(4950, 5000)]
+    assert [row[0].removesuffix("text not in this file") for row in rows_of(page, "document-rows")] == [
+        f"mails/{d}" for d in range(4950, 5000)
+    ]
     # The best documents of each concept are those that can be read.
     table = analysis.summary().to_pylist()
     for concept in ("c0", "c150", "c299"):
-        best = max((row for row in table if row["concept"] == concept), key=lambda row: (row["max_score"], -row["document"]))
+        best = max(
+            (row for row in table if row["concept"] == concept), key=lambda row: (row["max_score"], -row["document"])
+        )
         page.go(f"#doc={best['document']}")
         assert page("document.getElementById('text').textContent") == documents[best["document"]][1]
     left = page("documents.id.findIndex((_, d) => !embedded.has(d))")
     page.go(f"#doc={left}")
-    assert f"holds {len(blocks_of(made)):,} of 5,000 texts within its budget of 1 MB" in texts_of(page, "#missing")[0] and page("document.getElementById('text').hidden")
+    assert f"holds {len(blocks_of(made)):,} of 5,000 texts within its budget of 1 MB" in texts_of(page, "#missing")[
+        0
+    ] and page("document.getElementById('text').hidden")
     mine = {row["concept"] for row in table if row["document"] == left}
     page("[...document.querySelectorAll('#present .plain')].forEach((b) => b.click())")
     assert {name.replace("concept ", "c") for name in texts_of(page, "#present .name")} == mine
@@ -542,7 +778,14 @@ def test_five_thousand_documents_are_listed_and_open_at_once(browser, tmp_path):
 
 
 def blocks_of(path):
-    return {int(d): text for d, text in re.findall(r'<script type="application/json" id="document-(\d+)">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)}
+    return {
+        int(d): text
+        for d, text in re.findall(
+            r'<script type="application/json" id="document-(\d+)">(.*?)</script>',
+            path.read_text(encoding="utf-8"),
+            re.S,
+        )
+    }
 
 
 def test_texts_fill_their_room_with_the_best_of_every_concept_first(tmp_path):
@@ -575,13 +818,21 @@ def test_pairs_are_the_best_of_every_concept_and_what_is_left_out_is_told(browse
     for at_most in (exact - 1, exact, 100):
         page = browser.open(write_report(analysis, max_pairs=at_most, text_megabytes=0, overwrite=True))
         k = page("made.per_concept")
-        assert sum(min(k, len(rows)) for rows in by.values()) <= at_most < sum(min(k + 1, len(rows)) for rows in by.values())
+        assert (
+            sum(min(k, len(rows)) for rows in by.values())
+            <= at_most
+            < sum(min(k + 1, len(rows)) for rows in by.values())
+        )
     for concept, rows in by.items():
         page.go(f"#concept={concept}")
-        assert [row[0].removesuffix("text not in this file") for row in rows_of(page, "document-rows")] == [f"mails/{d}" for _, d in sorted(rows)[:k]]
+        assert [row[0].removesuffix("text not in this file") for row in rows_of(page, "document-rows")] == [
+            f"mails/{d}" for _, d in sorted(rows)[:k]
+        ]
         assert ("larger --max-pairs" in page("document.getElementById('restriction').textContent")) == (len(rows) > k)
     page.go("#view=documents")
-    assert [len(row) for row in page("documents.best")] == [len(row) for row in browser.open(write_report(analysis, tmp_path / "whole.html"))("documents.best")]
+    assert [len(row) for row in page("documents.best")] == [
+        len(row) for row in browser.open(write_report(analysis, tmp_path / "whole.html"))("documents.best")
+    ]
 
 
 # -- the file ------------------------------------------------------------------------------------
@@ -608,7 +859,10 @@ def test_a_file_that_is_there_is_left_alone(tmp_path):
         write_report(analysis, out, text_megabytes=0)
     assert out.read_bytes() == first
     write_report(analysis, out, text_megabytes=0, overwrite=True)
-    assert len(out.read_bytes()) < len(first) and sorted(path.name for path in tmp_path.iterdir()) == ["a", "report.html"]
+    assert len(out.read_bytes()) < len(first) and sorted(path.name for path in tmp_path.iterdir()) == [
+        "a",
+        "report.html",
+    ]
     assert write_report(analysis) == tmp_path / "a" / "report.html"
     assert Analysis.open(tmp_path / "a").complete  # a report in its folder does not disturb it
 
@@ -619,7 +873,13 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path):
     for out, message in ((tmp_path / "no" / "r.html", "cannot be written"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=message):
             write_report(analysis, out, overwrite=True)
-    for settings in ({"text_megabytes": -1}, {"text_megabytes": float("nan")}, {"text_megabytes": "1"}, {"max_pairs": -1}, {"max_pairs": 1.5}):
+    for settings in (
+        {"text_megabytes": -1},
+        {"text_megabytes": float("nan")},
+        {"text_megabytes": "1"},
+        {"max_pairs": -1},
+        {"max_pairs": 1.5},
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(settings))} is"):
             write_report(analysis, tmp_path / "r.html", **settings)
     write_analysis(tmp_path / "half", documents, CONCEPTS, finish=False)
@@ -642,5 +902,9 @@ def test_the_command_says_what_it_wrote(tmp_path):
     told = CliRunner().invoke(app, [str(tmp_path / "a"), "--json"], catch_exceptions=False).stdout
     path = tmp_path / "a" / "report.html"
     assert json.loads(told) == {"file": str(path), "bytes": path.stat().st_size}
-    told = CliRunner().invoke(app, [str(tmp_path / "a"), "--overwrite", "--text-megabytes", "0"], catch_exceptions=False).stdout
+    told = (
+        CliRunner()
+        .invoke(app, [str(tmp_path / "a"), "--overwrite", "--text-megabytes", "0"], catch_exceptions=False)
+        .stdout
+    )
     assert told.startswith(f"{path}: 0.") and blocks_of(path) == {}

@@ -27,24 +27,57 @@ def random_weights(n, shape, dtype=torch.float32, seed=0):
     widths = (D, *(shape.hidden or (1,)))
     made = {}
     for i in range(len(widths) - 1):
-        made |= {f"w{i + 1}": torch.randn(n, widths[i + 1], widths[i], generator=generator).to(dtype), f"b{i + 1}": torch.randn(n, widths[i + 1], generator=generator)}
+        made |= {
+            f"w{i + 1}": torch.randn(n, widths[i + 1], widths[i], generator=generator).to(dtype),
+            f"b{i + 1}": torch.randn(n, widths[i + 1], generator=generator),
+        }
     if shape.hidden:
-        made |= {"w3": torch.randn(n, shape.hidden[-1], generator=generator).to(dtype), "b3": torch.randn(n, generator=generator)}
+        made |= {
+            "w3": torch.randn(n, shape.hidden[-1], generator=generator).to(dtype),
+            "b3": torch.randn(n, generator=generator),
+        }
     return made
 
 
-def write(path, n=6, shape="linear", *, site="resid_post.1", norm="layernorm", rule="independent", golden=True, seed=0, dtype=torch.float32, **more):
+def write(
+    path,
+    n=6,
+    shape="linear",
+    *,
+    site="resid_post.1",
+    norm="layernorm",
+    rule="independent",
+    golden=True,
+    seed=0,
+    dtype=torch.float32,
+    **more,
+):
     name = path.name
     concepts = more.pop("concepts", None) or [
-        {"id": f"{name}-{i}", "name": f"{name} {i}", "parents": [] if i < 2 else [f"{name}-{i // 2 - 1}"], "definition": f"the {i}th"} for i in range(n)
+        {
+            "id": f"{name}-{i}",
+            "name": f"{name} {i}",
+            "parents": [] if i < 2 else [f"{name}-{i // 2 - 1}"],
+            "definition": f"the {i}th",
+        }
+        for i in range(n)
     ]
     generator = torch.Generator().manual_seed(seed + 100)
     return ProbePack.write(
-        path, name=name, concepts=concepts, weights=random_weights(n, SHAPES[shape], dtype, seed), score_rule=rule, inputs=[{"site": site, "norm": norm}],
-        host={"hidden_size": D, "layers": 4}, licence=more.pop("licence", "CC0-1.0"), card=f"# {name}\n\nIts card.\n",
-        alert_threshold=torch.rand(n, generator=generator) * 0.5 + 0.2, golden_hidden=torch.randn(4, 1, D, generator=generator) if golden else None,
-        quality={"auroc": 0.9, "alerts": {"each": {"concepts": {f"{name}-1": {"fpr": 0.01}}}}}, **more,
-    )  # fmt: skip
+        path,
+        name=name,
+        concepts=concepts,
+        weights=random_weights(n, SHAPES[shape], dtype, seed),
+        score_rule=rule,
+        inputs=[{"site": site, "norm": norm}],
+        host={"hidden_size": D, "layers": 4},
+        licence=more.pop("licence", "CC0-1.0"),
+        card=f"# {name}\n\nIts card.\n",
+        alert_threshold=torch.rand(n, generator=generator) * 0.5 + 0.2,
+        golden_hidden=torch.randn(4, 1, D, generator=generator) if golden else None,
+        quality={"auroc": 0.9, "alerts": {"each": {"concepts": {f"{name}-1": {"fpr": 0.01}}}}},
+        **more,
+    )
 
 
 def scores(pack, hidden):
@@ -79,12 +112,23 @@ def test_a_probe_does_not_fit_into_a_smaller_shape_nor_another_host(tmp_path):
 
 def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):
     a = write(tmp_path / "a", shape="linear", site="resid_post.1")
-    b = write(tmp_path / "b", n=4, shape="two", site="resid_post.2", norm="rmsnorm", licence="MIT", seed=3, aggregated={"ema(0.3)": torch.rand(4)})
+    b = write(
+        tmp_path / "b",
+        n=4,
+        shape="two",
+        site="resid_post.2",
+        norm="rmsnorm",
+        licence="MIT",
+        seed=3,
+        aggregated={"ema(0.3)": torch.rand(4)},
+    )
     made = merge([a, b], tmp_path / "both", name="both")
     hidden = states("resid_post.1", "resid_post.2")
     expected = {**scores(a, hidden), **scores(b, hidden)}
     found = scores(made, hidden)
-    assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in expected)
+    assert found.keys() == expected.keys() and all(
+        torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in expected
+    )
     assert made.manifest["licence"] == "CC0-1.0 AND MIT" and made.architecture == SHAPES["two"]
     for part in (a, b):
         for i, concept in enumerate(part.concepts):
@@ -92,9 +136,15 @@ def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):
             assert made.alert_threshold[at] == part.alert_threshold[i] and made.concepts[at] == concept
             assert made.path(at) == part.path(i)
     ema = made.thresholds_for("ema(0.3)")
-    assert [bool(ema[made.find(f"a-{i}")].isnan()) for i in range(6)] == [True] * 6 and float(ema[made.find("b-2")]) == float(b.thresholds_for("ema(0.3)")[b.find("b-2")])
+    assert [bool(ema[made.find(f"a-{i}")].isnan()) for i in range(6)] == [True] * 6 and float(
+        ema[made.find("b-2")]
+    ) == float(b.thresholds_for("ema(0.3)")[b.find("b-2")])
     parents = made.manifest["provenance"]["parents"]
-    assert [parent["name"] for parent in parents] == ["a", "b"] and parents[0]["quality"]["auroc"] == 0.9 and made.manifest["quality"] == {}
+    assert (
+        [parent["name"] for parent in parents] == ["a", "b"]
+        and parents[0]["quality"]["auroc"] == 0.9
+        and made.manifest["quality"] == {}
+    )
     assert parents[1]["sha256"] == b.manifest["files"]["probes.safetensors"]["sha256"]
     assert ProbePack.open(made.directory, verify=True).golden_hidden.shape == (4, 2, D)
     assert "Its card." in (made.directory / "README.md").read_text()
@@ -137,7 +187,9 @@ def test_a_subset_has_what_is_above_and_below_and_scores_the_same(tmp_path, rule
     assert all(torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in kept)
     wanted = {"a-0", "a-2", "a-6", "a-7", "a-14", "a-15", "a-16", "a-17"}  # of a-2: its parent, its children, theirs
     assert kept == wanted if rule == "independent" else wanted < kept
-    assert all(float(made.alert_threshold[made.find(key)]) == float(pack.alert_threshold[pack.find(key)]) for key in kept)
+    assert all(
+        float(made.alert_threshold[made.find(key)]) == float(pack.alert_threshold[pack.find(key)]) for key in kept
+    )
     assert made.manifest["provenance"]["made_by"] == "probemon.packs.edit.subset" and made.manifest["quality"] == {}
 
 
@@ -166,12 +218,17 @@ def steered(path, seed, rule, most_parents=2):
         level.append(max((level[p] for p in above), default=first - 1) + 1 + int(rng.random() < 0.2))
     if seed % 3 == 2:  # levels that need not grow along edges
         level = rng.integers(0, 4, size=n).tolist()
-    concepts = [{"id": f"{path.name}-{i}", "name": f"{path.name} {i}", "parents": parents[i], "level": level[i]} for i in range(n)]
+    concepts = [
+        {"id": f"{path.name}-{i}", "name": f"{path.name} {i}", "parents": parents[i], "level": level[i]}
+        for i in range(n)
+    ]
     present = sorted(set(level))
     recommended = {"base_layers": sorted({int(at) for at in rng.choice(present, size=rng.integers(1, 3))})}
     if 0 in present and rng.random() < 0.5:
         del recommended["base_layers"]
-    choice = [None, 0.05, 0.5, -1.0, "calibrated", *(["exact"] if rule == "path" else [])][int(rng.integers(0, 6 if rule == "path" else 5))]
+    choice = [None, 0.05, 0.5, -1.0, "calibrated", *(["exact"] if rule == "path" else [])][
+        int(rng.integers(0, 6 if rule == "path" else 5))
+    ]
     recommended |= {} if choice is None else {"load_threshold": choice}
     recommended |= [{}, {}, {"max_rounds": None}, {"max_rounds": 1}, {"max_rounds": 2}][int(rng.integers(0, 5))]
     recommended |= {"always_on": [int(rng.integers(0, n))]} if rng.random() < 0.3 else {}
@@ -179,23 +236,37 @@ def steered(path, seed, rule, most_parents=2):
     if choice != "exact" and rng.random() < 0.3:
         alert[0] = torch.nan
     return ProbePack.write(
-        path, name=path.name, concepts=concepts, weights=random_weights(n, SHAPES["linear"], seed=seed), score_rule=rule, inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
-        host={"hidden_size": D}, licence="CC0-1.0", card="# random\n", alert_threshold=alert, expand_threshold=torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)),
+        path,
+        name=path.name,
+        concepts=concepts,
+        weights=random_weights(n, SHAPES["linear"], seed=seed),
+        score_rule=rule,
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D},
+        licence="CC0-1.0",
+        card="# random\n",
+        alert_threshold=alert,
+        expand_threshold=torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)),
         recommended=recommended,
-    )  # fmt: skip
+    )
 
 
 def found_in(pack, hidden):
     """Scores of all that is active, by state and concept id."""
     found = DynamicProbeManager(pack, impl="reference", strategy="descent").score_tokens(hidden)
-    return {(int(t), pack.concepts[probe]["id"]): float(value) for t, probe, value in zip(found.state_of, found.probes, found.values, strict=True)}
+    return {
+        (int(t), pack.concepts[probe]["id"]): float(value)
+        for t, probe, value in zip(found.state_of, found.probes, found.values, strict=True)
+    }
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
 def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
     hidden, n_equal, kinds = states("resid_post.1", n=12), 0, set()
     for seed in range(60):
-        packs = [steered(tmp_path / f"{seed}{name}", 3 * seed + i, rule) for i, name in enumerate("abc"[: 2 + seed % 2])]
+        packs = [
+            steered(tmp_path / f"{seed}{name}", 3 * seed + i, rule) for i, name in enumerate("abc"[: 2 + seed % 2])
+        ]
         alone = {}
         for pack in packs:
             alone |= found_in(pack, hidden)
@@ -210,7 +281,9 @@ def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
 def test_what_a_descent_finds_in_the_whole_it_finds_in_a_part(tmp_path, rule):
-    """By the path rule what fires, in trees: there a concept is looked at, too, because of others that are left out: to open what is under these, or because they have another child."""
+    """By the path rule what fires, in trees: there a concept is looked at, too, because of others that are left out: to
+    open what is under these, or because they have another child.
+    """
     hidden, n_equal = states("resid_post.1", n=12), 0
     for seed in range(60):
         pack = steered(tmp_path / f"{seed}a", seed, rule, most_parents=1 if rule == "path" else 2)
@@ -218,18 +291,31 @@ def test_what_a_descent_finds_in_the_whole_it_finds_in_a_part(tmp_path, rule):
         if rule == "path":
             whole = {pair: score for pair, score in whole.items() if score > pack.alert_threshold[pack.find(pair[1])]}
         chosen = f"{seed}a-{seed % 5}"
-        for i, how in enumerate(({}, {"below": False}, {"above": False}, {"above": False, "below": False})[: 4 if rule == "independent" else 2]):
+        for i, how in enumerate(
+            ({}, {"below": False}, {"above": False}, {"above": False, "below": False})[
+                : 4 if rule == "independent" else 2
+            ]
+        ):
             part = subset(pack, tmp_path / f"{seed}{i}", [chosen], **how)
             kept = {concept["id"] for concept in part.concepts}
             expected, found = {pair: score for pair, score in whole.items() if pair[1] in kept}, found_in(part, hidden)
-            found = {pair: score for pair, score in found.items() if rule != "path" or score > part.alert_threshold[part.find(pair[1])]}
+            found = {
+                pair: score
+                for pair, score in found.items()
+                if rule != "path" or score > part.alert_threshold[part.find(pair[1])]
+            }
             assert expected.items() <= found.items(), (seed, how, pack.recommended, part.recommended)
             n_equal += expected == found
     assert n_equal > 60
 
 
 def test_a_flat_pack_does_not_change_how_another_is_descended(tmp_path):
-    deep = write(tmp_path / "a", n=8, expand_threshold=torch.full((8,), 0.1), recommended={"load_threshold": "calibrated", "keep_top_k": 0})
+    deep = write(
+        tmp_path / "a",
+        n=8,
+        expand_threshold=torch.full((8,), 0.1),
+        recommended={"load_threshold": "calibrated", "keep_top_k": 0},
+    )
     flat_one = write(tmp_path / "b", n=2)
     made = merge([deep, flat_one], tmp_path / "both", name="both")
     assert made.recommended == {"load_threshold": "calibrated", "max_loaded_probes": 1000, "keep_top_k": 30}
@@ -237,16 +323,29 @@ def test_a_flat_pack_does_not_change_how_another_is_descended(tmp_path):
     assert merge([low, flat_one], tmp_path / "low", name="low").recommended["load_threshold"] == 0.05
     opened = merge([low, deep], tmp_path / "unlike", name="unlike")
     assert opened.recommended["load_threshold"] == "calibrated"
-    assert [opened.expand_threshold[opened.find(f"{name}-0")].item() for name in "ca"] == [pytest.approx(0.05), pytest.approx(0.1)]
+    assert [opened.expand_threshold[opened.find(f"{name}-0")].item() for name in "ca"] == [
+        pytest.approx(0.05),
+        pytest.approx(0.1),
+    ]
 
 
 def test_a_hierarchy_of_a_pack_that_began_elsewhere_begins_at_its_roots(tmp_path):
     pack = alike(tmp_path / "alike")
     lines = [{**concept, "level": 2} for concept in pack.concepts]
     there = ProbePack.write(
-        tmp_path / "there", name="there", concepts=lines, weights=pack.weights, score_rule="independent", inputs=[spec.as_dict() for spec in pack.inputs], host={"hidden_size": D},
-        licence="CC0-1.0", card="# there\n", alert_threshold=pack.alert_threshold, golden_hidden=pack.golden_hidden, recommended={"base_layers": [2], "max_rounds": 0},
-    )  # fmt: skip
+        tmp_path / "there",
+        name="there",
+        concepts=lines,
+        weights=pack.weights,
+        score_rule="independent",
+        inputs=[spec.as_dict() for spec in pack.inputs],
+        host={"hidden_size": D},
+        licence="CC0-1.0",
+        card="# there\n",
+        alert_threshold=pack.alert_threshold,
+        golden_hidden=pack.golden_hidden,
+        recommended={"base_layers": [2], "max_rounds": 0},
+    )
     made = propose(there).write(tmp_path / "grouped")
     hidden = states("resid_post.1", n=200, seed=4)
     expected = fired_in(there, hidden)
@@ -257,14 +356,24 @@ def test_a_hierarchy_of_a_pack_that_began_elsewhere_begins_at_its_roots(tmp_path
 
 def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
     pack = write(tmp_path / "a", recommended={"always_on": ["a-1"]})
-    made = rename(pack, tmp_path / "mine", name="mine", concepts={"a-1": {"id": "whale", "name": "a whale"}, "a 3": "third"})
-    assert made.name == "mine" and made.concepts[made.find("whale")]["name"] == "a whale" and made.concepts[made.find("a-3")]["name"] == "third"
+    made = rename(
+        pack, tmp_path / "mine", name="mine", concepts={"a-1": {"id": "whale", "name": "a whale"}, "a 3": "third"}
+    )
+    assert (
+        made.name == "mine"
+        and made.concepts[made.find("whale")]["name"] == "a whale"
+        and made.concepts[made.find("a-3")]["name"] == "third"
+    )
     assert made.concepts[made.find("a-5")]["parents"] == ["whale"] and made.recommended == {"always_on": ["whale"]}
     assert made.manifest["quality"]["alerts"]["each"]["concepts"] == {"whale": {"fpr": 0.01}}
     before, after = scores(pack, states("resid_post.1")), scores(made, states("resid_post.1"))
     assert torch.equal(before["a-1"], after["whale"]) and torch.equal(before["a-5"], after["a-5"])
     assert made.manifest["provenance"]["how"] == {"ids": {"a-1": "whale"}}
-    for wrong, message in (({"a-1": {"id": "a-2"}}, "another concept's"), ({"a-1": {}}, "give its new name"), ({"a-1": 3}, "give its new name")):
+    for wrong, message in (
+        ({"a-1": {"id": "a-2"}}, "another concept's"),
+        ({"a-1": {}}, "give its new name"),
+        ({"a-1": 3}, "give its new name"),
+    ):
         with pytest.raises(PackError, match=message):
             rename(pack, tmp_path / "no", concepts=wrong)
     with pytest.raises(PackError, match="nothing is renamed"):
@@ -282,19 +391,44 @@ def test_a_difference_names_every_concept_that_differs(tmp_path):
     thresholds = pack.alert_threshold.clone()
     thresholds[2] = float("nan")
     other = ProbePack.write(
-        tmp_path / "b", name="b", concepts=concepts, weights=weights, score_rule="independent", inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
-        host={"hidden_size": D, "layers": 4}, licence="MIT", card="# b\n", alert_threshold=thresholds,
-    )  # fmt: skip
+        tmp_path / "b",
+        name="b",
+        concepts=concepts,
+        weights=weights,
+        score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D, "layers": 4},
+        licence="MIT",
+        card="# b\n",
+        alert_threshold=thresholds,
+    )
     found = pack_diff(pack, other)
     assert found.only_in_a == ["a-5"] and found.only_in_b == ["new"] and found.about["licence"] == ["CC0-1.0", "MIT"]
-    assert found.changed["a-3"] == {"weights": pytest.approx(0.25, abs=1e-6)} and found.changed["a-4"] == {"parents": [["a-1"], ["a-0"]]}
-    assert found.changed["a-2"] == {"alert_threshold": [pytest.approx(float(pack.alert_threshold[2])), None]} and found.n_same == 2
+    assert found.changed["a-3"] == {"weights": pytest.approx(0.25, abs=1e-6)} and found.changed["a-4"] == {
+        "parents": [["a-1"], ["a-0"]]
+    }
+    assert (
+        found.changed["a-2"] == {"alert_threshold": [pytest.approx(float(pack.alert_threshold[2])), None]}
+        and found.n_same == 2
+    )
     text = str(found)
-    assert "only in a: a-5" in text and "weights of 1 concepts differ, by at most 0.25: a-3" in text and "licence: 'CC0-1.0' in a, 'MIT' in b" in text
+    assert (
+        "only in a: a-5" in text
+        and "weights of 1 concepts differ, by at most 0.25: a-3" in text
+        and "licence: 'CC0-1.0' in a, 'MIT' in b" in text
+    )
 
 
 def flat(path, n=7, **more):
-    return write(path, n=n, concepts=[{"id": f"c{i}", "name": name, "parents": []} for i, name in enumerate(("animal", "mammal", "whale", "dog", "ship", "boat", "lie")[:n])], **more)
+    return write(
+        path,
+        n=n,
+        concepts=[
+            {"id": f"c{i}", "name": name, "parents": []}
+            for i, name in enumerate(("animal", "mammal", "whale", "dog", "ship", "boat", "lie")[:n])
+        ],
+        **more,
+    )
 
 
 NESTED = {"animal": {"mammal": {"whale": {}, "dog": {}}}, "vehicle": {"ship": {"boat": {}}}}
@@ -306,8 +440,14 @@ def test_a_hierarchy_added_later_changes_no_score(tmp_path, tree):
     pack = flat(tmp_path / "flat")
     made, told = with_hierarchy(pack, tree, tmp_path / "tree")
     assert {concept["name"]: concept["parents"] for concept in made.concepts} == {
-        "animal": [], "mammal": ["c0"], "whale": ["c1"], "dog": ["c1"], "ship": [], "boat": ["c4"], "lie": [],
-    }  # fmt: skip
+        "animal": [],
+        "mammal": ["c0"],
+        "whale": ["c1"],
+        "dog": ["c1"],
+        "ship": [],
+        "boat": ["c4"],
+        "lie": [],
+    }
     assert told.groups == ["vehicle"] and told.unnamed == ["c6"] and (told.n_placed, told.n_roots) == (4, 3)
     assert "'" not in str(told) and "vehicle" in str(told) and "c6" in str(told)
     before, after = scores(pack, states("resid_post.1")), scores(made, states("resid_post.1"))
@@ -316,17 +456,26 @@ def test_a_hierarchy_added_later_changes_no_score(tmp_path, tree):
 
 
 def test_a_group_without_a_probe_passes_its_children_on(tmp_path):
-    made, told = with_hierarchy(flat(tmp_path / "flat"), {"animal": {"swimmers": {"big ones": {"whale": {}}}}}, tmp_path / "tree")
+    made, told = with_hierarchy(
+        flat(tmp_path / "flat"), {"animal": {"swimmers": {"big ones": {"whale": {}}}}}, tmp_path / "tree"
+    )
     assert made.concepts[made.find("whale")]["parents"] == ["c0"] and told.groups == ["swimmers", "big ones"]
 
 
 def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):
     pack = flat(tmp_path / "flat")
     for tree, error, message in (
-        ({"whale": ["animal"], "animal": ["whale"]}, HierarchyError, "cycle"), ({}, PackError, "empty"), ({"animal": {"whale": "x"}}, PackError, "an object for each name"),
-        ({"whale": 3}, PackError, "a name or a list"), ({"whale": {}, "c2": {}}, PackError, "one concept"),
-        ({"zeppelin": {"zap": {}}}, PackError, "no concept of flat is named in the hierarchy, which has 'zeppelin', 'zap'"),
-    ):  # fmt: skip
+        ({"whale": ["animal"], "animal": ["whale"]}, HierarchyError, "cycle"),
+        ({}, PackError, "empty"),
+        ({"animal": {"whale": "x"}}, PackError, "an object for each name"),
+        ({"whale": 3}, PackError, "a name or a list"),
+        ({"whale": {}, "c2": {}}, PackError, "one concept"),
+        (
+            {"zeppelin": {"zap": {}}},
+            PackError,
+            "no concept of flat is named in the hierarchy, which has 'zeppelin', 'zap'",
+        ),
+    ):
         with pytest.raises(error, match=message):
             with_hierarchy(pack, tree, tmp_path / "no")
     with pytest.raises(PackError, match="path rule"):
@@ -341,11 +490,22 @@ def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, t
     rows = (directions[:, None] + torch.randn(n_families, n_each, D, generator=generator) * spread).reshape(-1, D)
     n = len(rows)
     return ProbePack.write(
-        path, name=path.name, concepts=[{"id": f"p{i}", "name": f"p{i}", "parents": []} for i in range(n)],
-        weights={"w1": rows[:, None].to(dtype), "b1": torch.full((n, 1), -3.0) + torch.randn(n, 1, generator=generator) * 0.05}, score_rule="independent",
-        inputs=[{"site": "resid_post.1", "norm": "layernorm"}], host={"hidden_size": D}, licence="CC0-1.0", card="# alike\n", alert_threshold=torch.full((n,), threshold),
-        golden_hidden=torch.randn(64, 1, D, generator=generator), **more,
-    )  # fmt: skip
+        path,
+        name=path.name,
+        concepts=[{"id": f"p{i}", "name": f"p{i}", "parents": []} for i in range(n)],
+        weights={
+            "w1": rows[:, None].to(dtype),
+            "b1": torch.full((n, 1), -3.0) + torch.randn(n, 1, generator=generator) * 0.05,
+        },
+        score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D},
+        licence="CC0-1.0",
+        card="# alike\n",
+        alert_threshold=torch.full((n,), threshold),
+        golden_hidden=torch.randn(64, 1, D, generator=generator),
+        **more,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -357,8 +517,12 @@ def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(
     # States that lie along the probes, where scores are near the threshold: hardest for a bound.
     hidden["resid_post.1"][:180] = pack.weights["w1"][:, 0].float() * 3 + hidden["resid_post.1"][:180] * 0.3
     everything = exhaustive_reference(hidden, pack).numpy()
-    expected = {(t, concept["id"]) for i, concept in enumerate(pack.concepts) for t in np.flatnonzero(everything[:, i] > 0.9)}
-    found = DynamicProbeManager(made, impl="reference", strategy="descent", keep_top_k=0, max_loaded_probes=10_000).score_tokens(hidden)
+    expected = {
+        (t, concept["id"]) for i, concept in enumerate(pack.concepts) for t in np.flatnonzero(everything[:, i] > 0.9)
+    }
+    found = DynamicProbeManager(
+        made, impl="reference", strategy="descent", keep_top_k=0, max_loaded_probes=10_000
+    ).score_tokens(hidden)
     fired = {(t, made.concepts[probe]["id"]) for t in range(300) for probe in found.fired(t)}
     assert fired == expected and len(expected) > 500
     share = found.coverage.active.mean() / pack.n_probes
@@ -380,7 +544,11 @@ def test_probes_of_all_directions_are_left_flat_and_that_is_said(tmp_path):
 
 
 def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
-    for name, pack in (("mlp", flat(tmp_path / "mlp", shape="one")), ("tree", write(tmp_path / "tree")), ("path", flat(tmp_path / "path", rule="path"))):
+    for name, pack in (
+        ("mlp", flat(tmp_path / "mlp", shape="one")),
+        ("tree", write(tmp_path / "tree")),
+        ("path", flat(tmp_path / "path", rule="path")),
+    ):
         with pytest.raises(PackError, match="no bound is known"):
             propose(pack)
         assert name
@@ -392,14 +560,27 @@ def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
 
 def test_what_is_no_pack_and_packs_of_other_hosts_are_told_by_name(tmp_path):
     a = write(tmp_path / "a")
-    for wrong in (lambda: merge(["a", a], tmp_path / "no", name="no"), lambda: subset("a", tmp_path / "no", ["a-1"]), lambda: rename("a", tmp_path / "no", name="x"),
-        lambda: with_hierarchy("a", NESTED, tmp_path / "no"), lambda: propose("a"), lambda: quantize("a", tmp_path / "no")):  # fmt: skip
+    for wrong in (
+        lambda: merge(["a", a], tmp_path / "no", name="no"),
+        lambda: subset("a", tmp_path / "no", ["a-1"]),
+        lambda: rename("a", tmp_path / "no", name="x"),
+        lambda: with_hierarchy("a", NESTED, tmp_path / "no"),
+        lambda: propose("a"),
+        lambda: quantize("a", tmp_path / "no"),
+    ):
         with pytest.raises(PackError, match="'a' is a str: open it first"):
             wrong()
     other = ProbePack.write(
-        tmp_path / "b", name="b", concepts=[{"id": "x", "name": "x", "parents": []}], weights={"w1": torch.zeros(1, 1, 7), "b1": torch.zeros(1, 1)}, score_rule="independent",
-        inputs=[{"site": "resid_post.1"}], host={}, licence="CC0-1.0", card="",
-    )  # fmt: skip
+        tmp_path / "b",
+        name="b",
+        concepts=[{"id": "x", "name": "x", "parents": []}],
+        weights={"w1": torch.zeros(1, 1, 7), "b1": torch.zeros(1, 1)},
+        score_rule="independent",
+        inputs=[{"site": "resid_post.1"}],
+        host={},
+        licence="CC0-1.0",
+        card="",
+    )
     with pytest.raises(PackError, match="a reads states of 24 values, b of 7: they are for different hosts"):
         pack_diff(a, other)
 
@@ -415,34 +596,59 @@ def test_the_commands(tmp_path):
     assert run("pack", "subset", tmp_path / "both", tmp_path / "some", "--concept", "a:a-2").exit_code == 0
     assert {concept["id"] for concept in ProbePack.open(tmp_path / "some").concepts} == {"a:a-0", "a:a-2"}
     (tmp_path / "names.json").write_text(json.dumps({"a-1": "second"}))
-    assert run("pack", "rename", tmp_path / "a", tmp_path / "mine", "--name", "mine", "--concepts", tmp_path / "names.json").exit_code == 0
+    assert (
+        run(
+            "pack", "rename", tmp_path / "a", tmp_path / "mine", "--name", "mine", "--concepts", tmp_path / "names.json"
+        ).exit_code
+        == 0
+    )
     differs = run("pack", "diff", tmp_path / "a", tmp_path / "mine", "--json")
     assert differs.exit_code == 1 and json.loads(differs.stdout)["changed"] == {"a-1": {"name": ["a 1", "second"]}}
     assert run("pack", "diff", tmp_path / "a", tmp_path / "a").exit_code == 0
     (tmp_path / "tree.json").write_text(json.dumps(NESTED))
     placed = run("hierarchy", tmp_path / "flat", tmp_path / "tree.json")
-    assert placed.exit_code == 0 and "4 concepts lie under others" in placed.stdout and (tmp_path / "flat-tree" / "manifest.json").is_file()
+    assert (
+        placed.exit_code == 0
+        and "4 concepts lie under others" in placed.stdout
+        and (tmp_path / "flat-tree" / "manifest.json").is_file()
+    )
     alike(tmp_path / "alike")
     proposed = run("hierarchy", tmp_path / "alike", "--from-weights", "--json", "--out", tmp_path / "grouped")
-    assert json.loads(proposed.stdout)["n_groups"] >= 6 and ProbePack.open(tmp_path / "grouped").recommended["load_threshold"] == "calibrated"
+    assert (
+        json.loads(proposed.stdout)["n_groups"] >= 6
+        and ProbePack.open(tmp_path / "grouped").recommended["load_threshold"] == "calibrated"
+    )
 
 
 def fired_in(pack, hidden, **settings):
     """By concept id; and how many pairs were dropped."""
     found = DynamicProbeManager(pack, impl="reference", strategy="descent", **settings).score_tokens(hidden)
-    return {(t, pack.concepts[probe]["id"]) for t in range(len(found)) for probe in found.fired(t)}, int(found.coverage.dropped.sum())
+    return {(t, pack.concepts[probe]["id"]) for t in range(len(found)) for probe in found.fired(t)}, int(
+        found.coverage.dropped.sum()
+    )
 
 
 def family(path, prefix, *, n_each=40, seed=0, **recommended):
     """A hierarchical pack of many probes that fire: ten roots with children."""
     n = 10 * (1 + n_each)
     generator = torch.Generator().manual_seed(seed)
-    concepts = [{"id": f"{prefix}{i}", "name": f"{prefix}{i}", "parents": [] if i < 10 else [f"{prefix}{i % 10}"]} for i in range(n)]
+    concepts = [
+        {"id": f"{prefix}{i}", "name": f"{prefix}{i}", "parents": [] if i < 10 else [f"{prefix}{i % 10}"]}
+        for i in range(n)
+    ]
     return ProbePack.write(
-        path, name=path.name, concepts=concepts, weights={"w1": torch.randn(n, 1, D, generator=generator) / 5, "b1": torch.ones(n, 1)}, score_rule="independent",
-        inputs=[{"site": "resid_post.1", "norm": "layernorm"}], host={"hidden_size": D}, licence="CC0-1.0", card="# random\n", alert_threshold=torch.full((n,), 0.6),
+        path,
+        name=path.name,
+        concepts=concepts,
+        weights={"w1": torch.randn(n, 1, D, generator=generator) / 5, "b1": torch.ones(n, 1)},
+        score_rule="independent",
+        inputs=[{"site": "resid_post.1", "norm": "layernorm"}],
+        host={"hidden_size": D},
+        licence="CC0-1.0",
+        card="# random\n",
+        alert_threshold=torch.full((n,), 0.6),
         recommended={"load_threshold": 0.2, **recommended},
-    )  # fmt: skip
+    )
 
 
 def test_packs_merged_lose_no_probe_that_fires_in_one_alone(tmp_path):
@@ -451,7 +657,11 @@ def test_packs_merged_lose_no_probe_that_fires_in_one_alone(tmp_path):
     alone = [fired_in(pack, hidden) for pack in packs]
     made = merge(packs, tmp_path / "both", name="both")
     assert fired_in(made, hidden) == (alone[0][0] | alone[1][0], 0) and [dropped for _, dropped in alone] == [0, 0]
-    assert len(alone[0][0]) > 2000 and made.recommended["max_loaded_probes"] == 1000 and made.recommended["keep_top_k"] == 60
+    assert (
+        len(alone[0][0]) > 2000
+        and made.recommended["max_loaded_probes"] == 1000
+        and made.recommended["keep_top_k"] == 60
+    )
     assert fired_in(made, hidden, max_loaded_probes=500)[1] > 0, "so there was something to lose"
 
 
@@ -460,9 +670,18 @@ def test_merged_flat_packs_open_whatever_room_each_had(tmp_path):
         packs = []
         for i, (n, room) in enumerate(zip(sizes, rooms, strict=True)):
             concepts = [{"id": f"{i}-{j}", "name": f"{j}", "parents": []} for j in range(n)]
-            packs.append(write(tmp_path / f"{i}-{n}", n=n, concepts=concepts, **({} if room == 500 else {"recommended": {"max_loaded_probes": room}})))
+            packs.append(
+                write(
+                    tmp_path / f"{i}-{n}",
+                    n=n,
+                    concepts=concepts,
+                    **({} if room == 500 else {"recommended": {"max_loaded_probes": room}}),
+                )
+            )
         made = merge(packs, tmp_path / f"both-{sum(sizes)}", name="both")
-        assert made.recommended["max_loaded_probes"] == sum(rooms) and DynamicProbeManager(made).plan.always.sum() == sum(sizes)
+        assert made.recommended["max_loaded_probes"] == sum(rooms) and DynamicProbeManager(
+            made
+        ).plan.always.sum() == sum(sizes)
 
 
 def test_what_is_always_on_is_the_same_concept_in_every_pack_that_is_made(tmp_path):
@@ -484,7 +703,13 @@ def test_what_is_always_on_is_the_same_concept_in_every_pack_that_is_made(tmp_pa
 
 def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresholds(tmp_path):
     """520 probes, as many as may be loaded: with the bounding ones these are more."""
-    pack = alike(tmp_path / "alike", n_families=40, n_each=13, recommended={"max_loaded_probes": 520}, aggregated={"ema(0.3)": torch.full((520,), 0.8)})
+    pack = alike(
+        tmp_path / "alike",
+        n_families=40,
+        n_each=13,
+        recommended={"max_loaded_probes": 520},
+        aggregated={"ema(0.3)": torch.full((520,), 0.8)},
+    )
     made = propose(pack).write(tmp_path / "grouped")
     n = made.n_probes - 520
     assert n > 20 and made.recommended["max_loaded_probes"] == 520 + n
@@ -492,7 +717,10 @@ def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresho
     everything = exhaustive_reference(open_all, pack).numpy()
     expected = {(t, f"p{i}") for i in range(520) for t in np.flatnonzero(everything[:, i] > 0.9)}
     assert fired_in(made, open_all) == (expected, 0) and expected
-    assert made.aggregated == ("ema(0.3)",) and made.thresholds_for("ema(0.3)").tolist() == [1.0] * n + [pytest.approx(0.8)] * 520
+    assert (
+        made.aggregated == ("ema(0.3)",)
+        and made.thresholds_for("ema(0.3)").tolist() == [1.0] * n + [pytest.approx(0.8)] * 520
+    )
     assert "# alike" in (tmp_path / "grouped/README.md").read_text()
 
 
@@ -502,7 +730,9 @@ def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
     other = next(concept["id"] for concept in pack.concepts if concept["id"] not in first)
     named = rename(pack, tmp_path / "named", concepts={other: {"id": f"group:{first[0]}"}})
     made = propose(named).write(tmp_path / "grouped")
-    assert [concept["id"] for concept in made.concepts if concept.get("bounding")] == [f"group:group:{name}" for name in first]
+    assert [concept["id"] for concept in made.concepts if concept.get("bounding")] == [
+        f"group:group:{name}" for name in first
+    ]
 
 
 def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
@@ -517,21 +747,40 @@ def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
     new = write_calibrated(made, tmp_path / "new", watched=concepts, alerts=alerts)
     hidden = states("resid_post.1", n=200, seed=2)
     everything = exhaustive_reference(hidden, new).numpy()
-    expected = {(t, new.concepts[i]["id"]) for i in concepts for t in np.flatnonzero(everything[:, i] > new.alert_threshold[i].item())}
-    assert fired_in(new, hidden) == (expected, 0) and len(expected) > 500 and new.recommended["load_threshold"] == "calibrated"
-    some = write_calibrated(made, tmp_path / "some", watched=concepts[:7], alerts=calibrate_alerts([benign[:, :7]], fpr=0.1))
+    expected = {
+        (t, new.concepts[i]["id"])
+        for i in concepts
+        for t in np.flatnonzero(everything[:, i] > new.alert_threshold[i].item())
+    }
+    assert (
+        fired_in(new, hidden) == (expected, 0)
+        and len(expected) > 500
+        and new.recommended["load_threshold"] == "calibrated"
+    )
+    some = write_calibrated(
+        made, tmp_path / "some", watched=concepts[:7], alerts=calibrate_alerts([benign[:, :7]], fpr=0.1)
+    )
     everything = exhaustive_reference(hidden, some).numpy()
-    expected = {(t, some.concepts[i]["id"]) for i in concepts for t in np.flatnonzero(everything[:, i] > some.alert_threshold[i].item())}
+    expected = {
+        (t, some.concepts[i]["id"])
+        for i in concepts
+        for t in np.flatnonzero(everything[:, i] > some.alert_threshold[i].item())
+    }
     assert fired_in(some, hidden) == (expected, 0)
 
 
 def test_what_is_no_pack_list_or_mapping_is_told(tmp_path):
     pack = write(tmp_path / "a")
     for call, message in (
-        (lambda: merge(pack, tmp_path / "m", name="m"), "nothing to merge it with"), (lambda: pack_diff(str(tmp_path / "a"), pack), "open it first"),
-        (lambda: rename(pack, tmp_path / "r", concepts=["a"]), "give new names by id"), (lambda: rename(pack, tmp_path / "r", name=5), "the pack's name is 5: give a text"),
-        (lambda: rename(pack, tmp_path / "r", concepts={"a-1": "a\x1b[2J"}), r"a concept's name is 'a\\x1b\[2J': give a text without control characters"),
-    ):  # fmt: skip
+        (lambda: merge(pack, tmp_path / "m", name="m"), "nothing to merge it with"),
+        (lambda: pack_diff(str(tmp_path / "a"), pack), "open it first"),
+        (lambda: rename(pack, tmp_path / "r", concepts=["a"]), "give new names by id"),
+        (lambda: rename(pack, tmp_path / "r", name=5), "the pack's name is 5: give a text"),
+        (
+            lambda: rename(pack, tmp_path / "r", concepts={"a-1": "a\x1b[2J"}),
+            r"a concept's name is 'a\\x1b\[2J': give a text without control characters",
+        ),
+    ):
         with pytest.raises(PackError, match=message):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

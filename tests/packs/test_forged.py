@@ -1,4 +1,6 @@
-"""Packs whose hashes are right and whose contents are not: each is named when it is opened, or when a weight is first used."""
+"""Packs whose hashes are right and whose contents are not: each is named when it is opened, or when a weight is first
+used.
+"""
 
 import json
 
@@ -66,7 +68,9 @@ def golden_of_another_width(tensors):
 
 
 def pointers_that_wrap_around(tensors):
-    """Each difference is no less than 0 in 64 bits, and their sum is the number of edges: to repeat by them writes past the end of memory."""
+    """Each difference is no less than 0 in 64 bits, and their sum is the number of edges: to repeat by them writes past
+    the end of memory.
+    """
     n, n_edges = len(tensors["level"]), len(tensors["child_idx"])
     tensors["child_ptr"] = torch.tensor([0, 1 << 62, -(1 << 63), -(1 << 62), *[n_edges] * (n - 3)])
 
@@ -144,7 +148,9 @@ def test_truncation_inside_the_header_is_named(pack, tmp_path):
 
 
 def test_line_breaks_of_unicode_in_a_definition_are_kept(model, tmp_path):
-    concepts = [{"id": f"c{i}", "name": f"n{i}", "parents": [], "definition": "a\u2028b\u0085c\u000bd"} for i in range(40)]
+    concepts = [
+        {"id": f"c{i}", "name": f"n{i}", "parents": [], "definition": "a\u2028b\u0085c\u000bd"} for i in range(40)
+    ]
     written = make_pack(tmp_path / "p", model, concepts=concepts)
     assert written.concepts[7]["definition"] == "a\u2028b\u0085c\u000bd"
 
@@ -152,12 +158,20 @@ def test_line_breaks_of_unicode_in_a_definition_are_kept(model, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recommended": 5}, {"recommended": [1]}, {"quality": "good"}, {"inputs": [{"site": 5}]}, {"inputs": [{"site": "resid_post.1", "eps": "a"}]},
-        {"inputs": [{"site": "resid_post.1", "eps": -5}]}, {"inputs": [{"site": "resid_post.1", "eps": float("nan")}]}, {"inputs": [{"norm": "none"}]},
-        {"files": {"x" * 5000: {"sha256": "0", "size": 1}}}, {"files": {"README.md": 5}}, {"host": {"hidden_size": []}},
+        {"recommended": 5},
+        {"recommended": [1]},
+        {"quality": "good"},
+        {"inputs": [{"site": 5}]},
+        {"inputs": [{"site": "resid_post.1", "eps": "a"}]},
+        {"inputs": [{"site": "resid_post.1", "eps": -5}]},
+        {"inputs": [{"site": "resid_post.1", "eps": float("nan")}]},
+        {"inputs": [{"norm": "none"}]},
+        {"files": {"x" * 5000: {"sha256": "0", "size": 1}}},
+        {"files": {"README.md": 5}},
+        {"host": {"hidden_size": []}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_forged_manifest_is_one_error_that_names_the_pack(pack, tmp_path, changes):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     manifest = json.loads((target / "manifest.json").read_text())
@@ -166,7 +180,9 @@ def test_forged_manifest_is_one_error_that_names_the_pack(pack, tmp_path, change
         ProbePack.open(target)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "", "{", "[]", "\ufeff{}", '{"format_version": ' + "1" * 5000 + "}"], ids=lambda t: t[:5])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "", "{", "[]", "\ufeff{}", '{"format_version": ' + "1" * 5000 + "}"], ids=lambda t: t[:5]
+)
 def test_text_that_is_no_manifest_is_one_error(pack, tmp_path, text):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     (target / "manifest.json").write_text(text)
@@ -174,7 +190,9 @@ def test_text_that_is_no_manifest_is_one_error(pack, tmp_path, text):
         ProbePack.open(target)
 
 
-@pytest.mark.parametrize("change", [{"id": 5}, {"name": ["a"]}, {"name": None}, {"parents": None}, {"parents": [5]}, {"level": "0"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"id": 5}, {"name": ["a"]}, {"name": None}, {"parents": None}, {"parents": [5]}, {"level": "0"}], ids=str
+)
 def test_forged_concept_is_named_by_its_line(pack, tmp_path, change):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     lines = (target / "concepts.jsonl").read_text().splitlines()

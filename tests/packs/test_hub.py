@@ -1,4 +1,6 @@
-"""Packs go to a hub and come back the same, every byte checked; what a hub, a net or a cache can do wrong is one clear error."""
+"""Packs go to a hub and come back the same, every byte checked; what a hub, a net or a cache can do wrong is one clear
+error.
+"""
 
 import hashlib
 import json
@@ -62,7 +64,11 @@ def same(a, b):
 
 
 def downloads(hub):
-    return [request for request in hub.requests if request.startswith("GET") and ("/resolve/" in request or "/storage/" in request)]
+    return [
+        request
+        for request in hub.requests
+        if request.startswith("GET") and ("/resolve/" in request or "/storage/" in request)
+    ]
 
 
 # -- there and back ------------------------------------------------------------------------------
@@ -73,10 +79,20 @@ def test_a_pushed_pack_comes_back_by_branch_tag_and_commit(hub, fetch, pack, mod
     HfApi(endpoint=hub.url, token=hub.token).create_tag(REPO, tag="v1")
     other = make_pack(tmp_path / "other", model, seed=5)
     second = other.push_to_hub(REPO, token=hub.token, endpoint=hub.url, commit_message="better")
-    assert first.commit != second.commit and first.url == f"{hub.url}/{REPO}/commit/{first.commit}" and first.pull_request is None
-    for i, (revision, expected) in enumerate({None: other, "main": other, "v1": pack, first.commit: pack, second.commit: other}.items()):
+    assert (
+        first.commit != second.commit
+        and first.url == f"{hub.url}/{REPO}/commit/{first.commit}"
+        and first.pull_request is None
+    )
+    for i, (revision, expected) in enumerate(
+        {None: other, "main": other, "v1": pack, first.commit: pack, second.commit: other}.items()
+    ):
         found = fetch(revision=revision, cache_dir=tmp_path / str(i), verify=True)
-        assert same(found, expected) and found.golden_error == 0.0 and not same(found, pack if expected is other else other)
+        assert (
+            same(found, expected)
+            and found.golden_error == 0.0
+            and not same(found, pack if expected is other else other)
+        )
         assert found.directory.name == (second if expected is other else first).commit
         for file in ("concepts.jsonl", "probes.safetensors"):
             assert (found.directory / file).read_bytes() == (expected.directory / file).read_bytes()
@@ -85,7 +101,10 @@ def test_a_pushed_pack_comes_back_by_branch_tag_and_commit(hub, fetch, pack, mod
 def test_a_push_is_one_commit_of_the_four_files_and_a_push_of_the_same_is_none(hub, pack, saved):
     pushed = pack.push_to_hub(REPO, token=hub.token, endpoint=hub.url)
     assert {file: hub.read(REPO, file) for file in FILES} == saved
-    assert set(hub.repositories[REPO].commits[pushed.commit]) == {*FILES, ".gitattributes"} and len(hub.repositories[REPO].commits) == 2
+    assert (
+        set(hub.repositories[REPO].commits[pushed.commit]) == {*FILES, ".gitattributes"}
+        and len(hub.repositories[REPO].commits) == 2
+    )
     assert pushed.manifest_sha256 == sha256(saved["manifest.json"])
     assert pack.push_to_hub(REPO, token=hub.token, endpoint=hub.url) == pushed
     assert len(hub.repositories[REPO].commits) == 2
@@ -95,9 +114,16 @@ def test_a_push_may_go_to_a_branch_a_pull_request_or_a_private_repository(hub, f
     how = {"token": hub.token, "endpoint": hub.url}
     pushed = pack.push_to_hub(REPO, revision="trial", private=True, **how)
     repository = hub.repositories[REPO]
-    assert repository.private and repository.refs["trial"] == pushed.commit and set(repository.commits[repository.refs["main"]]) == {".gitattributes"}
+    assert (
+        repository.private
+        and repository.refs["trial"] == pushed.commit
+        and set(repository.commits[repository.refs["main"]]) == {".gitattributes"}
+    )
     asked = pack.push_to_hub(REPO, create_pr=True, **how)
-    assert asked.pull_request == f"{hub.url}/{REPO}/discussions/1" and repository.refs["refs/pr/1"] == asked.commit != repository.refs["main"]
+    assert (
+        asked.pull_request == f"{hub.url}/{REPO}/discussions/1"
+        and repository.refs["refs/pr/1"] == asked.commit != repository.refs["main"]
+    )
     assert same(fetch(revision="refs/pr/1", token=hub.token), pack)
     with pytest.raises(PackError, match=r"or a private one: check the name, or log in by `hf auth login`"):
         fetch(revision="trial", cache_dir=hub.folder / "elsewhere")
@@ -122,7 +148,9 @@ def test_another_version_of_a_pack_fetches_only_what_differs(hub, fetch, saved):
     assert [request.rsplit("/", 1)[1] for request in downloads(hub)[n:]] == ["manifest.json", "README.md"]
 
 
-def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with(hub, fetch, pack, saved, tmp_path, model):
+def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with(
+    hub, fetch, pack, saved, tmp_path, model
+):
     hub.put(REPO, saved)
     newer = make_pack(tmp_path / "newer", model, seed=5)
 
@@ -141,13 +169,21 @@ def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with
 def test_the_saved_card_has_the_metadata_of_the_hub_and_the_manifest_states_it(pack, tmp_path):
     copy = pack.save_pretrained(tmp_path / "copy")
     card = ModelCard.load(tmp_path / "copy" / "README.md")
-    assert card.data.to_dict() == {"library_name": "probemon", "license": "cc0-1.0", "tags": ["probemon", "concept-probes", "interpretability"]}
+    assert card.data.to_dict() == {
+        "library_name": "probemon",
+        "license": "cc0-1.0",
+        "tags": ["probemon", "concept-probes", "interpretability"],
+    }
     assert card.text.strip() == "Random probes."
     assert same(ProbePack.open(copy.directory, verify=True), pack)
     text = (copy.directory / "README.md").read_bytes()
     assert copy.manifest["files"]["README.md"] == {"sha256": sha256(text), "size": len(text)}
-    assert {file: copy.manifest["files"][file] for file in FILES[1:3]} == {file: pack.manifest["files"][file] for file in FILES[1:3]}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"] and sorted(path.name for path in copy.directory.iterdir()) == sorted(FILES)
+    assert {file: copy.manifest["files"][file] for file in FILES[1:3]} == {
+        file: pack.manifest["files"][file] for file in FILES[1:3]
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"] and sorted(
+        path.name for path in copy.directory.iterdir()
+    ) == sorted(FILES)
 
 
 def test_a_copy_of_a_copy_is_the_same_to_the_byte(pack, tmp_path):
@@ -161,9 +197,17 @@ def test_a_copy_of_a_copy_is_the_same_to_the_byte(pack, tmp_path):
 @pytest.mark.parametrize(
     ("licence", "host", "expected"),
     [
-        ("Apache-2.0", "HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0", "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}),
+        (
+            "Apache-2.0",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            {"license": "apache-2.0", "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+        ),
         ("MIT AND CC0-1.0", "/models/llama", {"license": "other", "license_name": "mit-and-cc0-1.0"}),
-        ("WordNet 3.1 licence (names; notice in README.md)", "a/b/c", {"license": "other", "license_name": "wordnet-3.1-licence-names-notice-in-readme.md"}),
+        (
+            "WordNet 3.1 licence (names; notice in README.md)",
+            "a/b/c",
+            {"license": "other", "license_name": "wordnet-3.1-licence-names-notice-in-readme.md"},
+        ),
         ("?!", "./gpt2", {"license": "other", "license_name": "other"}),
         ("", None, {}),
     ],
@@ -176,10 +220,18 @@ def test_licence_and_host_are_named_as_the_hub_names_them(model, tmp_path, licen
 
 def test_what_the_author_put_into_the_card_stays(model, tmp_path):
     card = "---\nlicense: mit\ntags:\n- whales\nlanguage: en\nbase_model: org/theirs\n---\n# Whales é\n\n---\nrule\n"
-    made = make_pack(tmp_path / "pack", model, card=card, host={"model_id": "org/ours"}).save_pretrained(tmp_path / "copy")
+    made = make_pack(tmp_path / "pack", model, card=card, host={"model_id": "org/ours"}).save_pretrained(
+        tmp_path / "copy"
+    )
     found = ModelCard.load(made.directory / "README.md")
     tags = ["whales", "probemon", "concept-probes", "interpretability"]
-    assert found.data.to_dict() == {"license": "mit", "tags": tags, "language": "en", "base_model": "org/theirs", "library_name": "probemon"}
+    assert found.data.to_dict() == {
+        "license": "mit",
+        "tags": tags,
+        "language": "en",
+        "base_model": "org/theirs",
+        "library_name": "probemon",
+    }
     assert found.text == "# Whales é\n\n---\nrule\n"
 
 
@@ -204,7 +256,11 @@ def test_a_copy_replaces_nothing_unless_asked_and_a_damaged_pack_is_not_copied_o
         made.save_pretrained(tmp_path / "copy", overwrite=True)
     with pytest.raises(PackCorrupt, match=r"pack/probes.safetensors was changed"):
         made.push_to_hub(REPO, token=hub.token, endpoint=hub.url)
-    assert hub.requests == [] and not list((tmp_path / "copy").iterdir()) and sorted(path.name for path in tmp_path.iterdir()) == ["copy", "hub", "pack"]
+    assert (
+        hub.requests == []
+        and not list((tmp_path / "copy").iterdir())
+        and sorted(path.name for path in tmp_path.iterdir()) == ["copy", "hub", "pack"]
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(PackError, match=r"cannot be copied to .+: make room, or choose another path"):
         make_pack(tmp_path / "whole", model).save_pretrained(tmp_path / "file" / "copy")
@@ -224,7 +280,9 @@ def test_a_changed_byte_is_caught_and_what_was_wrong_is_fetched_anew(hub, fetch,
         changed[len(changed) // 2] ^= 1
     hub.replace(REPO, file, changed)
     for _ in range(2):  # it is not taken from the cache the second time
-        with pytest.raises(PackCorrupt, match=r"was changed: sha256 \w+..., the manifest says \w+...: fetch the pack again"):
+        with pytest.raises(
+            PackCorrupt, match=r"was changed: sha256 \w+..., the manifest says \w+...: fetch the pack again"
+        ):
             fetch()
     hub.replace(REPO, file, saved[file])
     assert same(fetch(), pack)
@@ -241,7 +299,9 @@ def test_a_pin_verifies_the_manifest_and_with_it_every_byte(hub, fetch, pack, sa
     for cache in ("cache", "elsewhere"):
         with pytest.raises(PackCorrupt, match=rf"has sha256 \w{{64}}, not the {pin} that was asked for"):
             fetch(manifest_sha256=pin, cache_dir=hub.folder / cache)
-    assert not [request for request in downloads(hub)[-1:] if "manifest.json" not in request]  # and nothing more was fetched
+    assert not [
+        request for request in downloads(hub)[-1:] if "manifest.json" not in request
+    ]  # and nothing more was fetched
 
 
 def test_a_wrong_pin_takes_nothing_out_of_the_cache(hub, fetch, pack, saved):
@@ -279,7 +339,9 @@ def test_a_download_is_hashed_once_a_pinned_one_each_time(hub, fetch, saved, mon
     hub.put(REPO, saved)
     hashed = []
     check = packfile.check_hash
-    monkeypatch.setattr(packfile, "check_hash", lambda path, expected: (hashed.append(path.name), check(path, expected)))
+    monkeypatch.setattr(
+        packfile, "check_hash", lambda path, expected: (hashed.append(path.name), check(path, expected))
+    )
     fetch()
     assert sorted(hashed) == sorted(FILES[1:])
     fetch()
@@ -314,7 +376,13 @@ def test_a_truncated_file_is_caught_before_or_after_it_comes(hub, fetch, pack, s
     hub.put(REPO, saved)
     hub.replace(REPO, file, saved[file][:-9], stated=len(saved[file]) - 9)  # the hub says so itself
     n = len(downloads(hub))
-    with pytest.raises(PackCorrupt, match=rf"has {len(saved[file]) - 9} bytes of {file}, its manifest says {len(saved[file])}: nothing of it was fetched"):
+    with pytest.raises(
+        PackCorrupt,
+        match=(
+            rf"has {len(saved[file]) - 9} bytes of {file}, its manifest says {len(saved[file])}: nothing of it was"
+            r" fetched"
+        ),
+    ):
         fetch()
     assert [request.rsplit("/", 1)[1] for request in downloads(hub)[n:]] == ["manifest.json"]
     hub.replace(REPO, file, saved[file][:-9], stated=len(saved[file]))  # it does not
@@ -334,7 +402,10 @@ def test_a_connection_that_breaks_off_is_taken_up_again(hub, fetch, pack, saved)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"probes.safetensors": 1 << 50}, r"has \d+ bytes of probes.safetensors, its manifest says 1125899906842624: nothing of it was fetched"),
+        (
+            {"probes.safetensors": 1 << 50},
+            r"has \d+ bytes of probes.safetensors, its manifest says 1125899906842624: nothing of it was fetched",
+        ),
         ({"model.pt": 5}, r"manifest.json lists 'model.pt', which is no file of a pack"),
         ({"../evil": 5}, r"file '../evil' lies outside the pack"),
     ],
@@ -355,7 +426,9 @@ def test_a_repository_without_a_file_of_its_manifest_fetches_nothing(hub, fetch,
     assert len(downloads(hub)) == 1
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"{", b"\xff", b"[1]", b'{"format": "probemon-pack", "format_version": 99}', b"1" * 9999])
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b"{", b"\xff", b"[1]", b'{"format": "probemon-pack", "format_version": 99}', b"1" * 9999]
+)
 def test_a_manifest_that_is_none_is_one_error(hub, fetch, saved, text):
     hub.put(REPO, {**saved, "manifest.json": text})
     with pytest.raises(PackError, match=r"manifest.json"):
@@ -410,9 +483,15 @@ def test_half_a_pack_in_the_cache_is_said_to_be_half(hub, fetch, saved, monkeypa
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"repo": "org/nothing"}, r"'org/nothing' is not a folder, and the hub has no such repository, or a private one: check the name"),
+        (
+            {"repo": "org/nothing"},
+            r"'org/nothing' is not a folder, and the hub has no such repository, or a private one: check the name",
+        ),
         ({"repo": "org/nothing", "token": HubStandIn.token}, r"the hub has no such repository"),
-        ({"repo": "org/private"}, r"or a private one: check the name, or log in by `hf auth login`, set HF_TOKEN, or pass token="),
+        (
+            {"repo": "org/private"},
+            r"or a private one: check the name, or log in by `hf auth login`, set HF_TOKEN, or pass token=",
+        ),
         ({"repo": "org/gated"}, r"'org/gated' is gated: ask for access on its page on the hub, then log in"),
         ({"token": "hf_wrong"}, r"the hub refuses 'org/probes' \(401: .+\): log in"),
         ({"revision": "v9"}, r"'org/probes' has no revision 'v9': give a branch, a tag, or the whole hash of a commit"),

@@ -1,4 +1,6 @@
-"""A pack is one thing from open to close: replaced, cut or overwritten at any moment it keeps its scores, or says that it was changed; it is never a mixture, and never ends the process."""
+"""A pack is one thing from open to close: replaced, cut or overwritten at any moment it keeps its scores, or says that
+it was changed; it is never a mixture, and never ends the process.
+"""
 
 import gc
 import itertools
@@ -44,7 +46,12 @@ SCRIPT = Path(__file__).parents[1] / "support/pack_changes.py"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("changes"))], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("changes"))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -54,7 +61,15 @@ def two(model, tmp_path_factory):
     """Two packs of equal sizes, with other weights, thresholds and definitions."""
     folder = tmp_path_factory.mktemp("two")
     for i, name in enumerate("ab"):
-        concepts = [{"id": f"c{k}", "name": f"concept {k}", "parents": [f"c{k // 2}"] if k > 3 else [], "definition": f"in pack {name}"} for k in range(40)]
+        concepts = [
+            {
+                "id": f"c{k}",
+                "name": f"concept {k}",
+                "parents": [f"c{k // 2}"] if k > 3 else [],
+                "definition": f"in pack {name}",
+            }
+            for k in range(40)
+        ]
         make_pack(folder / name, model, seed=i, concepts=concepts, alert_threshold=torch.full((40,), 0.25 + i / 4))
     assert (folder / "a" / PROBES).stat().st_size == (folder / "b" / PROBES).stat().st_size
     return folder / "a", folder / "b"
@@ -62,20 +77,32 @@ def two(model, tmp_path_factory):
 
 def test_scores_stay_the_very_same_or_the_change_is_told_in_every_mode_at_every_moment(told):
     expected = [
-        [mode, change, when, "same" if change in KEPT or (mode.startswith("small") and when != WHEN[0]) else "PackChanged"] for mode in MODES for change in CHANGES for when in WHEN
+        [
+            mode,
+            change,
+            when,
+            "same" if change in KEPT or (mode.startswith("small") and when != WHEN[0]) else "PackChanged",
+        ]
+        for mode in MODES
+        for change in CHANGES
+        for when in WHEN
     ]
     assert sorted(told["used"]) == sorted(expected)
 
 
 def test_several_writers_and_readers_of_one_place_meet_whole_packs_alone_and_leave_nothing(told):
     for outcome in told["together"]:
-        assert all(re.fullmatch(r"(wrote|read) \d+", one) and int(one.split()[1]) > 1 for one in outcome["told"]), outcome
+        assert all(re.fullmatch(r"(wrote|read) \d+", one) and int(one.split()[1]) > 1 for one in outcome["told"]), (
+            outcome
+        )
         assert outcome["left"] == ["pack"] and outcome["one"], outcome
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_pack_that_is_changed_between_any_two_calls_of_the_system_opens_as_one_or_is_refused(two, tmp_path, change, mapped):
+def test_a_pack_that_is_changed_between_any_two_calls_of_the_system_opens_as_one_or_is_refused(
+    two, tmp_path, change, mapped
+):
     """A mapped pack is not hashed: of what overwrites its weights alone before they are opened, only `verify` tells."""
     seen = set()
     for at in itertools.count():
@@ -86,14 +113,18 @@ def test_a_pack_that_is_changed_between_any_two_calls_of_the_system_opens_as_one
                 pack = ProbePack.open(folder, verify=mapped and change not in WHOLE)
                 pack.weights  # noqa: B018 (read now)
             except ProbemonError as error:
-                assert change not in WHOLE or (change == "copy_over" and isinstance(error, PackChanged))  # the last: between opening it and reading its weights
+                assert change not in WHOLE or (
+                    change == "copy_over" and isinstance(error, PackChanged)
+                )  # the last: between opening it and reading its weights
                 seen.add("refused")
                 continue
         seen.add(judge_one(pack, list(two)).name)
         if not system.done:
             break
     # After the last call it is the pack as it was; before the first one, what the change makes of it.
-    assert at > 20 and seen == {"a"} | ({"b"} if change in WHOLE else set()) | ({"refused"} if change not in WHOLE or change == "copy_over" else set())
+    assert at > 20 and seen == {"a"} | ({"b"} if change in WHOLE else set()) | (
+        {"refused"} if change not in WHOLE or change == "copy_over" else set()
+    )
 
 
 def test_that_a_mixture_would_be_noticed(two, tmp_path):
@@ -101,7 +132,14 @@ def test_that_a_mixture_would_be_noticed(two, tmp_path):
         for at in range(40):
             folder = aged(two[0], tmp_path / f"{at}")
             try:
-                with size_in_memory(0), mock.patch.object(heldfile, "os", changes.System(at, lambda folder=folder: CHANGES["exchange_all"](folder, two[1]))):
+                with (
+                    size_in_memory(0),
+                    mock.patch.object(
+                        heldfile,
+                        "os",
+                        changes.System(at, lambda folder=folder: CHANGES["exchange_all"](folder, two[1])),
+                    ),
+                ):
                     pack = ProbePack.open(folder)
                     pack.weights  # noqa: B018 (read now)
                 judge_one(pack, list(two))
@@ -122,12 +160,25 @@ def test_a_pack_that_is_replaced_again_and_again_is_a_typed_error(two, tmp_path)
         changes.copy_over(folder, two[1])
         return "never"
 
-    with pytest.raises(PackChanged, match="again and again while it is opened"), mock.patch.object(heldfile, "_WAITS", (0.0, 0.0, 0.0)):
+    with (
+        pytest.raises(PackChanged, match="again and again while it is opened"),
+        mock.patch.object(heldfile, "_WAITS", (0.0, 0.0, 0.0)),
+    ):
         read_whole(folder, read)
 
 
-@pytest.mark.parametrize("make", [lambda pack, out: rename(pack, out, name="new"), lambda pack, out: merge({"a": pack, "b": pack}, out, name="both"), quantize, lambda pack, out: pack.save_pretrained(out)])
-def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_leaves_nothing(two, tmp_path, make, monkeypatch):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pack, out: rename(pack, out, name="new"),
+        lambda pack, out: merge({"a": pack, "b": pack}, out, name="both"),
+        quantize,
+        lambda pack, out: pack.save_pretrained(out),
+    ],
+)
+def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_leaves_nothing(
+    two, tmp_path, make, monkeypatch
+):
     monkeypatch.setattr("probemon.packs.pack._BLOCK_BYTES", 2000)
     folder, counted, real = aged(two[0], tmp_path / "pack"), [], ProbePack.check_unchanged
 
@@ -239,7 +290,9 @@ def test_opening_reads_no_weight(two, tmp_path):
 
 
 def test_headers_are_taken_where_safetensors_takes_them(two, tmp_path):
-    """Broken in hundreds of ways. What we refuse beyond it: a key that stands twice, dtypes and shapes that packs do not use."""
+    """Broken in hundreds of ways. What we refuse beyond it: a key that stands twice, dtypes and shapes that packs do
+    not use.
+    """
     data, rng, taken = (two[0] / PROBES).read_bytes(), random.Random(0), {True: 0, False: 0}
     path = tmp_path / PROBES
     for _ in range(600):
@@ -275,7 +328,16 @@ def forged_manifest(pack, target, text):
 
 SETTINGS = [
     (key, value)
-    for key in ("load_threshold", "unload_threshold", "keep_top_k", "max_loaded_probes", "max_rounds", "report_top_k", "base_layers", "aggressive_pruning")
+    for key in (
+        "load_threshold",
+        "unload_threshold",
+        "keep_top_k",
+        "max_loaded_probes",
+        "max_rounds",
+        "report_top_k",
+        "base_layers",
+        "aggressive_pruning",
+    )
     for value in (math.nan, math.inf, -math.inf, 10**400, 2**63, -1, 0, 1, True, "x", None, [], [1], {}, 0.5)
 ]
 
@@ -297,7 +359,9 @@ def test_what_a_pack_recommends_passes_the_same_checks_as_a_setting(pack, tmp_pa
 
 
 def test_a_recommended_nan_is_refused_and_is_not_written(pack, model, tmp_path):
-    folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {"load_threshold": math.nan}}))
+    folder = forged_manifest(
+        pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {"load_threshold": math.nan}})
+    )
     with pytest.raises(ConfigError, match="load_threshold is nan"):
         ProbePack.open(folder)
     with pytest.raises(ConfigError, match=r"'random': what the pack recommends .* load_threshold is nan"):
@@ -311,11 +375,21 @@ def test_thresholds_that_no_score_can_have_are_refused(pack, model, tmp_path, ke
     def change(tensors):
         tensors.setdefault(key, torch.full((40,), 0.5))[7] = value
 
-    with pytest.raises(PackCorrupt, match=rf"the {re.escape(key.removeprefix('alert_threshold:'))} of concept 'c\d+' is {value:g}: a threshold lies between 0 and 1"):
+    with pytest.raises(
+        PackCorrupt,
+        match=(
+            rf"the {re.escape(key.removeprefix('alert_threshold:'))} of concept 'c\d+' is {value:g}: a threshold lies"
+            r" between 0 and 1"
+        ),
+    ):
         ProbePack.open(forge(pack, tmp_path / "forged", change))
     thresholds = torch.full((40,), 0.5).index_fill(0, torch.tensor([7]), value)
     with pytest.raises(PackError, match=rf"of concept 'c7' is {value:g}: a threshold lies between 0 and 1"):
-        make_pack(tmp_path / "written", model, **({"aggregated": {"ema(0.3)": thresholds}} if ":" in key else {key: thresholds}))
+        make_pack(
+            tmp_path / "written",
+            model,
+            **({"aggregated": {"ema(0.3)": thresholds}} if ":" in key else {key: thresholds}),
+        )
     assert os.listdir(tmp_path) == ["forged"]
 
 
@@ -327,7 +401,10 @@ def test_thresholds_at_the_ends_and_none_are_taken(pack, tmp_path, value):
         tensors["expand_threshold"][1] = -1  # always opened
 
     opened = ProbePack.open(forge(pack, tmp_path / "forged", change))
-    assert np.array_equal(opened.alert_threshold.numpy(), np.full(40, value, dtype=np.float32), equal_nan=True) and opened.expand_threshold[1] == -1
+    assert (
+        np.array_equal(opened.alert_threshold.numpy(), np.full(40, value, dtype=np.float32), equal_nan=True)
+        and opened.expand_threshold[1] == -1
+    )
 
 
 @pytest.mark.parametrize("value", [1.0, True, "1", 2, 10**400, None])
@@ -365,7 +442,11 @@ def test_a_name_from_right_to_left_is_a_name(model, tmp_path):
 
 
 def test_keys_that_stand_twice_are_refused(pack, tmp_path):
-    folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said).replace('"licence":', '"licence": "MIT", "licence":', 1))
+    folder = forged_manifest(
+        pack,
+        tmp_path / "forged",
+        lambda said: json.dumps(said).replace('"licence":', '"licence": "MIT", "licence":', 1),
+    )
     with pytest.raises(PackCorrupt, match=r"manifest.json is not valid JSON .*'licence' stands twice"):
         ProbePack.open(folder)
     path = tmp_path / "concepts.jsonl"
@@ -386,9 +467,17 @@ def test_packs_of_nothing_are_neither_written_nor_opened(model, tmp_path):
         make_pack(tmp_path / "none", model, n=0)
     with pytest.raises(PackError, match="a pack has one probe or more, and none is empty"):
         PackWriter(
-            tmp_path / "flat", name="flat", concepts=[{"id": "a", "name": "a", "parents": []}], architecture=Architecture(0), dtype=torch.float32, score_rule="independent",
-            inputs=[{"site": "resid_post.1"}], host={}, licence="", card="",
-        )  # fmt: skip
+            tmp_path / "flat",
+            name="flat",
+            concepts=[{"id": "a", "name": "a", "parents": []}],
+            architecture=Architecture(0),
+            dtype=torch.float32,
+            score_rule="independent",
+            inputs=[{"site": "resid_post.1"}],
+            host={},
+            licence="",
+            card="",
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -401,7 +490,12 @@ def test_a_file_that_may_not_be_read_says_so(two, tmp_path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **named)
 
-    with mock.patch.object(os, "open", refusing), pytest.raises(PackError, match=r"probes.safetensors cannot be read \(Permission denied\): check its permissions"):
+    with (
+        mock.patch.object(os, "open", refusing),
+        pytest.raises(
+            PackError, match=r"probes.safetensors cannot be read \(Permission denied\): check its permissions"
+        ),
+    ):
         ProbePack.open(folder)
 
 
@@ -427,8 +521,12 @@ def test_nobody_waits_for_the_other_end_of_a_pipe_in_the_place_of_a_file(two, tm
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")], ids=str)
-def test_a_pack_that_cannot_be_put_in_place_leaves_the_older_one_and_tells_the_first_error(two, tmp_path, model, exchange, error, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")], ids=str
+)
+def test_a_pack_that_cannot_be_put_in_place_leaves_the_older_one_and_tells_the_first_error(
+    two, tmp_path, model, exchange, error, monkeypatch
+):
     folder = aged(two[0], tmp_path / "pack")
     monkeypatch.setattr(packfile, "_rename", (lambda *arguments: -1) if exchange else None)
     real = Path.rename
@@ -444,7 +542,9 @@ def test_a_pack_that_cannot_be_put_in_place_leaves_the_older_one_and_tells_the_f
     assert os.listdir(tmp_path) == ["pack"] and judge_one(ProbePack.open(folder), [two[0]])
 
 
-def test_another_writer_between_the_two_steps_of_a_replacement_leaves_nothing_beside_the_last_pack(two, tmp_path, monkeypatch):
+def test_another_writer_between_the_two_steps_of_a_replacement_leaves_nothing_beside_the_last_pack(
+    two, tmp_path, monkeypatch
+):
     """Where names cannot be exchanged: the place is taken by somebody else at the moment when it is free."""
     folder, made = aged(two[0], tmp_path / "pack"), aged(two[1], tmp_path / ".made")
     monkeypatch.setattr(packfile, "_rename", None)
@@ -485,7 +585,9 @@ def test_subset_of_a_pack_in_memory_needs_no_file(two, tmp_path):
 
 
 def test_a_large_pack_that_is_overwritten_with_its_times_kept_and_other_permissions_is_told(two, tmp_path):
-    """As `cp -p` does from an archive in which every file has one time: size and time are the same, the permissions are not."""
+    """As `cp -p` does from an archive in which every file has one time: size and time are the same, the permissions are
+    not.
+    """
     first, second = (aged(folder, tmp_path / f"pack {i}") for i, folder in enumerate(two))
     with size_in_memory(0):
         pack = ProbePack.open(first)

@@ -31,11 +31,20 @@ def concepts(n=N):
 
 def arguments(**changes):
     return {
-        "name": "random", "concepts": concepts(), "score_rule": "path", "inputs": [{"site": "resid_post.1", "norm": "rmsnorm"}, {"site": "resid_post.0"}],
-        "host": {"hidden_size": D}, "licence": "CC0-1.0", "card": "Random.\n", "input_index": torch.arange(N) % 2, "alert_threshold": torch.linspace(0.1, 0.9, N),
-        "aggregated": {"ema(0.3)": torch.linspace(0.2, 0.8, N)}, "golden_hidden": torch.randn(3, 2, D, generator=torch.Generator().manual_seed(7)),
-        "provenance": {"seed": 0}, **changes,
-    }  # fmt: skip
+        "name": "random",
+        "concepts": concepts(),
+        "score_rule": "path",
+        "inputs": [{"site": "resid_post.1", "norm": "rmsnorm"}, {"site": "resid_post.0"}],
+        "host": {"hidden_size": D},
+        "licence": "CC0-1.0",
+        "card": "Random.\n",
+        "input_index": torch.arange(N) % 2,
+        "alert_threshold": torch.linspace(0.1, 0.9, N),
+        "aggregated": {"ema(0.3)": torch.linspace(0.2, 0.8, N)},
+        "golden_hidden": torch.randn(3, 2, D, generator=torch.Generator().manual_seed(7)),
+        "provenance": {"seed": 0},
+        **changes,
+    }
 
 
 def writer(path, net, **changes):
@@ -59,7 +68,9 @@ def test_probe_by_probe_in_any_order_is_byte_for_byte_the_pack_written_whole(tmp
         for start, stop in ((4, N), (0, 3), (3, 4)):
             slices.put_slice(start, {key: tensor[start:stop] for key, tensor in net.items()})
     assert files(tmp_path / "single") == files(tmp_path / "whole") == files(tmp_path / "sliced")
-    assert whole.verify() == made.pack.verify() == 0 and ProbePack.open(tmp_path / "single", verify=True).name == "random"
+    assert (
+        whole.verify() == made.pack.verify() == 0 and ProbePack.open(tmp_path / "single", verify=True).name == "random"
+    )
     for i, concept in enumerate(whole.concepts):
         for key, tensor in net.items():
             assert torch.equal(whole.weights[key][i], tensor[int(concept["id"][1:])])
@@ -73,7 +84,12 @@ def test_the_file_is_as_safetensors_itself_writes_it(tmp_path):
 
 def test_put_says_how_the_probe_scores_the_golden_states(tmp_path):
     net = weights((4, 3), D, torch.float32, N)
-    changes = {"inputs": [{"site": "resid_post.1"}], "input_index": None, "golden_hidden": torch.randn(5, 1, D), "score_rule": "independent"}
+    changes = {
+        "inputs": [{"site": "resid_post.1"}],
+        "input_index": None,
+        "golden_hidden": torch.randn(5, 1, D),
+        "score_rule": "independent",
+    }
     with writer(tmp_path / "pack", net, **changes) as made:
         own = made.put_slice(0, net)
     assert own.shape == (5, N) and (own - oracle(net, changes["golden_hidden"][:, 0])).abs().max() < 1e-6
@@ -106,17 +122,49 @@ def broken(net, **changes):
     "put, error, words",
     [
         (lambda made, net: None, PackError, r"11 of 11 probes were not put \('c0', 'c1', 'c2', 'c3', 'c4', \.\.\.\)"),
-        (lambda made, net: made.put_slice(0, {key: tensor[:10] for key, tensor in net.items()}), PackError, r"1 of 11 probes were not put \('c10'\)"),
-        (lambda made, net: [made.put(3, {key: tensor[3] for key, tensor in net.items()}) for _ in range(2)], PackError, "'c3' is put twice"),
+        (
+            lambda made, net: made.put_slice(0, {key: tensor[:10] for key, tensor in net.items()}),
+            PackError,
+            r"1 of 11 probes were not put \('c10'\)",
+        ),
+        (
+            lambda made, net: [made.put(3, {key: tensor[3] for key, tensor in net.items()}) for _ in range(2)],
+            PackError,
+            "'c3' is put twice",
+        ),
         (lambda made, net: made.put_slice(1, net), PackError, r"probes 1\.\.11 of 11"),
-        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"].double(), w2=net["w2"].double(), w3=net["w3"].double())), PackError, "float64, the pack's"),
-        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"][..., :-1])), PackError, "over 12 values .* over 13"),
-        (lambda made, net: made.put_slice(0, broken(net, b2=net["b2"].index_fill(0, torch.tensor([6]), float("inf")))), PackCorrupt, "b2 of concept 'c6' is not finite"),
-        (lambda made, net: made.put_slice(0, broken(net, w1=net["w1"] * 1e30, w2=net["w2"] * 1e30)), PackCorrupt, "does not score a number on the golden states"),
-        (lambda made, net: (made.put_slice(0, net), made.quality.update(x=object())), PackError, "the manifest cannot be written as JSON"),
+        (
+            lambda made, net: made.put_slice(
+                0, broken(net, w1=net["w1"].double(), w2=net["w2"].double(), w3=net["w3"].double())
+            ),
+            PackError,
+            "float64, the pack's",
+        ),
+        (
+            lambda made, net: made.put_slice(0, broken(net, w1=net["w1"][..., :-1])),
+            PackError,
+            "over 12 values .* over 13",
+        ),
+        (
+            lambda made, net: made.put_slice(
+                0, broken(net, b2=net["b2"].index_fill(0, torch.tensor([6]), float("inf")))
+            ),
+            PackCorrupt,
+            "b2 of concept 'c6' is not finite",
+        ),
+        (
+            lambda made, net: made.put_slice(0, broken(net, w1=net["w1"] * 1e30, w2=net["w2"] * 1e30)),
+            PackCorrupt,
+            "does not score a number on the golden states",
+        ),
+        (
+            lambda made, net: (made.put_slice(0, net), made.quality.update(x=object())),
+            PackError,
+            "the manifest cannot be written as JSON",
+        ),
         (lambda made, net: 1 / 0, ZeroDivisionError, "division"),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_is_named_and_leaves_nothing(tmp_path, put, error, words):
     net = weights((4, 3), D, torch.float32, N)
     with pytest.raises(error, match=words), writer(tmp_path / "pack", net) as made:
@@ -151,7 +199,11 @@ def test_a_failed_overwrite_leaves_the_old_pack(tmp_path):
         ({"score_rule": "vote"}, ConfigError, "vote"),
         ({"concepts": [{"id": "a"}]}, PackError, "'a' lacks name, parents"),
         ({"concepts": [{"id": "a", "name": "a", "parents": ["a"]}]}, HierarchyError, "cycle"),
-        ({"golden_hidden": torch.zeros(3, 1, D)}, PackError, r"golden_hidden has shape \(3, 1, 13\), expected \(G, 2, 13\)"),
+        (
+            {"golden_hidden": torch.zeros(3, 1, D)},
+            PackError,
+            r"golden_hidden has shape \(3, 1, 13\), expected \(G, 2, 13\)",
+        ),
         ({"input_index": torch.full((N,), 2)}, PackError, r"input_index must lie in 0\.\.1"),
         ({"dtype": torch.int16}, ConfigError, "int16"),
     ],
@@ -178,7 +230,12 @@ def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # as a full disk: the file cannot grow
     try:
         with pytest.raises(PackError, match=r"pack cannot be written \(File too large.*make room"):
-            PackWriter(tmp_path / "pack", architecture=Architecture(4096), dtype=torch.float32, **arguments(host={}, golden_hidden=None)).__enter__()
+            PackWriter(
+                tmp_path / "pack",
+                architecture=Architecture(4096),
+                dtype=torch.float32,
+                **arguments(host={}, golden_hidden=None),
+            ).__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == [] and net["w1"].nbytes > 100_000
@@ -199,8 +256,9 @@ n, d = 32, 16384
 concepts = [{{"id": str(i), "name": str(i), "parents": []}} for i in range(n)]
 probe = {{"w1": torch.ones(64, d), "b1": torch.zeros(64), "w3": torch.ones(64), "b3": torch.zeros(())}}
 def write(path, n):
-    with PackWriter(path, name="x", concepts=concepts[:n], architecture=Architecture(d, (64,)), dtype=torch.float32, score_rule="independent",
-                    inputs=[{{"site": "resid_post.0"}}], host={{}}, licence="x", card="x") as writer:
+    shape = {{"architecture": Architecture(d, (64,)), "dtype": torch.float32, "score_rule": "independent"}}
+    about = {{"inputs": [{{"site": "resid_post.0"}}], "host": {{}}, "licence": "x", "card": "x"}}
+    with PackWriter(path, name="x", concepts=concepts[:n], **shape, **about) as writer:
         for i in range(n):
             writer.put(i, probe)
 write({str(tmp_path / "small")!r}, 2)
@@ -240,9 +298,14 @@ def test_only_a_pack_is_overwritten_and_nothing_is_lost_with_it(tmp_path, monkey
     (tmp_path / "folder/.cache").mkdir(parents=True)
     there = sorted(path for path in tmp_path.rglob("*"))
     for name, words in (
-        ("thesis", "thesis holds thesis.txt, which is no part of a pack and would be lost"), ("mixed", "mixed holds thesis.txt"), ("file", "file is a file, no pack"),
-        ("link", "link is a link, no pack"), ("nowhere", "nowhere is a link"), ("damaged", "damaged is no whole pack"), ("folder", "folder holds .cache|folder holds no pack"),
-    ):  # fmt: skip
+        ("thesis", "thesis holds thesis.txt, which is no part of a pack and would be lost"),
+        ("mixed", "mixed holds thesis.txt"),
+        ("file", "file is a file, no pack"),
+        ("link", "link is a link, no pack"),
+        ("nowhere", "nowhere is a link"),
+        ("damaged", "damaged is no whole pack"),
+        ("folder", "folder holds .cache|folder holds no pack"),
+    ):
         with pytest.raises(PackError, match=words):
             write(tmp_path / name)
         with pytest.raises(PackError, match=f"{name} exists"):
@@ -273,12 +336,32 @@ def test_what_comes_to_lie_at_the_target_meanwhile_is_not_replaced(tmp_path):
 def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, number):
     n = 20_000
     ProbePack.write(
-        tmp_path / "large", name="large", concepts=[{"id": str(i), "name": str(i), "parents": []} for i in range(n)], weights=weights((), 500, torch.float32, n),
-        score_rule="independent", inputs=[{"site": "resid_post.0"}], host={}, licence="CC0-1.0", card="Random.\n",
-    )  # fmt: skip
-    words = [str(Path(sys.executable).with_name("probemon")), "pack", "rename", str(tmp_path / "large"), str(tmp_path / "made"), "--name", "other"]
+        tmp_path / "large",
+        name="large",
+        concepts=[{"id": str(i), "name": str(i), "parents": []} for i in range(n)],
+        weights=weights((), 500, torch.float32, n),
+        score_rule="independent",
+        inputs=[{"site": "resid_post.0"}],
+        host={},
+        licence="CC0-1.0",
+        card="Random.\n",
+    )
+    words = [
+        str(Path(sys.executable).with_name("probemon")),
+        "pack",
+        "rename",
+        str(tmp_path / "large"),
+        str(tmp_path / "made"),
+        "--name",
+        "other",
+    ]
     for _ in range(3):  # where the machine is busy elsewhere, the signal may come too late
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=partial(signal.signal, number, signal.SIG_DFL))  # under nohup it would be ignored
+        process = subprocess.Popen(
+            words,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+        )  # under nohup it would be ignored
         while process.poll() is None and not list(tmp_path.glob(".made-*")):
             time.sleep(0.001)
         process.send_signal(number)
@@ -293,13 +376,29 @@ def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, numbe
 def test_control_characters_are_in_no_name(tmp_path, where):
     """A terminal would act on them: packs come from strangers."""
     net, name = weights((), D, torch.float32, N), "\x1b[31mred\x1b[2J"
-    changes = {"name": name} if where == "pack" else {"concepts": [{**concepts()[0], where: name, "parents": []}, *({**one, "parents": []} for one in concepts()[1:])]}
-    with pytest.raises(PackError, match=r"(concept's (id|name)|pack's name) is '\\x1b\[31mred.*: give a text without control characters"):
+    changes = (
+        {"name": name}
+        if where == "pack"
+        else {
+            "concepts": [
+                {**concepts()[0], where: name, "parents": []},
+                *({**one, "parents": []} for one in concepts()[1:]),
+            ]
+        }
+    )
+    with pytest.raises(
+        PackError,
+        match=r"(concept's (id|name)|pack's name) is '\\x1b\[31mred.*: give a text without control characters",
+    ):
         ProbePack.write(tmp_path / "pack", weights=net, **arguments(**changes))
     assert not list(tmp_path.iterdir())
     written = json.dumps(name)[1:-1]
     dull = "n" * len(written)  # a file that is longer than it was is refused for that
-    harmless = {"name": dull} if where == "pack" else {"concepts": [{**one, "parents": [], where: f"{dull}{i}"} for i, one in enumerate(concepts())]}
+    harmless = (
+        {"name": dull}
+        if where == "pack"
+        else {"concepts": [{**one, "parents": [], where: f"{dull}{i}"} for i, one in enumerate(concepts())]}
+    )
     ProbePack.write(tmp_path / "pack", weights=net, **arguments(**harmless))
     file = tmp_path / "pack" / ("manifest.json" if where == "pack" else "concepts.jsonl")
     file.write_text(file.read_text().replace(dull, written))

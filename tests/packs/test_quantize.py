@@ -27,7 +27,10 @@ def test_a_row_is_whole_numbers_of_its_scale_to_half_a_step():
     w[3, 2] = 0
     made = quantize_weights({"w1": w, "b1": torch.ones(7, 5)})
     back = made["w1"].double() * made["w1_scale"].double()[..., None]
-    assert made["w1"].dtype == torch.int8 and ((back - w.double()).abs() <= made["w1_scale"].double()[..., None] * 0.5001).all()
+    assert (
+        made["w1"].dtype == torch.int8
+        and ((back - w.double()).abs() <= made["w1_scale"].double()[..., None] * 0.5001).all()
+    )
     assert int(made["w1"].abs().max()) == 127 and made["w1_scale"][3, 2] == 1 and not made["w1"][3, 2].any()
 
 
@@ -35,10 +38,19 @@ def test_the_copy_states_the_error_that_it_has(pack, small):
     stated = small.manifest["quality"]["int8"]
     error = (small.golden_scores - pack.golden_scores).abs()
     assert stated["states"] == "golden" and stated["n_states"] == len(pack.golden_hidden)
-    assert stated["max_score_error"] == pytest.approx(float(error.max()), abs=1e-7) and 0 < stated["max_score_error"] < 0.05
+    assert (
+        stated["max_score_error"] == pytest.approx(float(error.max()), abs=1e-7)
+        and 0 < stated["max_score_error"] < 0.05
+    )
     changed = (small.golden_scores > small.alert_threshold) != (pack.golden_scores > pack.alert_threshold)
-    assert stated["n_fired_changed"] == int(changed.sum()) and stated["n_fired"] == int((pack.golden_scores > pack.alert_threshold).sum()) > 0
-    assert small.manifest["provenance"]["quantized_from"]["sha256"] == pack.manifest["files"]["probes.safetensors"]["sha256"]
+    assert (
+        stated["n_fired_changed"] == int(changed.sum())
+        and stated["n_fired"] == int((pack.golden_scores > pack.alert_threshold).sum()) > 0
+    )
+    assert (
+        small.manifest["provenance"]["quantized_from"]["sha256"]
+        == pack.manifest["files"]["probes.safetensors"]["sha256"]
+    )
     assert f"{stated['max_score_error']:.2g}" in (small.directory / "README.md").read_text()
     assert [c["id"] for c in small.concepts] == [c["id"] for c in pack.concepts]
 
@@ -52,11 +64,16 @@ def test_a_pack_without_golden_states_says_that_its_states_are_random(model, tmp
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_implementation_scores_the_copy_as_the_reference_does(small, impl, arena):
     arena_bytes = arena and arena * small.weight_bytes() // small.n_probes
-    manager = DynamicProbeManager(small, impl=impl, arena_bytes=arena_bytes, strategy="descent")  # not measured: the interpreter takes long
+    manager = DynamicProbeManager(
+        small, impl=impl, arena_bytes=arena_bytes, strategy="descent"
+    )  # not measured: the interpreter takes long
     states = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = DynamicProbeManager(small, impl="reference").score_all(states)
     assert (manager.score_all(states) - expected).abs().max() < 1e-6
-    mine, theirs = manager.score_tokens(states, prompt_len=2), DynamicProbeManager(small, impl="reference").score_tokens(states, prompt_len=2)
+    mine, theirs = (
+        manager.score_tokens(states, prompt_len=2),
+        DynamicProbeManager(small, impl="reference").score_tokens(states, prompt_len=2),
+    )
     assert np.array_equal(mine.probes, theirs.probes) and np.array_equal(mine.ptr, theirs.ptr)
     manager.arena.check_integrity()
 
@@ -71,7 +88,10 @@ def test_damage_to_a_scale_is_noticed(small, tmp_path):
     def write(tensors):
         save_file(tensors, copy / "probes.safetensors")
         manifest = json.loads((small.directory / "manifest.json").read_text())
-        manifest["files"]["probes.safetensors"] = {"sha256": sha256(copy / "probes.safetensors"), "size": (copy / "probes.safetensors").stat().st_size}
+        manifest["files"]["probes.safetensors"] = {
+            "sha256": sha256(copy / "probes.safetensors"),
+            "size": (copy / "probes.safetensors").stat().st_size,
+        }
         (copy / "manifest.json").write_text(json.dumps(manifest))
 
     write({**tensors, "w1_scale": tensors["w1_scale"].index_fill(0, torch.tensor([5]), float("nan"))})
@@ -95,5 +115,11 @@ def test_an_int8_pack_is_not_quantised_again_and_nothing_is_overwritten(pack, sm
 def test_the_command_writes_and_says_what_it_costs(pack, tmp_path):
     done = CliRunner().invoke(app, ["quantize", str(pack.directory), str(tmp_path / "out"), "--json"])
     told = json.loads(done.stdout)
-    assert told["weight_bytes"] < told["source_weight_bytes"] and told["max_score_error"] == ProbePack.open(tmp_path / "out").manifest["quality"]["int8"]["max_score_error"]
-    assert "scores move by at most" in CliRunner().invoke(app, ["quantize", str(pack.directory), str(tmp_path / "again")]).stdout
+    assert (
+        told["weight_bytes"] < told["source_weight_bytes"]
+        and told["max_score_error"] == ProbePack.open(tmp_path / "out").manifest["quality"]["int8"]["max_score_error"]
+    )
+    assert (
+        "scores move by at most"
+        in CliRunner().invoke(app, ["quantize", str(pack.directory), str(tmp_path / "again")]).stdout
+    )

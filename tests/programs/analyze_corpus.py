@@ -1,4 +1,6 @@
-"""Analyse random texts with the tiny host into the folder of the first argument, going on with what is there: run by tests, and killed."""
+"""Analyse random texts with the tiny host into the folder of the first argument, going on with what is there: run by
+tests, and killed.
+"""
 
 import sys
 import tempfile

@@ -1,6 +1,6 @@
 """Compile every kernel for real GPUs, without one: a line of JSON a kernel, with the shared memory it asks for.
 
-    python tests/programs/cross_compile.py          # TRITON_INTERPRET must not be set
+python tests/programs/cross_compile.py          # TRITON_INTERPRET must not be set
 """
 
 import json
@@ -28,7 +28,15 @@ def signature(kernel, constants, dtype):
             found[name] = "constexpr"
         elif name.endswith(("_ptr", "_idx")):
             pairs = {"rows_ptr": "i64", "slots_ptr": "i64", "out_ptr": "fp32"}
-            found[name] = "*" + (NAMES[dtype] if name in WEIGHTS else NAMES[input_dtype(dtype)] if name == "x_ptr" else pairs.get(name, "fp32" if name in FLOATS else "i32"))
+            found[name] = "*" + (
+                NAMES[dtype]
+                if name in WEIGHTS
+                else (
+                    NAMES[input_dtype(dtype)]
+                    if name == "x_ptr"
+                    else pairs.get(name, "fp32" if name in FLOATS else "i32")
+                )
+            )
         else:
             found[name] = "fp32" if name == "eps" else "i32"
     return found
@@ -37,15 +45,38 @@ def signature(kernel, constants, dtype):
 def cases(arch):
     for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.int8):
         scaled = dtype == torch.int8
-        shapes = ((576, 128, 64, 3), (2560, 128, 64, 3), (4096, 128, 64, 3), (4096, 256, 256, 3), (4096, 512, 1, 2), (70, 5, 3, 3))
+        shapes = (
+            (576, 128, 64, 3),
+            (2560, 128, 64, 3),
+            (4096, 128, 64, 3),
+            (4096, 256, 256, 3),
+            (4096, 512, 1, 2),
+            (70, 5, 3, 3),
+        )
         # What needs most everywhere; all on the newer chip. Code for fp16 is that for bf16, but for the conversion.
         for d, h1, h2, layers in shapes if arch == 90 and dtype != torch.float16 else shapes[3:4]:
             meta = kernels.layered_meta(h1, h2, d, layers, scaled)
-            for name, kernel in (("layered", kernels._layered), ("layered groups", kernels._layered_groups), ("cascade: score", cascade._score)):
+            for name, kernel in (
+                ("layered", kernels._layered),
+                ("layered groups", kernels._layered_groups),
+                ("cascade: score", cascade._score),
+            ):
                 yield f"{name} {layers} {h1}-{h2} {d} {dtype}", kernel, meta, dtype
-        linear = {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "ROWS": kernels.PAIRS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        linear = {
+            "LAYERS": 1,
+            "SCALED": scaled,
+            "BLOCK_D": kernels.block_sizes(4096),
+            "ROWS": kernels.PAIRS,
+            "BLOCK_H2": 1,
+            "BLOCK_PARTS": 1,
+        }
         yield f"cascade: score linear 4096 {dtype}", cascade._score, linear, dtype
-        yield f"linear 4096 {dtype}", kernels._linear, {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS}, dtype
+        yield (
+            f"linear 4096 {dtype}",
+            kernels._linear,
+            {"SCALED": scaled, "BLOCK_D": kernels.block_sizes(4096), "PAIRS": kernels.PAIRS},
+            dtype,
+        )
         # It writes fp32, and reads what a host gives: bf16, fp16 or fp32.
         for norm, layernorm in ((False, False), (True, False), (True, True)):
             constants = {"NORM": norm, "LAYERNORM": layernorm, "BLOCK_D": 2048}
@@ -63,8 +94,18 @@ def main():
     for arch in (80, 90):
         for name, kernel, constants, dtype in cases(arch):
             # As in a launch, where Triton sees what 16 divides.
-            even = {} if " 70 " in name else {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a.endswith("_ptr") or a in ("D", "H1", "H2")}
-            source = ASTSource(fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants, attrs=even)
+            even = (
+                {}
+                if " 70 " in name
+                else {
+                    (i,): [["tt.divisibility", 16]]
+                    for i, a in enumerate(kernel.arg_names)
+                    if a.endswith("_ptr") or a in ("D", "H1", "H2")
+                }
+            )
+            source = ASTSource(
+                fn=kernel, signature=signature(kernel, constants, dtype), constexprs=constants, attrs=even
+            )
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
             told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
             print(json.dumps({**told, "layouts": layouts(made.asm["ttgir"], constants)}))
@@ -74,7 +115,9 @@ def layouts(text, constants):
     """Over which threads the sums along D of a tile of rows are spread: what decides their order."""
     names = dict(re.findall(r"(#\w+) = #ttg.blocked<(.*)>", text))
     shape = f"{constants.get('ROWS', kernels.PAIRS)}x{constants.get('BLOCK_D')}"
-    return sorted({names[name] for name in re.findall(rf'"tt.reduce"(?:.*\n)*?.*\}}\) : \(tensor<{shape}xf32, (#\w+)>', text)})
+    return sorted(
+        {names[name] for name in re.findall(rf'"tt.reduce"(?:.*\n)*?.*\}}\) : \(tensor<{shape}xf32, (#\w+)>', text)}
+    )
 
 
 if __name__ == "__main__":

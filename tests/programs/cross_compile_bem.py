@@ -1,6 +1,6 @@
 """Compile the kernels of the generated update for real GPUs, without one: a line of JSON a kernel.
 
-    python tests/programs/cross_compile_bem.py          # TRITON_INTERPRET must not be set
+python tests/programs/cross_compile_bem.py          # TRITON_INTERPRET must not be set
 """
 
 import json
@@ -44,7 +44,11 @@ def source(name, kernel, meta, dtype, absent):
         else:
             found[argument] = "fp32" if argument in ("scale", "eps") else "i32"
     sizes = ("K", "N", "A_ROW", "BASE_ROW", "FIRST_R", "SECOND_R", "N_SHARE", "PART_ROWS")
-    even = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if found[a] != "constexpr" and (a.endswith("_ptr") or (a in sizes and " 70 " not in name))}
+    even = {
+        (i,): [["tt.divisibility", 16]]
+        for i, a in enumerate(kernel.arg_names)
+        if found[a] != "constexpr" and (a.endswith("_ptr") or (a in sizes and " 70 " not in name))
+    }
     return ASTSource(fn=kernel, signature=found, constexprs=constants, attrs=even)
 
 
@@ -52,9 +56,18 @@ def main():
     for arch in (80, 90):
         for name, kernel, meta, dtype, absent in cases():
             options = {option: meta[option] for option in OPTIONS}
-            made = triton.compile(source(name, kernel, meta, dtype, absent), target=GPUTarget("cuda", arch, 32), options=options)
+            made = triton.compile(
+                source(name, kernel, meta, dtype, absent), target=GPUTarget("cuda", arch, 32), options=options
+            )
             told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
-            print(json.dumps({**told, "instructions": sorted(set(re.findall(r"^\s*(?:@%p\d+ )?([a-z]+)[.;]", made.asm["ptx"], re.M)))}))
+            print(
+                json.dumps(
+                    {
+                        **told,
+                        "instructions": sorted(set(re.findall(r"^\s*(?:@%p\d+ )?([a-z]+)[.;]", made.asm["ptx"], re.M))),
+                    }
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compile the kernels of the controller's step for real GPUs, without one: a line of JSON a kernel.
 
-    python tests/programs/cross_compile_controller.py          # TRITON_INTERPRET must not be set
+python tests/programs/cross_compile_controller.py          # TRITON_INTERPRET must not be set
 """
 
 import json
@@ -23,10 +23,18 @@ ROUTERS = {"prefix": "p", "chunk": "c", "token": "t"}
 
 
 def cases(arch):
-    """As in a launch, where what is not there is None: of the defaults, and, where memory is least, of a wide one without some routers."""
-    for width, rank, size, d, dtype, absent in ((64, 8, 32, 4096, "bf16", ()), (1024, 64, 7, 70, "fp32", ("chunk", "token")))[: 1 if arch > 80 else 2]:
+    """As in a launch, where what is not there is None: of the defaults, and, where memory is least, of a wide one
+    without some routers.
+    """
+    for width, rank, size, d, dtype, absent in (
+        (64, 8, 32, 4096, "bf16", ()),
+        (1024, 64, 7, 70, "fp32", ("chunk", "token")),
+    )[: 1 if arch > 80 else 2]:
         name = f"{width} {rank} {size} {d} {dtype}"
-        meta, wide = bem_controller.step_meta(width, rank, size, SETTINGS, torch.float32), bem_controller.features_meta(width, d, torch.float32)
+        meta, wide = (
+            bem_controller.step_meta(width, rank, size, SETTINGS, torch.float32),
+            bem_controller.features_meta(width, d, torch.float32),
+        )
         none = dict.fromkeys(f"{ROUTERS[router]}{i}_ptr" for router in absent for i in range(6))
         out = dict.fromkeys(f"{router}_out_ptr" for router in absent)
         yield f"features {name}", bem_step.features, wide | {"ROWS": bem_controller.ROWS}, dtype, {}
@@ -43,10 +51,20 @@ def source(kernel, meta, dtype, absent):
         if argument in constants:
             found[argument] = "constexpr"
         elif argument.endswith("_ptr"):
-            found[argument] = "*i64" if argument in INT64 else "*i1" if argument in BOOL else "*" + (dtype if argument == "hidden_ptr" else "fp32")
+            found[argument] = (
+                "*i64"
+                if argument in INT64
+                else "*i1"
+                if argument in BOOL
+                else "*" + (dtype if argument == "hidden_ptr" else "fp32")
+            )
         else:
             found[argument] = "i32"
-    even = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(kernel.arg_names) if found[argument].startswith("*")}
+    even = {
+        (i,): [["tt.divisibility", 16]]
+        for i, argument in enumerate(kernel.arg_names)
+        if found[argument].startswith("*")
+    }
     return ASTSource(fn=kernel, signature=found, constexprs=constants, attrs=even)
 
 
@@ -54,9 +72,18 @@ def main():
     for arch in (80, 90):
         for name, kernel, meta, dtype, absent in cases(arch):
             options = {option: meta[option] for option in OPTIONS}
-            made = triton.compile(source(kernel, meta, dtype, absent), target=GPUTarget("cuda", arch, 32), options=options)
+            made = triton.compile(
+                source(kernel, meta, dtype, absent), target=GPUTarget("cuda", arch, 32), options=options
+            )
             told = {"kernel": name, "arch": arch, "shared": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
-            print(json.dumps({**told, "instructions": sorted(set(re.findall(r"^\s*(?:@%p\d+ )?([a-z]+)[.;]", made.asm["ptx"], re.M)))}))
+            print(
+                json.dumps(
+                    {
+                        **told,
+                        "instructions": sorted(set(re.findall(r"^\s*(?:@%p\d+ )?([a-z]+)[.;]", made.asm["ptx"], re.M))),
+                    }
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One of two processes that run a tiny model together (torchrun): what test_hosts.py checks is printed by rank 0.
 
-    torchrun --nproc_per_node 2 tensor_parallel.py MODEL PACK
+torchrun --nproc_per_node 2 tensor_parallel.py MODEL PACK
 """
 
 import json
@@ -29,9 +29,14 @@ for name, above in (("free", 0.9999999), ("stopped", 0.0)):
     if dist.get_rank() == 0:
         result = run.result(out)
         found[name] |= {
-            "row": result.row.tolist(), "position": result.position.tolist(), "unseen": list(result.coverage.unseen), "ranks": result.host.n_ranks,
-            "scores": [[result.scores.active(i).tolist(), result.scores.active_scores(i).tolist()] for i in range(len(result))],
-        }  # fmt: skip
+            "row": result.row.tolist(),
+            "position": result.position.tolist(),
+            "unseen": list(result.coverage.unseen),
+            "ranks": result.host.n_ranks,
+            "scores": [
+                [result.scores.active(i).tolist(), result.scores.active_scores(i).tolist()] for i in range(len(result))
+            ],
+        }
     else:
         assert run.recordings[0].n_entries == 0
         try:

@@ -1,4 +1,6 @@
-"""The benchmark's own parts: a wrong method stops it, every method of a small cell is right, claims are judged as they say."""
+"""The benchmark's own parts: a wrong method stops it, every method of a small cell is right, claims are judged as they
+say.
+"""
 
 import subprocess
 import sys
@@ -66,7 +68,15 @@ def test_the_floor_reads_every_byte_of_a_set():
             before = now
 
 
-@pytest.mark.parametrize("name, value, holds", [("score_vs_floor", 2.0, True), ("score_vs_floor", 2.01, False), ("step_vs_slow_twin", 24.9, False), ("step_vs_slow_twin", 25.0, True)])
+@pytest.mark.parametrize(
+    "name, value, holds",
+    [
+        ("score_vs_floor", 2.0, True),
+        ("score_vs_floor", 2.01, False),
+        ("step_vs_slow_twin", 24.9, False),
+        ("step_vs_slow_twin", 25.0, True),
+    ],
+)
 def test_claims_are_judged_by_their_bars(name, value, holds):
     assert benchmark._claim(value, *benchmark.BARS[name])["holds"] is holds
 
@@ -84,13 +94,21 @@ def test_eviction_policies_on_a_trace_worked_by_hand():
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured():
-    done = subprocess.run([sys.executable, ROOT / "scripts/benchmark.py", "--json", "/nowhere/at/all.json"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("benchmark: --json /nowhere") and done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/benchmark.py", "--json", "/nowhere/at/all.json"],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2 and done.stderr.startswith("benchmark: --json /nowhere") and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_gpu_suite_says_that_there_is_no_gpu():
-    done = subprocess.run([sys.executable, ROOT / "scripts/benchmark.py", "--suite", "gpu"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/benchmark.py", "--suite", "gpu"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr == "benchmark: --suite gpu needs a GPU, torch sees none here\n"
 
 
@@ -100,8 +118,15 @@ def test_the_gpu_parts_run_dry_at_small_sizes(monkeypatch):
     device = torch.device("cpu")
     timer = gpu.Timer(device, 1024)
     rows = gpu.scoring(Cell(16, "float32", 2, 3), device, timer, 1, n_bank=64)
-    assert {row["method"] for row in rows} >= {gpu.OURS, gpu.REPAIRED} and all(row["max_error"] < 1e-5 for row in rows if row["max_error"] is not None)
+    assert {row["method"] for row in rows} >= {gpu.OURS, gpu.REPAIRED} and all(
+        row["max_error"] < 1e-5 for row in rows if row["max_error"] is not None
+    )
     assert gpu.read_rate(device, timer, 1 << 16) > 0
     rows = gpu.step(device, timer, 1, n_probes=64, hidden=16, n_layers=2, wide=8)
-    assert [row["method"] for row in rows] == ["a step", "a step, from Python to results on the host", "bare", "watched"] and 14 <= rows[0]["evaluated"] < 64
+    assert [row["method"] for row in rows] == [
+        "a step",
+        "a step, from Python to results on the host",
+        "bare",
+        "watched",
+    ] and 14 <= rows[0]["evaluated"] < 64
     assert len(gpu.paging(device, timer, 1, hidden=16, n_probes=64, n_missing=5)) == 3

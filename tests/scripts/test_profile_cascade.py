@@ -1,4 +1,6 @@
-"""The profile at a small size: its figures follow from each other, its gate refuses unequal work, bad options exit 2."""
+"""The profile at a small size: its figures follow from each other, its gate refuses unequal work, bad options
+exit 2.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def test_last_line_and_file_hold_the_same_object_and_the_tables_are_plain_text(r
     assert json.loads(ran.out.read_text(encoding="utf-8")) == ran.result
     assert [file.name for file in ran.out.parent.iterdir()] == ["result.json"]
     assert "\x1b" not in ran.stdout
-    for words in ("file read", "child lookup", "Token by token, top-30", "final loaded", "100-token overhead, measured"):
+    for words in (
+        "file read",
+        "child lookup",
+        "Token by token, top-30",
+        "final loaded",
+        "100-token overhead, measured",
+    ):
         assert words in ran.stdout
     assert "random weights" in ran.stdout and ran.result["random_weights"] is True
 
@@ -82,7 +90,9 @@ def test_a_tokens_row_follows_from_the_one_before(ran, name):
 
 def test_speedup_is_the_ratio_of_the_means(ran):
     twin, ours = ran.result["twin"], ran.result["ours"]
-    assert ran.result["speedup_top_30"] == pytest.approx(twin["top_30"]["mean_ms"] / ours["top_30"]["mean_ms"], abs=0.01)
+    assert ran.result["speedup_top_30"] == pytest.approx(
+        twin["top_30"]["mean_ms"] / ours["top_30"]["mean_ms"], abs=0.01
+    )
     for name in NAMES:
         assert ran.result["speedups"][name] == pytest.approx(twin[name]["mean_ms"] / ours[name]["mean_ms"], abs=0.01)
 

@@ -109,8 +109,9 @@ def test_given_folder_is_taken_before_any_other_and_may_be_the_package_root(fold
 
 
 def test_licence_notice_loses_its_line_numbers_only(folder, wordnet):
-    assert wn.licence_text(folder) == (
-        "This software and database is being provided to you, the LICENSEE.\nWordNet 3.1 Copyright."
+    assert (
+        wn.licence_text(folder)
+        == "This software and database is being provided to you, the LICENSEE.\nWordNet 3.1 Copyright."
     )
     assert wordnet.version == "3.1"
 
@@ -230,9 +231,7 @@ def point(mass, split="train", head="h", source="example"):
 
 
 def test_label_is_positive_from_80_percent_and_unknown_down_to_5(wordnet):
-    concepts = [
-        Concept(f"{i}", f"{i}", f"n{i:08d}", None, 0, "", (), 0, 0) for i in (2, 3, 5)
-    ]  # animal, dog, plant
+    concepts = [Concept(f"{i}", f"{i}", f"n{i:08d}", None, 0, "", (), 0, 0) for i in (2, 3, 5)]  # animal, dog, plant
     points = [
         point({"n00000003": 1.0}),
         point({"n00000003": 0.5, "n00000002": 0.4, "n00000005": 0.1}),
@@ -410,9 +409,15 @@ def test_probe_trained_in_a_bank_is_the_probe_trained_alone(shape):
     alone = [0, 2, 5]
     chain = torch.tensor([-1, 0, 1])
     few = fit(
-        x[80:], labels[80:, alone], chain, [seeds[i] for i in alone], (held_out[0], held_out[1][:, alone]), FAST,
-        shape=shape, progress=False,
-    )  # fmt: skip
+        x[80:],
+        labels[80:, alone],
+        chain,
+        [seeds[i] for i in alone],
+        (held_out[0], held_out[1][:, alone]),
+        FAST,
+        shape=shape,
+        progress=False,
+    )
     for name, value in few.items():
         torch.testing.assert_close(value, bank[name][alone], rtol=1e-4, atol=1e-6)
 
@@ -594,9 +599,14 @@ def tiny_host():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=100,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -645,9 +655,13 @@ def toy_dataset(wordnet):
         states.append(state)
     hidden = torch.stack(states).bfloat16()
     host = {
-        "model_id": "toy", "revision": "0", "hidden_size": 12, "n_layers": 4, "fingerprint": "x",
+        "model_id": "toy",
+        "revision": "0",
+        "hidden_size": 12,
+        "n_layers": 4,
+        "fingerprint": "x",
         "quantisation": "none",
-    }  # fmt: skip
+    }
     ids = torch.randint(0, 50, (2400,), generator=g)  # tells nothing of the concepts
     embeddings = torch.randn(50, 12, generator=g)[ids]
     return Dataset(Source(None, 1, 0), wordnet, "NOTICE", points, ["a"], hidden, ids, embeddings, host)

@@ -1,4 +1,6 @@
-"""Ways of running a host beside the modes of generate(): each function watches one and holds it against the oracle, or raises."""
+"""Ways of running a host beside the modes of generate(): each function watches one and holds it against the oracle, or
+raises.
+"""
 
 import copy
 import json
@@ -24,7 +26,9 @@ PADDED = {"attention_mask": (BATCH != PAD).long(), **COMMON}
 
 
 def manager_for(model, folder, **changes):
-    return DynamicProbeManager(make_pack(folder / "pack", model, sites=("resid_post.0", "resid_post.2"), **changes), keep_top_k=6)
+    return DynamicProbeManager(
+        make_pack(folder / "pack", model, sites=("resid_post.0", "resid_post.2"), **changes), keep_top_k=6
+    )
 
 
 def check_batch(manager, model, result, out):
@@ -77,12 +81,22 @@ def batching(folder):
     if not OLDEST:  # which has no such class, and is refused
         from transformers import ContinuousBatchingConfig
 
-        configs["continuous_batching_config"] = ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=32, allow_block_sharing=False)
+        configs["continuous_batching_config"] = ContinuousBatchingConfig(
+            max_batch_tokens=16, page_size=4, num_blocks=32, allow_block_sharing=False
+        )
     with manager.attach(model) as run:
         outputs = model.generate_batch([row[row != PAD].tolist() for row in BATCH], progress_bar=False, **configs)
     for row, output in enumerate(outputs.values()):
         n = len(output.prompt_ids)
-        check(manager, model, run.result(outputs), row, [*output.prompt_ids, *output.generated_tokens], 0, [(n, len(output.generated_tokens) - 1)])
+        check(
+            manager,
+            model,
+            run.result(outputs),
+            row,
+            [*output.prompt_ids, *output.generated_tokens],
+            0,
+            [(n, len(output.generated_tokens) - 1)],
+        )
 
 
 def threads(folder):
@@ -131,7 +145,9 @@ def streamer(folder):
 
 
 def adapters(folder):
-    """Enabled, disabled, another one, merged: each generation is right for the weights it ran with, and says which these were."""
+    """Enabled, disabled, another one, merged: each generation is right for the weights it ran with, and says which
+    these were.
+    """
     from peft import LoraConfig, get_peft_model
 
     base = make_model()
@@ -169,10 +185,20 @@ def adapters(folder):
 
 
 def int8(folder):
-    """In a process of its own: where torchao can be imported, every import of transformers does so, and talks about it."""
+    """In a process of its own: where torchao can be imported, every import of transformers does so, and talks
+    about it.
+    """
     code = "import sys, pathlib, arrangements; arrangements.int8_here(pathlib.Path(sys.argv[1]))"
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")])
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -188,8 +214,18 @@ def device_map(folder):
     from accelerate import dispatch_model
 
     model = make_model()
-    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    model = dispatch_model(model, device_map=parts, main_device="cpu", offload_dir=str(folder / "offloaded"), force_hooks=True)
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    model = dispatch_model(
+        model, device_map=parts, main_device="cpu", offload_dir=str(folder / "offloaded"), force_hooks=True
+    )
     assert watch_batch(model, folder).host.devices == ("cpu", "offloaded")
 
 
@@ -206,23 +242,48 @@ def tensor_parallel(folder):
     manager = manager_for(model, folder)
     model.save_pretrained(folder / "model")
     program = Path(__file__).parents[1] / "programs/tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = subprocess.run([*command, str(program), str(folder / "model"), str(folder / "pack")], capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    done = subprocess.run(
+        [*command, str(program), str(folder / "model"), str(folder / "pack")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = json.loads(done.stdout.strip().splitlines()[-1])
     assert first["free"]["out"] == second["free"]["out"] and first["stopped"]["out"] == second["stopped"]["out"]
     assert first["free"]["ranks"] == 2 and "its scores are on rank 0" in second["free"]["refused"]
-    assert [len(line) for line in first["stopped"]["out"]] == [7, 7] and "concept 3" in first["raised"] and "on rank 0" in second["raised"]
+    assert (
+        [len(line) for line in first["stopped"]["out"]] == [7, 7]
+        and "concept 3" in first["raised"]
+        and "on rank 0" in second["raised"]
+    )
     plan = manager.plan_with(["c3"])  # the rule's concept is evaluated at every token there
     for row, line in enumerate(first["free"]["out"]):
         begin = (2, 0)[row]
         mine = [i for i, r in enumerate(first["free"]["row"]) if r == row]
-        assert [first["free"]["position"][i] for i in mine] == list(range(begin, 13)) and first["free"]["unseen"][mine[-1]]
+        assert [first["free"]["position"][i] for i in mine] == list(range(begin, 13)) and first["free"]["unseen"][
+            mine[-1]
+        ]
         always = DynamicProbeManager(manager.pack, keep_top_k=6, always_on=["c3"])
         assert np.array_equal(always.plan.always, plan.always)
         for i, (_, scores, t) in zip(mine, expected(always, model, line[begin:12], [(5 - begin, 7)]), strict=False):
             probes, values = first["free"]["scores"][i]
-            assert probes == scores.active(t).tolist() and np.abs(np.array(values) - scores.active_scores(t)).max() < 1e-5
+            assert (
+                probes == scores.active(t).tolist() and np.abs(np.array(values) - scores.active_scores(t)).max() < 1e-5
+            )
 
 
 def vision_language(folder):
@@ -230,9 +291,34 @@ def vision_language(folder):
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(0)
-    text = LlamaConfig(**{k: getattr(make_model().config, k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "pad_token_id", "initializer_range")})
-    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, projection_dim=16)
-    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=60, vision_feature_layer=-1)).eval()
+    text = LlamaConfig(
+        **{
+            k: getattr(make_model().config, k)
+            for k in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "max_position_embeddings",
+                "pad_token_id",
+                "initializer_range",
+            )
+        }
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
+    )
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=60, vision_feature_layer=-1)
+    ).eval()
     watch_batch(model, folder)
     manager, pixels = manager_for(model, folder, overwrite=True), torch.randn(1, 3, 8, 8)
     ids = torch.tensor([[1, 60, 60, 60, 60, 17, 8]])  # four patches
@@ -246,10 +332,23 @@ def vision_language(folder):
 
 
 def encoder_only(folder, name):
-    """A plain forward of padded documents: a document's tokens are all prompt, and see one another in both directions."""
+    """A plain forward of padded documents: a document's tokens are all prompt, and see one another in both
+    directions.
+    """
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 24, "pad_token_id": PAD, "initializer_range": 0.5}
-    sizes |= {"distilbert": {"dim": 16, "n_layers": LAYERS, "n_heads": 2, "hidden_dim": 24}, "modernbert": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}}.get(name, {})
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "pad_token_id": PAD,
+        "initializer_range": 0.5,
+    }
+    sizes |= {
+        "distilbert": {"dim": 16, "n_layers": LAYERS, "n_heads": 2, "hidden_dim": 24},
+        "modernbert": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    }.get(name, {})
     model = AutoModel.from_config(AutoConfig.for_model(name, **sizes)).eval()
     manager = manager_for(model, folder)
     rows = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in BATCH])
@@ -266,7 +365,9 @@ ARRANGEMENTS = {
     "prompt as `inputs_embeds`": embeddings,
     "compiled decode, attached before": lambda folder: compiled(folder, before=True),
     "compiled decode, attached after": lambda folder: compiled(folder, before=False),
-    "compiled decode, one whole graph (`fullgraph=True`)": lambda folder: compiled(folder, before=False, fullgraph=True),
+    "compiled decode, one whole graph (`fullgraph=True`)": lambda folder: compiled(
+        folder, before=False, fullgraph=True
+    ),
     "continuous batching (`generate_batch`)": batching,
     "two threads on one model": threads,
     "`transformers.pipeline`": pipeline,

@@ -1,4 +1,5 @@
-"""Routed adapters in plain fp64, one row and one token at a time, written from the mathematics alone; and tiny hosts to try them on.
+"""Routed adapters in plain fp64, one row and one token at a time, written from the mathematics alone; and tiny hosts to
+try them on.
 
 A row here is the list of its real tokens: no padding, no cache, no chunks of columns.
 """
@@ -12,16 +13,32 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import EOS, PAD
 
 VOCAB = 61
-SHAPES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+SHAPES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def make_host(shape="llama", seed=0, layers=2, noise=0.0):
     """A tiny random host; `noise` moves every weight a little (a draft model that is often right)."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        shape, vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD, initializer_range=0.3, **SHAPES[shape],
-    )  # fmt: skip
+        shape,
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        initializer_range=0.3,
+        **SHAPES[shape],
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +75,9 @@ def _sigmoid(x):
 
 
 def codes_of_row(bem, hidden, auto_length=None):
-    """Codes of one row of real tokens: hidden [T, D] -> a dict a token. `auto_length`: of the prompt, under level="auto"."""
+    """Codes of one row of real tokens: hidden [T, D] -> a dict a token. `auto_length`: of the prompt, under
+    level="auto".
+    """
     config = bem.config
     weights = {name: x.detach().double().numpy() for name, x in bem.controller.state_dict().items()}
     size, temperature = config.chunk_tokens, math.exp(float(weights["log_temperature"]))
@@ -80,7 +99,9 @@ def codes_of_row(bem, hidden, auto_length=None):
             shares = [math.exp(score - max(scores)) for score in scores]
             summary = sum(share * x for share, x in zip(shares, first, strict=True)) / sum(shares)
             seen = np.concatenate([sum(z[n - size : n]) / size, summary])
-            confidence = _sigmoid(float(_linear(weights, "confidence.1", _norm(weights, "confidence.0", seen))[0]) / temperature)
+            confidence = _sigmoid(
+                float(_linear(weights, "confidence.1", _norm(weights, "confidence.0", seen))[0]) / temperature
+            )
             if "chunk.0.weight" in weights:
                 chunk = config.ema * chunk + (1 - config.ema) * clamp(_router(weights, "chunk", seen)) * confidence
         token = {"chunk": chunk, "confidence": confidence, "chunk_index": n // size, "boundary": n % size == 0}
@@ -92,7 +113,9 @@ def codes_of_row(bem, hidden, auto_length=None):
             token["level"] = "token" if n < config.token_limit else "chunk"
         elif config.level == "auto":
             length = len(z) if auto_length is None else auto_length
-            token["level"] = "prefix" if length < config.auto_limits[0] else "chunk" if length < config.auto_limits[1] else "token"
+            token["level"] = (
+                "prefix" if length < config.auto_limits[0] else "chunk" if length < config.auto_limits[1] else "token"
+            )
         else:
             token["level"] = config.level
         found.append(token)
@@ -125,7 +148,9 @@ def governed(bem, codes):
 
 
 def steered_logits(model, bem, ids, auto_length=None):
-    """Logits [T, V] fp64 of one unpadded row: the host alone, with each token's update added from its full matrix. `bem` is not attached."""
+    """Logits [T, V] fp64 of one unpadded row: the host alone, with each token's update added from its full matrix.
+    `bem` is not attached.
+    """
     model = model.double()
     bem.double()
     if bem.sites[-1].kind == "down" and not bem.sites[-1].mergeable:
@@ -138,7 +163,10 @@ def steered_logits(model, bem, ids, auto_length=None):
 
     def steer(site):
         def hook(module, args, output):
-            parts = [torch.from_numpy(update[site.name]) @ x for update, x in zip(updates, args[0].reshape(-1, site.n_in), strict=True)]
+            parts = [
+                torch.from_numpy(update[site.name]) @ x
+                for update, x in zip(updates, args[0].reshape(-1, site.n_in), strict=True)
+            ]
             return output + torch.stack(parts).view_as(output)
 
         return hook

@@ -4,7 +4,7 @@
         page = browser.open(path, width=1280)
         page("document.title")                      # a value of the page; raises what the page raises
         page.click("nav a"); page.press("Enter"); page.picture("page.png")
-        browser.requests, browser.complaints        # every address asked for, every line of the console and every exception
+        browser.requests, browser.complaints  # every address asked for, every line of the console and every exception
 
 `find()` is the program's path: PROBEMON_CHROMIUM, or the first of the usual names; None where there is none.
 """
@@ -19,10 +19,20 @@ import time
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (
-    "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio",
+    "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-extensions", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio",
 )  # fmt: skip
-_KEYS = {"Enter": (13, "\r"), "Escape": (27, None), "ArrowLeft": (37, None), "ArrowUp": (38, None), "ArrowRight": (39, None), "ArrowDown": (40, None), "Tab": (9, None)}
+_KEYS = {
+    "Enter": (13, "\r"),
+    "Escape": (27, None),
+    "ArrowLeft": (37, None),
+    "ArrowUp": (38, None),
+    "ArrowRight": (39, None),
+    "ArrowDown": (40, None),
+    "Tab": (9, None),
+}
 
 
 def find():
@@ -41,8 +51,19 @@ class Browser:
         there, self._write = os.pipe()
         self._read, back = os.pipe()
         # The browser reads from descriptor 3 and writes to 4, which a shell can lay there.
-        command = [f'exec "$0" "$@" 3<&{there} 4>&{back}', find(), *_FLAGS, f"--user-data-dir={self.folder / 'browser'}"]
-        self._process = subprocess.Popen(["bash", "-c", *command], pass_fds=(there, back), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            f'exec "$0" "$@" 3<&{there} 4>&{back}',
+            find(),
+            *_FLAGS,
+            f"--user-data-dir={self.folder / 'browser'}",
+        ]
+        self._process = subprocess.Popen(
+            ["bash", "-c", *command],
+            pass_fds=(there, back),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(there)
         os.close(back)
         return self
@@ -87,7 +108,9 @@ class Browser:
         elif message.get("method") == "Runtime.consoleAPICalled":
             self.complaints.append(str([a.get("value", a.get("description")) for a in found["args"]]))
         elif message.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(found["exceptionDetails"].get("exception", {}).get("description", found["exceptionDetails"]["text"]))
+            self.complaints.append(
+                found["exceptionDetails"].get("exception", {}).get("description", found["exceptionDetails"]["text"])
+            )
         elif message.get("method") == "Log.entryAdded":
             self.complaints.append(found["entry"]["text"])
 
@@ -104,7 +127,10 @@ class Browser:
         for domain in ("Page", "Network", "Runtime", "Log"):
             page.call(f"{domain}.enable")
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        page.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         page.call("Page.navigate", url=f"{path.absolute().as_uri()}{place}")
         page.until("document.readyState === 'complete'")
         return page
@@ -137,7 +163,10 @@ class Page:
 
     def at(self, node):
         """The middle of an element (an expression), scrolled into view."""
-        return self(f"(() => {{ const n = {node}; n.scrollIntoView({{ block: 'center' }}); const r = n.getClientRects()[0]; return [r.left + r.width / 2, r.top + r.height / 2]; }})()")
+        return self(
+            f"(() => {{ const n = {node}; n.scrollIntoView({{ block: 'center' }}); const r = n.getClientRects()[0];"
+            " return [r.left + r.width / 2, r.top + r.height / 2]; })()"
+        )
 
     def point(self, node):
         x, y = self.at(node)

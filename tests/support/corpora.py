@@ -17,8 +17,12 @@ def make_tokenizer(adds_bos=False):
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
 
 
 def random_texts(n, seed=0, longest=90):
@@ -27,7 +31,9 @@ def random_texts(n, seed=0, longest=90):
 
 
 def oracle(manager, model, text, *, n_tokens, overlap, prefix=(1,)):
-    """Scores of a text's tokens, token by token: each in the first window that holds it, one window at a time, unpadded."""
+    """Scores of a text's tokens, token by token: each in the first window that holds it, one window at a time,
+    unpadded.
+    """
     ids = [LETTERS.index(letter) + 4 if letter in LETTERS else 3 for letter in text]
     scored, begin, parts = 0, 0, []
     room = n_tokens - len(prefix)
@@ -36,7 +42,10 @@ def oracle(manager, model, text, *, n_tokens, overlap, prefix=(1,)):
         found = states(model, manager.pack, [*prefix, *ids[begin:stop]])
         wanted = {site: hidden[len(prefix) + scored - begin :] for site, hidden in found.items()}
         found = manager.score_tokens(wanted)
-        parts += [dict(zip(found.active(t).tolist(), found.active_scores(t).tolist(), strict=True)) for t in range(stop - scored)]
+        parts += [
+            dict(zip(found.active(t).tolist(), found.active_scores(t).tolist(), strict=True))
+            for t in range(stop - scored)
+        ]
         begin, scored = stop - overlap, stop
     return ids, parts
 

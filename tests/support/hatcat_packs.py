@@ -1,4 +1,6 @@
-"""Packs in HatCat's format, written as its programs lay them out: random probes, called random, in every generation of its folders."""
+"""Packs in HatCat's format, written as its programs lay them out: random probes, called random, in every generation of
+its folders.
+"""
 
 import copy
 import json
@@ -30,7 +32,14 @@ class Perceptron(nn.Module):
         super().__init__()
         first = [nn.LayerNorm(d)] if normed else []
         self.net = nn.Sequential(
-            *first, nn.Linear(d, h1), nn.ReLU(), nn.Dropout(0.2), nn.Linear(h1, h2), nn.ReLU(), nn.Dropout(0.2), nn.Linear(h2, 1)
+            *first,
+            nn.Linear(d, h1),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(h1, h2),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(h2, 1),
         )
 
     def forward(self, x):
@@ -104,7 +113,9 @@ def write_flat(folder, probes, *, place="probes/activation", suffix="_classifier
 
 
 def write_banked(folder, probes, tree=TREE):
-    """Children of one parent in one file, in the folder below the parent's level; what has no parent, or no sibling, by itself."""
+    """Children of one parent in one file, in the folder below the parent's level; what has no parent, or no sibling, by
+    itself.
+    """
     index, banked = {}, set()
     for parent, children in tree.items():
         fresh = [child for child in children if child in probes and child not in banked]
@@ -114,7 +125,10 @@ def write_banked(folder, probes, tree=TREE):
         place = folder / "banks" / f"layer{level + 1}"
         place.mkdir(parents=True, exist_ok=True)
         torch.save({split(child)[0]: state_of(probes[child]) for child in fresh}, place / f"{name}.bank.pt")
-        index[parent] = {"bank_path": f"banks/layer{level + 1}/{name}.bank.pt", "concepts": [split(child)[0] for child in fresh]}
+        index[parent] = {
+            "bank_path": f"banks/layer{level + 1}/{name}.bank.pt",
+            "concepts": [split(child)[0] for child in fresh],
+        }
         banked |= set(fresh)
     write_layered(folder / "individual", {key: made for key, made in probes.items() if key not in banked})
     write_json(folder / "bank_index.json", index)
@@ -127,8 +141,11 @@ def write_hierarchy(folder, tree=TREE, **changes):
             child_to_parent.setdefault(child, parent)
     keys = {*tree, *child_to_parent}
     whole = {
-        "parent_to_children": tree, "child_to_parent": child_to_parent, "leaf_concepts": sorted(keys - set(tree)), "root_concepts": sorted(keys - set(child_to_parent)),
-    }  # fmt: skip
+        "parent_to_children": tree,
+        "child_to_parent": child_to_parent,
+        "leaf_concepts": sorted(keys - set(tree)),
+        "root_concepts": sorted(keys - set(child_to_parent)),
+    }
     write_json(folder / "hierarchy.json", {**whole, **changes})
 
 
@@ -139,16 +156,29 @@ def write_layer_files(folder, tree=TREE, keys=()):
         for key in keys:
             name, at = split(key)
             if at == level:
-                concepts.append({
-                    "sumo_term": name, "layer": level, "category_children": [split(child)[0] for child in tree.get(key, [])],
-                    "parent_concepts": [split(parent)[0] for parent, children in tree.items() if key in children],
-                    "synsets": [f"{name.lower()}.n.01"], "definition": f"what {name} is",
-                })  # fmt: skip
+                concepts.append(
+                    {
+                        "sumo_term": name,
+                        "layer": level,
+                        "category_children": [split(child)[0] for child in tree.get(key, [])],
+                        "parent_concepts": [split(parent)[0] for parent, children in tree.items() if key in children],
+                        "synsets": [f"{name.lower()}.n.01"],
+                        "definition": f"what {name} is",
+                    }
+                )
         write_json(folder / f"layer{level}.json", {"layer": level, "concepts": concepts})
 
 
 def write_calibration(folder, keys=KEYS):
-    entries = {"{}_L{}".format(*split(key)): {"self_mean": 0.9, "cross_mean": 0.1, "cross_fire_rate": 0.02, "gen_fire_rate": float("nan")} for key in keys}
+    entries = {
+        "{}_L{}".format(*split(key)): {
+            "self_mean": 0.9,
+            "cross_mean": 0.1,
+            "cross_fire_rate": 0.02,
+            "gen_fire_rate": float("nan"),
+        }
+        for key in keys
+    }
     write_json(folder / "calibration.json", {"calibration": entries})
 
 

@@ -1,12 +1,14 @@
-"""A stand-in for the hub on this machine: what huggingface_hub's client asks over HTTP, answered from bytes in a folder.
+"""A stand-in for the hub on this machine: what huggingface_hub's client asks over HTTP, answered from bytes in a
+folder.
 
     with HubStandIn(tmp_path / "hub") as hub:
         pack.push_to_hub("org/name", token=hub.token, endpoint=hub.url)
         hub.requests                                  # ["POST /api/repos/create", ...]
         hub.replace("org/name", "probes.safetensors", changed)      # other bytes than were pushed, under the same names
 
-It knows repositories, branches, tags, pull requests, commits of small files in ndjson and of large ones by LFS (batch, PUT, verify), trees, sizes, ETags,
-X-Repo-Commit, redirects to storage, ranges, tokens, private and gated repositories, and the error codes of the hub. Hashes are git's and sha256.
+It knows repositories, branches, tags, pull requests, commits of small files in ndjson and of large ones by LFS (batch,
+PUT, verify), trees, sizes, ETags, X-Repo-Commit, redirects to storage, ranges, tokens, private and gated repositories,
+and the error codes of the hub. Hashes are git's and sha256.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Refused(Exception):
 
 @dataclass
 class Blob:
-    """A file of a commit: `etag` (git's hash, or sha256 for a large one), where its bytes lie, and the size that the hub states."""
+    """A file of a commit: `etag` (git's hash, or sha256 for a large one), where its bytes lie, and the size that the
+    hub states.
+    """
 
     etag: str
     sha256: str
@@ -64,7 +68,9 @@ class Repository:
 
 
 class HubStandIn:
-    """A hub at `url`. `token` is the one that may write and read what is private. `requests`: what was asked, with sizes and ranges left out."""
+    """A hub at `url`. `token` is the one that may write and read what is private. `requests`: what was asked, with
+    sizes and ranges left out.
+    """
 
     token = "hf_of_the_stand_in"
 
@@ -93,7 +99,11 @@ class HubStandIn:
                     status, headers, data = hub.answer(self.command, self.path, body, self.headers)
                 except Refused as refused:
                     told = {"X-Error-Code": refused.code, "X-Error-Message": refused.message}
-                    status, headers, data = refused.status, {key: value for key, value in told.items() if value}, json.dumps({"error": refused.message}).encode()
+                    status, headers, data = (
+                        refused.status,
+                        {key: value for key, value in told.items() if value},
+                        json.dumps({"error": refused.message}).encode(),
+                    )
                 broken = hub.break_once if status == 200 and self.command == "GET" and "/storage/" in self.path else 0
                 self.send_response(status)
                 # A connection for each request, so that none outlives the hub.
@@ -116,7 +126,9 @@ class HubStandIn:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.storage = f"http://localhost:{self.server.server_port}/storage"  # another host to the client, as the hub's storage is
+        self.storage = (  # another host to the client, as the hub's storage is
+            f"http://localhost:{self.server.server_port}/storage"
+        )
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
 
     def __enter__(self):
@@ -147,7 +159,9 @@ class HubStandIn:
         return repository.commit("main", {**repository.commits[repository.refs["main"]], **kept}, "put")
 
     def replace(self, repo, path, data, *, stated=None):
-        """From now on the newest commit's file is `data`, under its old hash, and under its old size unless that is `stated` anew."""
+        """From now on the newest commit's file is `data`, under its old hash, and under its old size unless that is
+        `stated` anew.
+        """
         repository = self.repositories[repo]
         blob = repository.commits[repository.refs["main"]][path]
         (self.folder / "objects" / blob.sha256).write_bytes(data)
@@ -160,7 +174,9 @@ class HubStandIn:
     def keep(self, data, *, large):
         sha256 = hashlib.sha256(data).hexdigest()
         (self.folder / "objects" / sha256).write_bytes(data)
-        return Blob(sha256 if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), sha256, len(data), large)
+        return Blob(
+            sha256 if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), sha256, len(data), large
+        )
 
     # -- what is answered ------------------------------------------------------------------------
 
@@ -185,14 +201,22 @@ class HubStandIn:
                         raise Refused(404 if given else 401, "RepoNotFound", "Repository not found")
                     named = {**named, "repository": repository}
                 out = act(self, body=body, query=query, headers=headers, **named)
-                return out if isinstance(out, tuple) else (200, {"Content-Type": "application/json"}, json.dumps(out).encode())
+                return (
+                    out
+                    if isinstance(out, tuple)
+                    else (200, {"Content-Type": "application/json"}, json.dumps(out).encode())
+                )
         raise Refused(404, message=f"the stand-in does not know {method} {parts.path}")
 
     def create_repo(self, *, body, **_):
         asked = json.loads(body)
         name = f"{asked['organization'] or 'me'}/{asked['name']}"
         if name in self.repositories:
-            return 409, {}, json.dumps({"error": "You already created this model repo", "url": f"{self.url}/{name}"}).encode()
+            return (
+                409,
+                {},
+                json.dumps({"error": "You already created this model repo", "url": f"{self.url}/{name}"}).encode(),
+            )
         self.create(name, private=bool(asked.get("private")) or asked.get("visibility") == "private")
         return {"url": f"{self.url}/{name}", "name": name}
 
@@ -216,7 +240,12 @@ class HubStandIn:
         before = repository.commits[repository.resolve(rev)]
         return {
             "files": [
-                {"path": path, "uploadMode": "lfs" if path.endswith(".safetensors") else "regular", "shouldIgnore": False, "oid": before[path].etag if path in before else None}
+                {
+                    "path": path,
+                    "uploadMode": "lfs" if path.endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                    "oid": before[path].etag if path in before else None,
+                }
                 for path in (file["path"] for file in json.loads(body)["files"])
             ]
         }
@@ -225,9 +254,16 @@ class HubStandIn:
         objects = []
         for one in json.loads(body)["objects"]:
             there = (self.folder / "objects" / one["oid"]).is_file()
-            actions = {"upload": {"href": f"{self.storage}/{one['oid']}"}, "verify": {"href": f"{self.url}/{repo}.git/info/lfs/verify"}}
+            actions = {
+                "upload": {"href": f"{self.storage}/{one['oid']}"},
+                "verify": {"href": f"{self.url}/{repo}.git/info/lfs/verify"},
+            }
             objects.append({"oid": one["oid"], "size": one["size"], **({} if there else {"actions": actions})})
-        return 200, {"Content-Type": "application/vnd.git-lfs+json"}, json.dumps({"transfer": "basic", "objects": objects}).encode()
+        return (
+            200,
+            {"Content-Type": "application/vnd.git-lfs+json"},
+            json.dumps({"transfer": "basic", "objects": objects}).encode(),
+        )
 
     def upload(self, *, oid, body, **_):
         if hashlib.sha256(body).hexdigest() != oid:
@@ -257,12 +293,27 @@ class HubStandIn:
         ref = f"refs/pr/{number}" if asked else rev
         made = repository.commit(ref, files, header["value"]["summary"])
         url = f"{self.url}/{repo}"
-        return {"success": True, "commitOid": made, "commitUrl": f"{url}/commit/{made}", "pullRequestUrl": f"{url}/discussions/{number}" if asked else None}
+        return {
+            "success": True,
+            "commitOid": made,
+            "commitUrl": f"{url}/commit/{made}",
+            "pullRequestUrl": f"{url}/discussions/{number}" if asked else None,
+        }
 
     def info(self, *, repo, repository, rev="main", **_):
         commit = repository.resolve(rev)
         names = [{"rfilename": path} for path in repository.commits[commit]]
-        return {"_id": repo, "id": repo, "modelId": repo, "sha": commit, "private": repository.private, "tags": [], "downloads": 0, "likes": 0, "siblings": names}
+        return {
+            "_id": repo,
+            "id": repo,
+            "modelId": repo,
+            "sha": commit,
+            "private": repository.private,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "siblings": names,
+        }
 
     def described(self, path, blob):
         large = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 134}} if blob.large else {}
@@ -273,7 +324,11 @@ class HubStandIn:
 
     def paths(self, *, repository, rev, body, **_):
         wanted = parse_qs(body.decode())["paths"]
-        return [self.described(path, blob) for path, blob in repository.commits[repository.resolve(rev)].items() if path in wanted]
+        return [
+            self.described(path, blob)
+            for path, blob in repository.commits[repository.resolve(rev)].items()
+            if path in wanted
+        ]
 
     def file(self, *, repository, rev, path, headers, **_):
         commit = repository.resolve(rev)
@@ -284,7 +339,11 @@ class HubStandIn:
         blob = repository.commits[commit][path]
         about = {"X-Repo-Commit": commit, "ETag": f'"{blob.etag}"'}
         if blob.large:
-            linked = {"X-Linked-Etag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size), "Location": f"{self.storage}/{blob.sha256}"}
+            linked = {
+                "X-Linked-Etag": f'"{blob.etag}"',
+                "X-Linked-Size": str(blob.size),
+                "Location": f"{self.storage}/{blob.sha256}",
+            }
             return 302, {**about, **linked}, b""
         data = (self.folder / "objects" / blob.sha256).read_bytes()
         return 200, {**about, "Content-Length": str(len(data))}, data

@@ -27,7 +27,10 @@ def weights(shape, d, dtype, n=11, seed=0):
 
 def dequantized(net):
     """What int8 weights mean, in fp64; others as they are."""
-    return {name: w.double() * net[f"{name}_scale"].double()[..., None] if f"{name}_scale" in net else w for name, w in net.items()}
+    return {
+        name: w.double() * net[f"{name}_scale"].double()[..., None] if f"{name}_scale" in net else w
+        for name, w in net.items()
+    }
 
 
 def oracle(net, x):
@@ -44,7 +47,9 @@ def oracle(net, x):
 
 
 def logit_net(ticks):
-    """Linear probes that give state r, the r-th one-hot vector, the scores `ticks [N, P]`, nearly; equal ones stay equal."""
+    """Linear probes that give state r, the r-th one-hot vector, the scores `ticks [N, P]`, nearly; equal ones stay
+    equal.
+    """
     with np.errstate(divide="ignore"):
         logits = np.clip(np.log(ticks.astype(np.float64)) - np.log1p(-ticks.astype(np.float64)), -30, 30)
     return {"w1": torch.from_numpy(logits.T.astype(np.float32).copy())[:, None], "b1": torch.zeros(ticks.shape[1], 1)}

@@ -7,7 +7,9 @@ from probemon.host.model import find_layers
 
 
 def states(model, pack, ids, encoder=None, forward=None):
-    """Hidden states of one unpadded sequence by one plain forward, `{site: [T, D]}`; `encoder`: what an encoder-decoder reads; `forward`: more arguments."""
+    """Hidden states of one unpadded sequence by one plain forward, `{site: [T, D]}`; `encoder`: what an encoder-decoder
+    reads; `forward`: more arguments.
+    """
     _, layers = find_layers(model)
     seen, handles = {}, []
     for site in pack.sites:
@@ -16,13 +18,21 @@ def states(model, pack, ids, encoder=None, forward=None):
         if kind != "resid_post":
             names = {"attn_out": ("self_attn", "attn", "attention"), "mlp_out": ("mlp",)}[kind]
             layer = next(getattr(layer, name) for name in names if hasattr(layer, name))
-        handles.append(layer.register_forward_hook(lambda m, a, out, site=site: seen.update({site: out[0] if isinstance(out, tuple) else out})))
+        handles.append(
+            layer.register_forward_hook(
+                lambda m, a, out, site=site: seen.update({site: out[0] if isinstance(out, tuple) else out})
+            )
+        )
     try:
         with torch.no_grad():
             if encoder is not None:
                 model(input_ids=torch.tensor([encoder]), decoder_input_ids=torch.tensor([ids]), use_cache=False)
             else:
-                model(torch.tensor([ids]), **({"use_cache": False} if hasattr(model, "generate") else {}), **(forward or {}))
+                model(
+                    torch.tensor([ids]),
+                    **({"use_cache": False} if hasattr(model, "generate") else {}),
+                    **(forward or {}),
+                )
     finally:
         for handle in handles:
             handle.remove()
@@ -41,7 +51,9 @@ def expected(manager, model, ids, turns, encoder=None, forward=None):
 
 
 def check(manager, model, result, row, out_row, first, turns, encoder=None, forward=None, *, within=1e-5):
-    """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores, `within` the host's own rounding."""
+    """Row `row` has its tokens at columns first, first + 1, ...: all of them, none else, each with the oracle's scores,
+    `within` the host's own rounding.
+    """
     mine = np.flatnonzero(result.row == row)
     oracle = expected(manager, model, out_row[first : first + sum(a + b for a, b in turns)], turns, encoder, forward)
     seen = [i for i in mine if not result.coverage.unseen[i]]

@@ -1,6 +1,8 @@
-"""Run in a process of its own by test_pack_changes.py, since what it tries may end a process: packs that are changed while they are used, and that several write at once.
+"""Run in a process of its own by test_pack_changes.py, since what it tries may end a process: packs that are changed
+while they are used, and that several write at once.
 
-    python tests/support/pack_changes.py FOLDER            # a line of JSON: {"used": [[mode, change, when, what came of it], ...], "together": [...]}
+# a line of JSON: {"used": [[mode, change, when, what came of it], ...], "together": [...]}
+python tests/support/pack_changes.py FOLDER
 """
 
 import json
@@ -22,7 +24,8 @@ from probemon.packs import files as packfile
 
 MODES = {  # settings, and how large a pack may be to be read into memory
     "small": ({"impl": "numba"}, 1 << 20), "mapped": ({"impl": "numba"}, 0), "mapped, by torch": ({"impl": "cpu"}, 0),
-    "paged": ({"impl": "cpu", "arena_bytes": 6000, "cache_bytes": 0}, 0), "small, paged": ({"impl": "cpu", "arena_bytes": 6000, "cache_bytes": 0}, 1 << 20),
+    "paged": ({"impl": "cpu", "arena_bytes": 6000, "cache_bytes": 0}, 0),
+    "small, paged": ({"impl": "cpu", "arena_bytes": 6000, "cache_bytes": 0}, 1 << 20),
 }  # fmt: skip
 WHEN = ("before the manager", "before the first step", "between steps")
 
@@ -86,20 +89,35 @@ def used(folder):
             for when in WHEN:
                 place = folder / "use"
                 case = aged(folder / "a", place / "pack")
-                found = forked(lambda mode=mode, change=change, when=when, expected=expected, case=case: outcome(case, folder / "b", mode, change, when, hidden, expected))
+                found = forked(
+                    lambda mode=mode, change=change, when=when, expected=expected, case=case: outcome(
+                        case, folder / "b", mode, change, when, hidden, expected
+                    )
+                )
                 shutil.rmtree(place)
                 rows.append([mode, change, when, found])
     return rows
 
 
 def together(folder, seconds, exchange):
-    """Two write packs of one place, each with its number in every part; two read them. `exchange`: names can be exchanged."""
+    """Two write packs of one place, each with its number in every part; two read them. `exchange`: names can be
+    exchanged.
+    """
     if not exchange:
         packfile._rename = None
     target, model = folder / "place" / "pack", make_model()
 
     def write(number):
-        return make_pack(target, model, seed=number, name=f"{number}", golden_hidden=None, weights=numbered(number), alert_threshold=torch.full((40,), number / 1000), overwrite=True)
+        return make_pack(
+            target,
+            model,
+            seed=number,
+            name=f"{number}",
+            golden_hidden=None,
+            weights=numbered(number),
+            alert_threshold=torch.full((40,), number / 1000),
+            overwrite=True,
+        )
 
     def numbered(number):
         return {"w1": torch.full((40, 1, HIDDEN), float(number)), "b1": torch.full((40, 1), float(number))}
@@ -118,7 +136,11 @@ def together(folder, seconds, exchange):
 
     def is_one(pack, name):
         number = float(name)
-        return pack.name == name and bool((pack.weights["w1"] == number).all()) and bool((pack.alert_threshold == torch.tensor(number / 1000)).all())
+        return (
+            pack.name == name
+            and bool((pack.weights["w1"] == number).all())
+            and bool((pack.alert_threshold == torch.tensor(number / 1000)).all())
+        )
 
     def reader(_):
         names, end = set(), time.monotonic() + seconds
@@ -126,7 +148,10 @@ def together(folder, seconds, exchange):
             while time.monotonic() < end:
                 pack = ProbePack.open(target)
                 if not is_one(pack, pack.name):
-                    return f"a mixture: {pack.name}, {pack.weights['w1'].unique().tolist()}, {pack.alert_threshold.unique().tolist()}"
+                    return (
+                        f"a mixture: {pack.name}, {pack.weights['w1'].unique().tolist()},"
+                        f" {pack.alert_threshold.unique().tolist()}"
+                    )
                 names.add(pack.name)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -152,4 +177,11 @@ def together(folder, seconds, exchange):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     room = Path(sys.argv[1])
-    print(json.dumps({"used": used(room), "together": [together(room / str(exchange), 1.0, exchange) for exchange in (True, False)]}))
+    print(
+        json.dumps(
+            {
+                "used": used(room),
+                "together": [together(room / str(exchange), 1.0, exchange) for exchange in (True, False)],
+            }
+        )
+    )

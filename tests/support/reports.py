@@ -5,11 +5,17 @@ import pyarrow as pa
 
 from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
 
-IDENTITY = {"pack": {"name": "by hand"}, "host": {"model": "none", "dtype": "float32", "device": "cpu"}, "floor": "fired"}
+IDENTITY = {
+    "pack": {"name": "by hand"},
+    "host": {"model": "none", "dtype": "float32", "device": "cpu"},
+    "floor": "fired",
+}
 
 
 def write_analysis(folder, documents, concepts, *, identity=None, finish=True, shard=256):
-    """`documents`: (id, text, tokens, reason), a token being (start, end, {concept number: score}); `concepts`: (id, name, parents, threshold), parents before children."""
+    """`documents`: (id, text, tokens, reason), a token being (start, end, {concept number: score}); `concepts`: (id,
+    name, parents, threshold), parents before children.
+    """
     analysis = Analysis.begin(folder, {**IDENTITY, **(identity or {})}, {"probemon": "0"}, resume=False)
     number = {concept[0]: i for i, concept in enumerate(concepts)}
     levels, paths = [], []
@@ -29,23 +35,70 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                     pairs.setdefault((d, c), []).append((score, -position))
                     n_rows += 1
             active = len(concepts) * len(tokens) // 2
-            told.append((d, name, reason, len(text or ""), len(tokens), 0, n_rows, active, 0, len(concepts) * len(tokens) - active, active, 0, 0, text))
-        summary = [(d, documents[d][0], concepts[c][0], levels[c], len(found), max(found)[0], -max(found)[1], sum(s for s, _ in found) / len(documents[d][2])) for (d, c), found in sorted(pairs.items())]
+            told.append(
+                (
+                    d,
+                    name,
+                    reason,
+                    len(text or ""),
+                    len(tokens),
+                    0,
+                    n_rows,
+                    active,
+                    0,
+                    len(concepts) * len(tokens) - active,
+                    active,
+                    0,
+                    0,
+                    text,
+                )
+            )
+        summary = [
+            (
+                d,
+                documents[d][0],
+                concepts[c][0],
+                levels[c],
+                len(found),
+                max(found)[0],
+                -max(found)[1],
+                sum(s for s, _ in found) / len(documents[d][2]),
+            )
+            for (d, c), found in sorted(pairs.items())
+        ]
         mine = [[] for _ in concepts]
         for (_, c), found in pairs.items():
             mine[c].append(found)
         whole = [
-            (cid, name, levels[c], parents, paths[c], threshold, len(mine[c]), sum(map(len, mine[c])), max((max(found)[0] for found in mine[c]), default=0.0), sum(score for found in mine[c] for score, _ in found))
+            (
+                cid,
+                name,
+                levels[c],
+                parents,
+                paths[c],
+                threshold,
+                len(mine[c]),
+                sum(map(len, mine[c])),
+                max((max(found)[0] for found in mine[c]), default=0.0),
+                sum(score for found in mine[c] for score, _ in found),
+            )
             for c, (cid, name, parents, threshold) in enumerate(concepts)
-        ]  # fmt: skip
+        ]
         tables = {}
         for (table, schema), values in zip(schemas().items(), (rows, told, summary, whole), strict=True):
             columns = zip(*values, strict=True) if values else [[] for _ in schema]
-            tables[table] = pa.table([pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)], schema=schema)
+            tables[table] = pa.table(
+                [pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)],
+                schema=schema,
+            )
         totals = {
-            "documents": len(part), "bad_documents": sum(bool(d[3]) for d in part), "tokens": sum(t[4] for t in told), "unseen": 0, "rows": len(rows),
+            "documents": len(part),
+            "bad_documents": sum(bool(d[3]) for d in part),
+            "tokens": sum(t[4] for t in told),
+            "unseen": 0,
+            "rows": len(rows),
             **{name: sum(t[7 + i] for t in told) for i, name in enumerate(COUNTED)},
-        }  # fmt: skip
+        }
         analysis.write_shard(index, tables, {"digest": "", "first": first, "n_documents": len(part), "totals": totals})
     if finish:
         assert analysis.finish([""] * -(-len(documents) // shard))

@@ -7,12 +7,16 @@ from conftest import EOS, HIDDEN, LAYERS, PAD
 from probemon.bem import BemConfig, attach_bem
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": 0.5,
+    "vocab_size": 61, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD,
+    "initializer_range": 0.5,
 }  # fmt: skip
 KINDS = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 3},
-    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 3},
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
+    "norm_topk_prob": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
 }  # fmt: skip
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
@@ -25,7 +29,9 @@ def make_moe(kind="mixtral", seed=0):
 
 
 def make_bem(model, **settings):
-    bem = attach_bem(model, BemConfig(**{"rank": 4, "chunk_tokens": 4, "prefix_tokens": 8, "width": 8, "token_limit": 9, **settings}))
+    bem = attach_bem(
+        model, BemConfig(**{"rank": 4, "chunk_tokens": 4, "prefix_tokens": 8, "width": 8, "token_limit": 9, **settings})
+    )
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in bem.parameters():

@@ -1,4 +1,6 @@
-"""Synthetic streams of routing whose true behaviour is known, and their metrics in plain Python, fp64, one token at a time."""
+"""Synthetic streams of routing whose true behaviour is known, and their metrics in plain Python, fp64, one token at a
+time.
+"""
 
 import math
 
@@ -8,7 +10,8 @@ from probemon.telemetry.decisions import Decisions, History, largest
 
 EXPERTS, TOKENS, CHUNK = 8, 4000, 32
 PEAK = 6.8  # of a logit over the others: an entropy of 0.03 log 8
-# How each of the four is made: which expert is first at each token, and how far it stands out. The seeds are of draws whose sampling noise is the table's.
+# How each of the four is made: which expert is first at each token, and how far it stands out. The seeds are of draws
+# whose sampling noise is the table's.
 STREAMS = {"indifferent": 12, "collapsed": 0, "by chunk": 44, "by token": 15}
 TABLE = {  # decision, marginal, MI, effective experts, MaxVio, flips, each as it is written
     "indifferent": ("1.00", "1.00", "0", "7.99", ".09", ".88"),
@@ -25,7 +28,11 @@ def logits_of(kind, seed=None, n=TOKENS, e=EXPERTS):
     noise = rng.normal(0, 0.05, (n, e))
     if kind == "indifferent":
         return noise.astype(np.float32)
-    first = {"collapsed": np.full(n, 3), "by chunk": np.repeat(rng.integers(0, e, -(-n // CHUNK)), CHUNK)[:n], "by token": rng.integers(0, e, n)}[kind]
+    first = {
+        "collapsed": np.full(n, 3),
+        "by chunk": np.repeat(rng.integers(0, e, -(-n // CHUNK)), CHUNK)[:n],
+        "by token": rng.integers(0, e, n),
+    }[kind]
     return (noise + PEAK * np.eye(e)[first]).astype(np.float32)
 
 
@@ -49,7 +56,9 @@ def codes_of(codes, boundary=None, **more):
     decided = np.ones(raw.shape[:2], bool) if boundary is None else np.asarray(boundary)[None]
     top = largest(np.abs(raw), 1)
     chunk = np.cumsum(decided[0]) - 1
-    return Decisions.of(raw, None, top, np.take_along_axis(raw, top, axis=-1), **{"decided": decided, "chunk": chunk, **more})
+    return Decisions.of(
+        raw, None, top, np.take_along_axis(raw, top, axis=-1), **{"decided": decided, "chunk": chunk, **more}
+    )
 
 
 def feed(statistics, decisions, sizes=None, rows=None):
@@ -86,8 +95,15 @@ def plain_metrics(logits, k=1):
     of_load = -math.fsum(x / (n * k) * math.log(x / (n * k)) for x in load if x)
     none, ranked = math.log(k) / math.log(e), sorted(load)
     return {
-        "decision_entropy": decision, "marginal_entropy": of_marginal, "mutual_information": of_marginal - decision, "effective_experts": math.exp(of_load),
-        "max_vio": max(load) * e / (n * k) - 1, "flip_rate": flips / (n - 1), "least_load": min(load) * e / (n * k), "least_weight": min(marginal) * e,
-        "gini": sum(abs(a - b) for a in load for b in load) / (2 * e * sum(ranked)), "spread": (of_marginal - none) / (1 - none),
+        "decision_entropy": decision,
+        "marginal_entropy": of_marginal,
+        "mutual_information": of_marginal - decision,
+        "effective_experts": math.exp(of_load),
+        "max_vio": max(load) * e / (n * k) - 1,
+        "flip_rate": flips / (n - 1),
+        "least_load": min(load) * e / (n * k),
+        "least_weight": min(marginal) * e,
+        "gini": sum(abs(a - b) for a in load for b in load) / (2 * e * sum(ranked)),
+        "spread": (of_marginal - none) / (1 - none),
         "load_spread": (of_load / math.log(e) - none) / (1 - none),
-    }  # fmt: skip
+    }

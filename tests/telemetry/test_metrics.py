@@ -39,8 +39,19 @@ def test_counts_are_those_of_the_result(model, pack):
         out = generate(model)
         found = read(registry)
     result = run.result(out)
-    scored, n_fired = int(result.coverage.seen.sum()), np.bincount(result.scores.probes[result.scores.fired_mask], minlength=pack.n_probes)
-    assert sum(value for (name, labels), value in found.items() if name == "probemon_tokens_total" and ("unseen", "") in labels) == scored > 0
+    scored, n_fired = (
+        int(result.coverage.seen.sum()),
+        np.bincount(result.scores.probes[result.scores.fired_mask], minlength=pack.n_probes),
+    )
+    assert (
+        sum(
+            value
+            for (name, labels), value in found.items()
+            if name == "probemon_tokens_total" and ("unseen", "") in labels
+        )
+        == scored
+        > 0
+    )
     for name in ("active", "dropped", "not_reached", "evaluated"):
         assert found["probemon_probes_total", (("what", name),)] == getattr(result.coverage, name).sum()
     assert found["probemon_probes_total", (("what", "fired"),)] == n_fired.sum() > 0
@@ -68,15 +79,27 @@ def test_why_tokens_were_not_seen_is_told(model, pack):
             found = read(registry)
     finally:
         handle.remove()
-    reasons = [reason for reason, seen in zip(run.result(out).coverage.unseen, run.result(out).coverage.seen, strict=True) if not seen]
-    told = {labels: value for (name, labels), value in found.items() if name == "probemon_tokens_total" and ("unseen", "") not in labels}
+    reasons = [
+        reason
+        for reason, seen in zip(run.result(out).coverage.unseen, run.result(out).coverage.seen, strict=True)
+        if not seen
+    ]
+    told = {
+        labels: value
+        for (name, labels), value in found.items()
+        if name == "probemon_tokens_total" and ("unseen", "") not in labels
+    }
     assert sum(told.values()) == sum("finite" in reason for reason in reasons) > 0
 
 
 def test_one_registry_holds_one_run_and_is_given_back(model, pack):
     registry = CollectorRegistry(auto_describe=True)
     with DynamicProbeManager(pack).attach(model) as run:
-        with RunMetrics(run, registry=registry), pytest.raises(ConfigError, match="another run"), RunMetrics(run, registry=registry):
+        with (
+            RunMetrics(run, registry=registry),
+            pytest.raises(ConfigError, match="another run"),
+            RunMetrics(run, registry=registry),
+        ):
             pass
         with RunMetrics(run, registry=registry):
             assert b"probemon_info" in generate_latest(registry)
@@ -86,7 +109,10 @@ def test_one_registry_holds_one_run_and_is_given_back(model, pack):
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 def test_a_prometheus_server_reads_them(model, pack, tmp_path):
     registry = CollectorRegistry()
-    with DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run, RunMetrics(run, concepts=["c1"], registry=registry):
+    with (
+        DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run,
+        RunMetrics(run, concepts=["c1"], registry=registry),
+    ):
         out = generate(model)
         server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
         try:
@@ -115,10 +141,23 @@ class prometheus:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        config = {"scrape_configs": [{"job_name": "probemon", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}]}
+        config = {
+            "scrape_configs": [
+                {
+                    "job_name": "probemon",
+                    "scrape_interval": "1s",
+                    "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+                }
+            ]
+        }
         (folder / "prometheus.json").write_text(json.dumps(config))
         self.log = (folder / "log").open("w")
-        self.command = ["prometheus", f"--config.file={folder / 'prometheus.json'}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{self.port}"]
+        self.command = [
+            "prometheus",
+            f"--config.file={folder / 'prometheus.json'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]
 
     def __enter__(self):
         self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log)
@@ -148,6 +187,13 @@ class prometheus:
 
 def test_a_concept_named_twice_is_one_series(model, pack):
     registry = CollectorRegistry()
-    with DynamicProbeManager(pack).attach(model) as run, RunMetrics(run, concepts=["c1", "c1*", "concept 1"], registry=registry):
-        lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith('probemon_fired_total{concept="c1"}')]
+    with (
+        DynamicProbeManager(pack).attach(model) as run,
+        RunMetrics(run, concepts=["c1", "c1*", "concept 1"], registry=registry),
+    ):
+        lines = [
+            line
+            for line in generate_latest(registry).decode().splitlines()
+            if line.startswith('probemon_fired_total{concept="c1"}')
+        ]
     assert len(lines) == 1

@@ -21,8 +21,6 @@ BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 2
 TOLERANCE = 5e-5  # of logits of about 5, in fp32, by a cache and without one
 
 
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def moe(request):
     return make_moe(request.param)
@@ -34,7 +32,9 @@ def mixtral():
 
 
 class Seen:
-    """What a monitor was told of each token, `{(request, row, position): (raw [S, E], chosen [S, k], weights [S, k])}`; a token is told of once."""
+    """What a monitor was told of each token, `{(request, row, position): (raw [S, E], chosen [S, k], weights [S, k])}`;
+    a token is told of once.
+    """
 
     def __init__(self, recorder):
         self.tokens, self.records = {}, []
@@ -61,7 +61,9 @@ def routers_of(model, ids):
 
 
 def check_row(model, told, ids, first, n_seen, tolerance=TOLERANCE):
-    """`told` has exactly `n_seen` positions from `first` on, each with the logits of a plain forward of `ids`, which begin there."""
+    """`told` has exactly `n_seen` positions from `first` on, each with the logits of a plain forward of `ids`, which
+    begin there.
+    """
     assert sorted(told) == list(range(first, first + n_seen))
     oracle = routers_of(model, ids)
     for position, (raw, chosen, weights) in told.items():
@@ -86,7 +88,9 @@ def test_recorded_logits_are_those_the_host_gives_exactly(moe):
     for position, (raw, _, _) in seen.of(0).items():
         assert np.array_equal(raw, torch.stack(out.router_logits).numpy()[:, position])
     assert len(seen.tokens) == 5 and monitor.n_tokens == 5
-    assert [stream["layer"] for stream in monitor.report()["streams"]] == ([0, 2] if moe.config.model_type == "qwen3_moe" else [0, 1, 2])
+    assert [stream["layer"] for stream in monitor.report()["streams"]] == (
+        [0, 2] if moe.config.model_type == "qwen3_moe" else [0, 1, 2]
+    )
 
 
 def test_weights_are_those_that_the_experts_got(mixtral):
@@ -105,7 +109,12 @@ def test_weights_are_those_that_the_experts_got(mixtral):
 
 
 def test_watching_changes_no_logit_and_leaves_nothing(moe):
-    options = {**GREEDY, "attention_mask": (BATCH != PAD).long(), "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        **GREEDY,
+        "attention_mask": (BATCH != PAD).long(),
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     bare, before, shadows = moe.generate(BATCH, **options), n_hooks(moe), set(vars(moe))
     with RoutingMonitor(moe):
         watched = moe.generate(BATCH, **options)
@@ -116,7 +125,8 @@ def test_watching_changes_no_logit_and_leaves_nothing(moe):
 
 MODES = {
     "greedy": {}, "no cache": {"use_cache": False}, "static cache": {"cache_implementation": "static"},
-    "sampled": {"do_sample": True, "temperature": 1.5}, "ends": {"eos_token_id": EOS, "do_sample": True, "temperature": 3.0, "max_new_tokens": 20},
+    "sampled": {"do_sample": True, "temperature": 1.5},
+    "ends": {"eos_token_id": EOS, "do_sample": True, "temperature": 3.0, "max_new_tokens": 20},
     "chunks of a prompt": {"prefill_chunk_size": 2},
 }  # fmt: skip
 
@@ -131,7 +141,9 @@ def test_padded_batch(moe, mode):
         out = moe.generate(BATCH, **{**GREEDY, "attention_mask": (BATCH != PAD).long(), **MODES[mode]})
     check(moe, seen, out, [2, 0, 1], MODES[mode].get("eos_token_id"))
     assert monitor.n_tokens == len(seen.tokens)
-    assert {(record.phase, step) for record in seen.records for step in record.step} == {("prompt", 0)} | {("generated", i) for i in range(1, out.shape[1] - 5)}
+    assert {(record.phase, step) for record in seen.records for step in record.step} == {("prompt", 0)} | {
+        ("generated", i) for i in range(1, out.shape[1] - 5)
+    }
     if mode == "ends":
         assert (out == EOS).any() and len(seen.tokens) < 3 * (out.shape[1] - 1) - 3
 
@@ -144,7 +156,9 @@ def test_several_sequences_of_a_prompt(mixtral):
     check(mixtral, seen, out, [0, 0, 0])
 
 
-@pytest.mark.parametrize("how", ["a draft model", not_in_oldest("prompt lookup", why="it looks for an end of sequence that there is not")])
+@pytest.mark.parametrize(
+    "how", ["a draft model", not_in_oldest("prompt lookup", why="it looks for an end of sequence that there is not")]
+)
 def test_rejected_drafts_are_counted_nowhere(mixtral, how):
     n_run, gate = [], mixtral.model.layers[0].mlp.gate
     handle = gate.register_forward_hook(lambda module, args, out: n_run.append(len(out[0])))
@@ -161,7 +175,15 @@ def test_rejected_drafts_are_counted_nowhere(mixtral, how):
     assert all(sum(stream["load"]) == 2 * n for stream in monitor.report()["streams"])
 
 
-@pytest.mark.parametrize("options", [{"num_return_sequences": 1}, {"num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 2, "use_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 1},
+        {"num_return_sequences": 3},
+        {"do_sample": True, "num_return_sequences": 2, "use_cache": False},
+    ],
+    ids=str,
+)
 def test_beams_count_what_was_returned_once(mixtral, options):
     torch.manual_seed(1)
     with RoutingMonitor(mixtral) as monitor:
@@ -185,11 +207,17 @@ def test_second_turn_and_documents_are_requests_of_their_own(mixtral):
         seen = Seen(monitor)
         first = mixtral.generate(PROMPT, **GREEDY, past_key_values=cache)
         whole = torch.cat([first, torch.tensor([[9, 30]])], dim=1)
-        out = mixtral.generate(whole, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(whole))  # else a generated 0 is taken for padding
+        out = mixtral.generate(
+            whole, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(whole)
+        )  # else a generated 0 is taken for padding
         with torch.no_grad():
             mixtral(PROMPT)
     oracle = routers_of(mixtral, out[0].tolist())
-    assert sorted(seen.of(0)) == list(range(12)) and sorted(seen.of(0, "1")) == list(range(12, out.shape[1] - 1)) and sorted(seen.of(0, "2")) == list(range(5))
+    assert (
+        sorted(seen.of(0)) == list(range(12))
+        and sorted(seen.of(0, "1")) == list(range(12, out.shape[1] - 1))
+        and sorted(seen.of(0, "2")) == list(range(5))
+    )
     for position, told in {**seen.of(0), **seen.of(0, "1")}.items():
         assert np.abs(told[0] - oracle[:, position]).max() < TOLERANCE
     assert monitor._watcher.recordings == [] or len(monitor._watcher.recordings) == 1, "nothing grows with generations"
@@ -219,7 +247,11 @@ def test_threads_that_generate_at_once(mixtral):
     for request in {request for request, _, _ in seen.tokens}:
         told = seen.of(0, request)
         assert sorted(told) == list(range(12))
-        [mine] = [k for k in left if all(np.abs(raw - oracles[k][:, position]).max() < TOLERANCE for position, (raw, _, _) in told.items())]
+        [mine] = [
+            k
+            for k in left
+            if all(np.abs(raw - oracles[k][:, position]).max() < TOLERANCE for position, (raw, _, _) in told.items())
+        ]
         left.remove(mine)
     assert not left and monitor.n_tokens == 6 * 12
 
@@ -233,7 +265,12 @@ def test_continuous_batching():
     with RoutingMonitor(model) as monitor:
         seen = Seen(monitor)
         prompts = [row[row != PAD].tolist() for row in BATCH]
-        outputs = model.generate_batch(prompts, progress_bar=False, generation_config=GenerationConfig(**{**GREEDY, "eos_token_id": 60}), continuous_batching_config=config)
+        outputs = model.generate_batch(
+            prompts,
+            progress_bar=False,
+            generation_config=GenerationConfig(**{**GREEDY, "eos_token_id": 60}),
+            continuous_batching_config=config,
+        )
     assert not any(output.error for output in outputs.values())
     for output in outputs.values():
         ids = [*output.prompt_ids, *output.generated_tokens]
@@ -264,7 +301,9 @@ def test_forwards_that_were_not_seen_are_said(mixtral):
 
 
 def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral, tmp_path):
-    manager = DynamicProbeManager(make_pack(tmp_path / "pack", mixtral, sites=("resid_post.0", "resid_post.2")), keep_top_k=6)
+    manager = DynamicProbeManager(
+        make_pack(tmp_path / "pack", mixtral, sites=("resid_post.0", "resid_post.2")), keep_top_k=6
+    )
     options = {**GREEDY, "attention_mask": (BATCH != PAD).long(), "num_beams": 2}
     before = n_hooks(mixtral)
     with RoutingMonitor(mixtral) as monitor:
@@ -277,7 +316,11 @@ def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral,
         again = mixtral.generate(BATCH, **options)
     assert n_hooks(mixtral) == before and torch.equal(out, again)
     assert alone.tokens.keys() == beside.tokens.keys()
-    assert all(np.array_equal(a, b) for key, told in alone.tokens.items() for a, b in zip(told, beside.tokens[key], strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for key, told in alone.tokens.items()
+        for a, b in zip(told, beside.tokens[key], strict=True)
+    )
     first, second = bare.result(out), run.result(again)
     assert all(first.scores.active(i).tolist() == second.scores.active(i).tolist() for i in range(len(first)))
     assert all(np.array_equal(first.scores.active_scores(i), second.scores.active_scores(i)) for i in range(len(first)))
@@ -347,10 +390,26 @@ def test_records_round_trip_through_json_lines_and_parquet(mixtral, tmp_path):
     assert table.to_pylist() == lines and table.column_names == list(COLUMNS)
     assert len(lines) == LAYERS * (15 - 3 + 3 * 7) and out.shape[1] == 13
     one = next(line for line in lines if (line["row"], line["pos_start"], line["layer"]) == (2, 6, 1))
-    assert (one["run_id"], one["request_id"], one["phase"], one["step"], one["site"], one["source"], one["level"]) == ("a run", "0", "generated", 2, "router.1", "moe", "")
-    assert one["n_tokens"] == 1 and one["boundary"] and not one["reused"] and one["code_norm"] is None and one["t_capture_us"] > 0
+    assert (one["run_id"], one["request_id"], one["phase"], one["step"], one["site"], one["source"], one["level"]) == (
+        "a run",
+        "0",
+        "generated",
+        2,
+        "router.1",
+        "moe",
+        "",
+    )
+    assert (
+        one["n_tokens"] == 1
+        and one["boundary"]
+        and not one["reused"]
+        and one["code_norm"] is None
+        and one["t_capture_us"] > 0
+    )
     logits = routers_of(mixtral, out[2, 1:].tolist())[1].astype(np.float64)
-    shares = logits if OLDEST else np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)  # which gives the softmax as logits
+    shares = (
+        logits if OLDEST else np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    )  # which gives the softmax as logits
     assert one["h_decision"] == pytest.approx(-(shares[5] * np.log(shares[5])).sum() / np.log(5), abs=1e-5)
     assert one["flip"] == (logits[5].argmax() != logits[4].argmax())
 
@@ -360,7 +419,13 @@ def test_every_flip_of_the_records_is_in_the_statistics(mixtral):
         seen = Seen(monitor)
         out = mixtral.generate(BATCH, **GREEDY, attention_mask=(BATCH != PAD).long())
     for layer, stream in enumerate(monitor.report()["streams"]):
-        first = [[routers_of(mixtral, line[start:])[layer, : 12 - start].argmax(axis=1) for line, start in [(out[row].tolist(), start)]][0] for row, start in enumerate([2, 0, 1])]
+        first = [
+            [
+                routers_of(mixtral, line[start:])[layer, : 12 - start].argmax(axis=1)
+                for line, start in [(out[row].tolist(), start)]
+            ][0]
+            for row, start in enumerate([2, 0, 1])
+        ]
         flips = sum(int((line[1:] != line[:-1]).sum()) for line in first)
         assert sum(int(record.flip[record.layer == layer].sum()) for record in seen.records) == flips
         assert stream["flip_rate"] == pytest.approx(flips / sum(len(line) - 1 for line in first))
@@ -376,7 +441,9 @@ def test_routers_that_give_no_numbers_are_an_alert_and_nothing_else_is_judged():
         model(torch.randint(3, 60, (64, 64), generator=torch.Generator().manual_seed(0)))
         model(torch.randint(3, 60, (64, 64), generator=torch.Generator().manual_seed(1)))
     report = monitor.report()
-    assert [(stream["n_tokens"], stream["n_not_finite"], stream["not_finite_rate"]) for stream in report["streams"]] == [(0, 8192, 1.0)] * 3
+    assert [
+        (stream["n_tokens"], stream["n_not_finite"], stream["not_finite_rate"]) for stream in report["streams"]
+    ] == [(0, 8192, 1.0)] * 3
     assert len(report["alerts"]) == 3 and all(alert.startswith("not finite: router.") for alert in report["alerts"])
     assert set(report["unjudged"]) == rules - {"not finite", "latency", "memory"}
 
@@ -386,7 +453,9 @@ def halting():
     """A host whose router of layer 1 gives no numbers at every third column of a prompt of 7."""
     model = make_moe()
     gate = model.model.layers[1].mlp.gate
-    gate.register_forward_pre_hook(lambda module, args: (torch.where((torch.arange(len(args[0])) % 7 == 3)[:, None], float("nan"), args[0]),))
+    gate.register_forward_pre_hook(
+        lambda module, args: (torch.where((torch.arange(len(args[0])) % 7 == 3)[:, None], float("nan"), args[0]),)
+    )
     return model
 
 
@@ -405,7 +474,12 @@ def test_what_stands_beside_a_decision_that_is_not_finite_is_no_flip(halting):
     stream = monitor.report()["streams"][1]
     assert stream["n_not_finite"] == 37 and stream["flip_rate"] == flips / len(pairs)
     assert sum(record.flip[record.layer == 1].sum() for record in seen.records) == flips
-    assert not np.concatenate([record.flip[(record.layer == 1) & ((record.pos_start == 3) | (record.pos_start == 4))] for record in seen.records]).any()
+    assert not np.concatenate(
+        [
+            record.flip[(record.layer == 1) & ((record.pos_start == 3) | (record.pos_start == 4))]
+            for record in seen.records
+        ]
+    ).any()
 
 
 def test_records_hold_null_for_every_number_that_is_not_finite(halting, tmp_path):
@@ -443,8 +517,6 @@ def test_alerts_come_while_it_generates(mixtral):
         mixtral.generate(PROMPT, **GREEDY)
         assert [alert.stream.layer for alert in monitor.alerts] == [0, 1, 2]
     assert [(alert.raised, alert.at) for alert in told] == [(True, 4)] * 3 and len(monitor.report()["alerts"]) == 3
-
-
 
 
 DRIFT = Rule("entropy drift", "decision_entropy", 0.15, 0.1, window=8, drift=True)
@@ -512,12 +584,27 @@ def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
         "value": 0.5,
     }
     for baseline, told in (
-        ([], "has none"), ({}, "has none"), ({"baseline": []}, "has none"), (3, "has none"), ("nowhere.json", "cannot be read"), ([3], "has an entry of another form: give source, site"),
-        ([{**one, "value": "0.5"}], "has an entry"), ([{**one, "value": float("nan")}], "is no finite number"), ([{**one, "value": 10**5000}], "is no finite number"),
-        ([{**one, "value": True}], "has an entry"), ([{**one, "tokens": 8.0}], "has an entry"), ([{k: v for k, v in one.items() if k != "layer"}], "has an entry"), ([one, one], "twice"),
-        ([{**one, "site": "router.9", "layer": 9}], "of other routers: it has router.9, here are router.0"), ([{**one, "source": "xlora"}], "of other routers"),
-        ([{**one, "tokens": 512}], "over windows of 512 tokens of router.0, and the rules of drift look at decision_entropy over 8"), ([{**one, "metric": "spread"}], "has spread over"),
-    ):  # fmt: skip
+        ([], "has none"),
+        ({}, "has none"),
+        ({"baseline": []}, "has none"),
+        (3, "has none"),
+        ("nowhere.json", "cannot be read"),
+        ([3], "has an entry of another form: give source, site"),
+        ([{**one, "value": "0.5"}], "has an entry"),
+        ([{**one, "value": float("nan")}], "is no finite number"),
+        ([{**one, "value": 10**5000}], "is no finite number"),
+        ([{**one, "value": True}], "has an entry"),
+        ([{**one, "tokens": 8.0}], "has an entry"),
+        ([{k: v for k, v in one.items() if k != "layer"}], "has an entry"),
+        ([one, one], "twice"),
+        ([{**one, "site": "router.9", "layer": 9}], "of other routers: it has router.9, here are router.0"),
+        ([{**one, "source": "xlora"}], "of other routers"),
+        (
+            [{**one, "tokens": 512}],
+            "over windows of 512 tokens of router.0, and the rules of drift look at decision_entropy over 8",
+        ),
+        ([{**one, "metric": "spread"}], "has spread over"),
+    ):
         with pytest.raises(ConfigError, match=told):
             RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=baseline)
     for text in ("{", "[1", "\x00"):

@@ -1,4 +1,6 @@
-"""Alerts on routing: each comes with its fault and not without, holds until the fault is clearly over, and does not flap."""
+"""Alerts on routing: each comes with its fault and not without, holds until the fault is clearly over, and does not
+flap.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,14 @@ class Fed:
 
     def __init__(self, source=MOE, level="", e=8, k=1, **more):
         self.memory = 0.3
-        self.tally = Tally([Stream(source, "site", 0, level)], e, k, codes=source == BEM, memory=lambda: (int(self.memory * 1000), 1000), **more)
+        self.tally = Tally(
+            [Stream(source, "site", 0, level)],
+            e,
+            k,
+            codes=source == BEM,
+            memory=lambda: (int(self.memory * 1000), 1000),
+            **more,
+        )
         self.history, self.alerts = History(1, 1), []
 
     def add(self, decisions, latency_us=5.0):
@@ -77,7 +86,8 @@ HEALTHY = {
 }  # fmt: skip
 FAULTS = {
     "all to one expert": (MOE, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N))),
-    "always the same, softly": (MOE, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N) / 10 + np.array([0, 0, 0, 1, 0, 0, 0, 0], np.float32))),
+    "always the same, softly": (MOE, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N) / 10 + np.array([0,
+    0, 0, 1, 0, 0, 0, 0], np.float32))),
     "all to one adapter": (XLORA, "collapse", lambda: decisions_of(logits_of("collapsed", 1, N))),
     "a code that is always the same": (BEM, "collapse", lambda: code_stream(N, varies=1e-3)),
     "codes along one line": (BEM, "collapse", lambda: code_stream(N, rank=1)),
@@ -90,8 +100,10 @@ FAULTS = {
     "an expert that takes over": (MOE, "entropy drift", lambda: biased(N)),
     "codes that lose dimensions": (BEM, "entropy drift", lambda: code_stream(2 * N, rank=2)),
     "a code for every other token": (BEM, "code reuse", lambda: code_stream(N, every=2)),
-    "an expert that is not finite": (MOE, "not finite", lambda: not_finite(decisions_of(logits_of("by token", 2, N)), 3)),
-    "few scalings that are not finite": (XLORA, "not finite", lambda: not_finite(decisions_of(logits_of("by chunk", 1, N)), slice(None, None, 500))),
+    "an expert that is not finite": (MOE, "not finite", lambda: not_finite(decisions_of(logits_of("by token", 2, N)),
+    3)),
+    "few scalings that are not finite": (XLORA, "not finite", lambda: not_finite(decisions_of(logits_of("by chunk", 1,
+    N)), slice(None, None, 500))),
     "codes that are not finite": (BEM, "not finite", lambda: not_finite(code_stream(N, seed=2), slice(None))),
 }  # fmt: skip
 
@@ -104,7 +116,12 @@ def test_each_fault_is_told_and_health_is_not(name):
     fed.add(fault())
     assert (kind, True) in fed.kinds and kind in {alert.kind for alert in fed.tally.alerts.raised}
     told = next(alert for alert in fed.alerts if alert.kind == kind)
-    assert N < told.at <= N + len(fault()) and told.stream == fed.tally.streams[0] and kind in str(told) and "threshold" in str(told)
+    assert (
+        N < told.at <= N + len(fault())
+        and told.stream == fed.tally.streams[0]
+        and kind in str(told)
+        and "threshold" in str(told)
+    )
     for _ in range(2):
         fed.add(HEALTHY[source]())
     assert fed.tally.alerts.raised == [], "what is over is cleared"
@@ -139,7 +156,13 @@ def window_of(share, n=64):
 
 
 def told(shares, in_a_row=1, raise_at=1.5, clear_at=1.0, window=64):
-    alerts = Alerts([Rule("uneven", "max_vio", raise_at, clear_at, window=window, in_a_row=in_a_row)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    alerts = Alerts(
+        [Rule("uneven", "max_vio", raise_at, clear_at, window=window, in_a_row=in_a_row)],
+        [Stream(MOE, "site", 0)],
+        4,
+        1,
+        64,
+    )
     return [(i, alert.raised) for i, share in enumerate(shares) for alert in alerts.add(window_of(share))]
 
 
@@ -161,13 +184,17 @@ def test_it_must_hold_for_windows_in_a_row(in_a_row):
 
 
 def test_a_rule_below_its_threshold_and_larger_windows():
-    alerts = Alerts([Rule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    alerts = Alerts(
+        [Rule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
+    )
     found = [(i, alert.raised) for i in range(6) for alert in alerts.add(window_of(0.5))]
     assert found == [(1, True)]  # 100 tokens are two windows of 64
 
 
 def test_what_is_not_known_raises_nothing_and_clears_nothing():
-    alerts = Alerts([Rule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64)
+    alerts = Alerts(
+        [Rule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
+    )
     raised = [len(alerts.add(window_of(0.5), share)) for share in (math.nan, 0.95, math.nan, 0.5, math.nan)]
     assert raised == [0, 1, 0, 1, 0]
 
@@ -180,20 +207,30 @@ def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
     """No window of decisions that are not finite says that none collapsed; nor one of codes that steer nothing."""
     fed = Fed().add(not_finite(decisions_of(logits_of("collapsed", 1, N)), 3))
     assert fed.kinds == [("not finite", True)] and fed.alerts[0].value == 1 and fed.alerts[0].at == 97
-    assert kinds_of(fed.tally.alerts.unjudged) == {(rule.kind, rule.metric) for rule in DEFAULT_RULES if MOE in rule.sources} - {
-        ("not finite", "not_finite_rate"), ("latency", "latency_p95_us"), ("memory", "memory_share"),
-    }  # fmt: skip
+    assert kinds_of(fed.tally.alerts.unjudged) == {
+        (rule.kind, rule.metric) for rule in DEFAULT_RULES if MOE in rule.sources
+    } - {
+        ("not finite", "not_finite_rate"),
+        ("latency", "latency_p95_us"),
+        ("memory", "memory_share"),
+    }
     codes = code_stream(N, varies=1e-3)
     fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=np.zeros((1, N), bool)))
     assert fed.alerts == [] and kinds_of(fed.tally.alerts.unjudged) == {
-        ("collapse", "variation"), ("collapse", "effective_rank"), ("entropy drift", "rank_entropy"), ("code reuse", "code_reuse_rate"),
-    }  # fmt: skip
+        ("collapse", "variation"),
+        ("collapse", "effective_rank"),
+        ("entropy drift", "rank_entropy"),
+        ("code reuse", "code_reuse_rate"),
+    }
 
 
 def test_one_decision_that_is_not_finite_is_told_and_over_with_the_next_window():
     fed = Fed().add(not_finite(HEALTHY[MOE](), slice(4000, 4001)))
     batch, window = 42 * 97, 15 * 256  # where the batch with it ends, and where its window began
-    assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [("not finite", True, batch), ("not finite", False, 4096 + 512)]
+    assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [
+        ("not finite", True, batch),
+        ("not finite", False, 4096 + 512),
+    ]
     assert fed.alerts[0].value == 1 / (batch - window)
 
 
@@ -203,7 +240,11 @@ def test_a_decision_that_is_not_finite_is_told_however_few_tokens_there_are(n):
         fed = Fed(source, "chunk" if source == BEM else "").add(healthy().take(np.arange(n)))
         assert fed.alerts == [] and "not finite" not in {rule.kind for rule, _ in fed.tally.alerts.unjudged}
         fed.add(not_finite(healthy().take(np.arange(n)), slice(n - 1, n)))
-        assert fed.kinds == [("not finite", True)] and fed.alerts[0].at == 2 * n and [alert.kind for alert in fed.tally.alerts.raised] == ["not finite"]
+        assert (
+            fed.kinds == [("not finite", True)]
+            and fed.alerts[0].at == 2 * n
+            and [alert.kind for alert in fed.tally.alerts.raised] == ["not finite"]
+        )
         fed.add(not_finite(healthy().take(np.arange(n)), slice(n - 1, n)))
         assert len(fed.alerts) == 1, "told once"
 
@@ -226,8 +267,14 @@ def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
     tally = Tally([Stream(MOE, f"router.{i}", i) for i in range(2)], 8, memory=lambda: (1, 10))
     alerts = tally.add(decisions, History(1, 2).tell(np.zeros(N, np.int64), decisions), 5.0)
     alone = Fed().add(decisions_of(both[1]))
-    assert [(a.kind, a.metric, a.at, a.value) for a in alerts if a.stream.layer == 1] == [(a.kind, a.metric, a.at, a.value) for a in alone.alerts] != []
-    assert [a.kind for a in alerts if a.stream.layer == 0] == ["not finite"] and "collapse" in {rule.kind for rule, _ in tally.alerts.unjudged}
+    assert (
+        [(a.kind, a.metric, a.at, a.value) for a in alerts if a.stream.layer == 1]
+        == [(a.kind, a.metric, a.at, a.value) for a in alone.alerts]
+        != []
+    )
+    assert [a.kind for a in alerts if a.stream.layer == 0] == ["not finite"] and "collapse" in {
+        rule.kind for rule, _ in tally.alerts.unjudged
+    }
 
 
 # -- what drifts are measured from -------------------------------------------------------------------
@@ -239,7 +286,8 @@ def usual(seed, n):
 
 
 BAD = {
-    "all to one expert": lambda seed, n: logits_of("collapsed", seed, n), "no choice": lambda seed, n: logits_of("indifferent", seed, n),
+    "all to one expert": lambda seed, n: logits_of("collapsed", seed, n), "no choice": lambda seed,
+    n: logits_of("indifferent", seed, n),
     "softer": lambda seed, n: 0.5 * usual(seed, n), "an expert that takes over": lambda seed, n: biased(n, seed).raw[0],
 }  # fmt: skip
 
@@ -378,7 +426,16 @@ def test_rules_that_cannot_work_are_refused():
             Rule("x", "spread", 0.2, 0.3, window=window)
     with pytest.raises(ConfigError, match="kind"):
         Rule("", "spread", 0.2, 0.3)
-    assert {rule.kind for rule in DEFAULT_RULES} == {"not finite", "collapse", "indifference", "dead expert", "entropy drift", "latency", "memory", "code reuse"}
+    assert {rule.kind for rule in DEFAULT_RULES} == {
+        "not finite",
+        "collapse",
+        "indifference",
+        "dead expert",
+        "entropy drift",
+        "latency",
+        "memory",
+        "code reuse",
+    }
 
 
 def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
@@ -387,8 +444,16 @@ def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["routing_alarms.py", "--out", str(out), "--steps", "3100", "--seed", "3"])
     routing_alarms.main()
     result = json.loads(out.read_text())
-    assert result["false_alarms"] == 0 and result["steps"] == 3100 * len(result["streams"]) and all(one["tokens"] == 12_400 for one in result["streams"])
-    monkeypatch.setitem(routing_alarms.KINDS, "broken", (MOE, "", lambda rng: routing_alarms.peaked(rng, 8, 1, np.eye(8)[0], 9, 1), 8, 1))
+    assert (
+        result["false_alarms"] == 0
+        and result["steps"] == 3100 * len(result["streams"])
+        and all(one["tokens"] == 12_400 for one in result["streams"])
+    )
+    monkeypatch.setitem(
+        routing_alarms.KINDS,
+        "broken",
+        (MOE, "", lambda rng: routing_alarms.peaked(rng, 8, 1, np.eye(8)[0], 9, 1), 8, 1),
+    )
     assert routing_alarms.run("broken", 3100, 3)["by_kind"] == {"collapse": 2, "dead expert": 1}
 
 
@@ -397,5 +462,9 @@ def test_codes_at_the_largest_limit_are_finite():
     codes = code_stream(N, seed=2)
     raw = codes.raw / np.linalg.norm(codes.raw, axis=-1, keepdims=True) * np.float32(256)
     assert (np.linalg.norm(raw.astype(np.float64), axis=-1) > 256).any()
-    assert not any(alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=raw)).alerts)
-    assert any(alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=1.1 * raw)).alerts)
+    assert not any(
+        alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=raw)).alerts
+    )
+    assert any(
+        alert.kind == "not finite" for alert in Fed(BEM, "chunk").add(dataclasses.replace(codes, raw=1.1 * raw)).alerts
+    )

@@ -1,4 +1,6 @@
-"""Every metric of routing on streams whose true value is known, however they are cut; and quantiles within their stated error."""
+"""Every metric of routing on streams whose true value is known, however they are cut; and quantiles within their stated
+error.
+"""
 
 import dataclasses
 import math
@@ -53,7 +55,10 @@ def test_how_a_stream_is_cut_and_merged_changes_no_bit(seed):
         at += size
     assert whole.as_dicts() == cut.as_dicts() == merged.as_dicts()
     codes = codes_of(rng.normal(size=(300, 5)), rng.random(300) < 0.1)
-    assert feed(stats(e=5, codes=True), codes).as_dicts() == feed(stats(e=5, codes=True), codes, sizes=[1, 7, 292]).as_dicts()
+    assert (
+        feed(stats(e=5, codes=True), codes).as_dicts()
+        == feed(stats(e=5, codes=True), codes, sizes=[1, 7, 292]).as_dicts()
+    )
 
 
 def test_routers_do_not_mix():
@@ -102,7 +107,12 @@ def test_flips_are_between_finite_neighbours():
 
 def test_an_entropy_is_never_less_than_none_nor_told_of_what_is_no_number():
     found = entropy(np.array([[1.0, 0.0], [np.nan, 0.5], [np.nan, np.nan], [0.5, 0.5]]))
-    assert found[0] == 0 and not np.signbit(found[0]) and np.isnan(found[1:3]).all() and found[3] == pytest.approx(math.log(2))
+    assert (
+        found[0] == 0
+        and not np.signbit(found[0])
+        and np.isnan(found[1:3]).all()
+        and found[3] == pytest.approx(math.log(2))
+    )
 
 
 def test_of_nothing_nothing_is_known():
@@ -115,16 +125,27 @@ def plain_codes(codes):
     """Variances, variation and effective rank, in loops and by numpy's eigenvalues of the covariance."""
     n, r = codes.shape
     mean = [math.fsum(codes[:, i]) / n for i in range(r)]
-    covariance = [[math.fsum((codes[t, i] - mean[i]) * (codes[t, j] - mean[j]) for t in range(n)) / n for j in range(r)] for i in range(r)]
+    covariance = [
+        [math.fsum((codes[t, i] - mean[i]) * (codes[t, j] - mean[j]) for t in range(n)) / n for j in range(r)]
+        for i in range(r)
+    ]
     variances = [covariance[i][i] for i in range(r)]
     shares = [max(x, 0.0) / sum(variances) for x in np.linalg.eigvalsh(np.array(covariance))]
-    return variances, sum(variances) / (math.fsum((codes**2).ravel()) / n), math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0))
+    return (
+        variances,
+        sum(variances) / (math.fsum((codes**2).ravel()) / n),
+        math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)),
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_codes_are_measured_by_their_covariance(seed):
     rng = np.random.default_rng(seed)
-    codes = (rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6)).astype(np.float32).astype(np.float64)
+    codes = (
+        (rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6))
+        .astype(np.float32)
+        .astype(np.float64)
+    )
     found = feed(stats(e=6, codes=True), codes_of(codes), sizes=[1, 100, 299])
     variances, variation, rank = plain_codes(codes)
     assert np.abs(found.variances()[0] - variances).max() < 1e-6
@@ -138,9 +159,16 @@ def test_tiny_codes_are_measured_as_large_ones(size):
     rng = np.random.default_rng(0)
     codes = rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6)
     codes = (size * codes / np.linalg.norm(codes, axis=1).max()).astype(np.float32).astype(np.float64)
-    found, cut = feed(stats(e=6, codes=True), codes_of(codes)), feed(stats(e=6, codes=True), codes_of(codes), sizes=[1, 100, 299])
+    found, cut = (
+        feed(stats(e=6, codes=True), codes_of(codes)),
+        feed(stats(e=6, codes=True), codes_of(codes), sizes=[1, 100, 299]),
+    )
     variances, variation, rank = plain_codes(codes)
-    assert np.abs(found.variances()[0] / variances - 1).max() < 1e-3 and abs(found.variation()[0] - variation) < 1e-3 and abs(found.effective_rank()[0] - rank) < 1e-2
+    assert (
+        np.abs(found.variances()[0] / variances - 1).max() < 1e-3
+        and abs(found.variation()[0] - variation) < 1e-3
+        and abs(found.effective_rank()[0] - rank) < 1e-2
+    )
     assert abs(found.code_norm()[0] / np.mean(np.sqrt((codes**2).sum(axis=1))) - 1) < 1e-6
     assert found.as_dicts() == cut.as_dicts()
     same = feed(stats(e=6, codes=True), codes_of(np.repeat(codes[:1], 400, axis=0)))
@@ -182,7 +210,10 @@ def test_reuse_is_one_less_one_in_a_chunk_and_an_old_key_is_an_invalidation():
 
 
 def test_confidence_and_fallback_are_shares_of_tokens():
-    more = {"confidence": np.array([0.5, np.nan, 1.0, 0.9], np.float32), "fallback": np.array([True, False, False, False])}
+    more = {
+        "confidence": np.array([0.5, np.nan, 1.0, 0.9], np.float32),
+        "fallback": np.array([True, False, False, False]),
+    }
     found = feed(stats(e=3, codes=True), codes_of(np.eye(4, 3), **more))
     assert found.confidence()[0] == pytest.approx(0.8, abs=1e-7) and found.fallback_rate()[0] == 0.25
 
@@ -213,8 +244,10 @@ def border(gamma):
 
 
 ADVERSARIAL = {
-    "one": np.array([3.7]), "all alike": np.full(1000, 0.001), "powers of ten": 10.0 ** np.arange(-8, 300), "borders": border(1.01 / 0.99),
-    "two far apart": np.array([1e-8] * 99 + [1e12]), "pareto": np.random.default_rng(0).pareto(0.5, 5000) + 1e-6, "growing": np.linspace(1, 1e6, 4001),
+    "one": np.array([3.7]), "all alike": np.full(1000, 0.001), "powers of ten": 10.0 ** np.arange(-8, 300),
+    "borders": border(1.01 / 0.99),
+    "two far apart": np.array([1e-8] * 99 + [1e12]), "pareto": np.random.default_rng(0).pareto(0.5, 5000) + 1e-6,
+    "growing": np.linspace(1, 1e6, 4001),
     "falling": np.geomspace(1e9, 1e-6, 3001), "largest": np.array([1.7e308, 1e308, 1.0]),
 }  # fmt: skip
 

@@ -42,8 +42,17 @@ def watch(manager, model, **options):
     return run, run.result(out), sequences.tolist()
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}, {"do_sample": False, "use_cache": False},
-                                     not_in_oldest({"do_sample": False, "prefill_chunk_size": 2}, why="makes no cache for the chunks"), {"do_sample": False, "return_dict_in_generate": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 1.5},
+        {"do_sample": False, "use_cache": False},
+        not_in_oldest({"do_sample": False, "prefill_chunk_size": 2}, why="makes no cache for the chunks"),
+        {"do_sample": False, "return_dict_in_generate": True},
+    ],
+    ids=str,
+)
 def test_one_row(manager, model, options):
     torch.manual_seed(3)
     _, result, out = watch(manager, model, input_ids=PROMPT, max_new_tokens=9, **options, **NO_EOS)
@@ -52,11 +61,22 @@ def test_one_row(manager, model, options):
     assert result.coverage.unseen[13] == LAST and len(result) == 14
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5}, {"use_cache": False}, not_in_oldest({"prefill_chunk_size": 3}, why="makes no cache for the chunks")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "temperature": 1.5},
+        {"use_cache": False},
+        not_in_oldest({"prefill_chunk_size": 3}, why="makes no cache for the chunks"),
+    ],
+    ids=str,
+)
 def test_left_padded_batch(manager, model, options):
     torch.manual_seed(4)
     options = {"do_sample": False, **options}
-    _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=7, **options, **NO_EOS)
+    _, result, out = watch(
+        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=7, **options, **NO_EOS
+    )
     for row, first in enumerate([2, 0, 1]):
         mine = check(manager, model, result, row, out[row], first, [(5 - first, 6)])
         assert result.coverage.unseen[mine[-1]] == LAST
@@ -67,7 +87,14 @@ def test_rows_that_finish_early(manager, model):
     # A token that row 0 makes early and row 1 later or never: it becomes the end of sequence.
     early = next(t for t in bare[0, 5:9].tolist() if t not in bare[1, 5:13].tolist())
     _, result, out = watch(
-        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=12, do_sample=False, eos_token_id=early, pad_token_id=PAD
+        manager,
+        model,
+        input_ids=BATCH,
+        attention_mask=BATCH_MASK,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=early,
+        pad_token_id=PAD,
     )
     length = len(out[0])
     n_generated = [r[5:].index(early) + 1 if early in r[5:] else length - 5 for r in out]
@@ -86,9 +113,16 @@ def test_padding_that_looks_like_the_end_of_sequence(manager, model):
             return torch.tensor([input_ids.shape[1] >= 7, False, False])
 
     _, result, out = watch(
-        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=8, do_sample=False, eos_token_id=60, pad_token_id=60,
+        manager,
+        model,
+        input_ids=BATCH,
+        attention_mask=BATCH_MASK,
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=60,
+        pad_token_id=60,
         stopping_criteria=StoppingCriteriaList([StopRowZero()]),
-    )  # fmt: skip
+    )
     assert out[0][7:] == [60] * 6
     assert len(check(manager, model, result, 0, out[0], 2, [(3, 2)])) == 5
     check(manager, model, result, 1, out[1], 0, [(5, 7)])
@@ -102,9 +136,15 @@ def test_row_that_a_criterion_ends_is_not_padded_without_an_end_of_sequence(mana
             return torch.tensor([input_ids.shape[1] >= 7, False, False])
 
     _, result, out = watch(
-        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False,
-        stopping_criteria=StoppingCriteriaList([StopRowZero()]), **NO_EOS,
-    )  # fmt: skip
+        manager,
+        model,
+        input_ids=BATCH,
+        attention_mask=BATCH_MASK,
+        max_new_tokens=6,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([StopRowZero()]),
+        **NO_EOS,
+    )
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
 
@@ -116,7 +156,13 @@ def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
         cache.crop(-3)  # seven of ten columns stay
         ids = torch.cat([first[:, :8], torch.tensor([[30, 31]])], dim=1)  # the same beginning, then another way
         second = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
-        third = model.generate(torch.cat([second, PROMPT[:, :1]], dim=1), max_new_tokens=2, do_sample=False, past_key_values=cache, **NO_EOS)
+        third = model.generate(
+            torch.cat([second, PROMPT[:, :1]], dim=1),
+            max_new_tokens=2,
+            do_sample=False,
+            past_key_values=cache,
+            **NO_EOS,
+        )
     check(manager, model, run.result(second), 0, second[0].tolist(), 0, [(5, 2), (3, 2)])
     check(manager, model, run.result(third), 0, third[0].tolist(), 0, [(5, 2), (3, 2), (2, 1)])
 
@@ -124,7 +170,14 @@ def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
 def test_several_sequences_a_prompt(manager, model):
     torch.manual_seed(5)
     _, result, out = watch(
-        manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=5, do_sample=True, num_return_sequences=2, **NO_EOS
+        manager,
+        model,
+        input_ids=BATCH,
+        attention_mask=BATCH_MASK,
+        max_new_tokens=5,
+        do_sample=True,
+        num_return_sequences=2,
+        **NO_EOS,
     )
     assert len(out) == 6 and out[0] != out[1]
     for row, first in enumerate([2, 2, 0, 0, 1, 1]):
@@ -141,7 +194,12 @@ def test_second_turn_on_the_same_cache(manager, model, whole):
             second = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
         else:  # only what the cache lacks, with the mask of all
             second = model.generate(
-                ids[:, 8:], attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS
+                ids[:, 8:],
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=3,
+                do_sample=False,
+                past_key_values=cache,
+                **NO_EOS,
             )
     check(manager, model, run.result(first), 0, first[0].tolist(), 0, [(5, 3)])
     result = run.result(second)
@@ -158,7 +216,9 @@ def test_second_turn_on_the_same_cache(manager, model, whole):
 def test_cache_filled_before_attaching_is_unseen_not_guessed(manager, model):
     cache = DynamicCache()
     first = model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **NO_EOS)
-    _, result, out = watch(manager, model, input_ids=first, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+    _, result, out = watch(
+        manager, model, input_ids=first, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS
+    )
     assert result.coverage.unseen == (*[BEFORE] * 8, "", "", "", LAST)
     oracle = expected(manager, model, out[0][:11], [(8, 0), (1, 2)])[8:]
     for i, (phase, scores, t) in enumerate(oracle, start=8):
@@ -249,7 +309,9 @@ def test_other_caches_and_plain_embeddings_are_refused(pack, model):
 
     with DynamicProbeManager(pack).attach(model):
         with pytest.raises(NotSupportedDecoding, match="EncoderDecoderCache"):
-            model.generate(PROMPT, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), max_new_tokens=2)
+            model.generate(
+                PROMPT, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), max_new_tokens=2
+            )
         with pytest.raises(NotSupportedDecoding, match="inputs_embeds"):
             model(inputs_embeds=torch.zeros(1, 3, 16))
 
@@ -276,23 +338,37 @@ SPECULATIVE = {
     "a draft model": {"assistant_model": make_model(seed=5)},
     "a draft model that is nearly right": {"assistant_model": "nearly"},
     "the model drafts for itself": {"assistant_model": "itself"},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": NO_TOKEN},  # it repeats itself, so that there is something to look up
+    "prompt lookup": {
+        "prompt_lookup_num_tokens": 3,
+        "repetition_penalty": 0.2,
+        "eos_token_id": NO_TOKEN,
+    },  # it repeats itself, so that there is something to look up
     "early exit": {"assistant_early_exit": 2},
 }
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", [not_in_oldest(name, why="its own drafter lacks an argument") if name == "early exit" else name for name in SPECULATIVE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        not_in_oldest(name, why="its own drafter lacks an argument") if name == "early exit" else name
+        for name in SPECULATIVE
+    ],
+)
 def test_drafts_that_were_rejected_are_never_reported(manager, model, name, sampled):
     options = {**NO_EOS, **SPECULATIVE[name], "do_sample": sampled, "max_new_tokens": 14, "min_new_tokens": 14}
     if options.get("assistant_model") == "itself":
         options["assistant_model"] = model
     elif options.get("assistant_model") == "nearly":
         options["assistant_model"] = copy.deepcopy(model)
-        options["assistant_model"].lm_head.weight.data *= 1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0))
+        options["assistant_model"].lm_head.weight.data *= 1 + 0.3 * torch.randn(
+            61, 1, generator=torch.Generator().manual_seed(0)
+        )
     prompt = torch.tensor([[1, 5, 9, 13, 7, 5, 9, 13, 7, 5, 9]])
     widths = []
-    handle = model.model.register_forward_pre_hook(lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True)
+    handle = model.model.register_forward_pre_hook(
+        lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True
+    )
     torch.manual_seed(8)
     _, result, out = watch(manager, model, input_ids=prompt, **options)
     handle.remove()
@@ -313,11 +389,28 @@ def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
             model.generate(first, max_new_tokens=5, prompt_lookup_num_tokens=3, **options)
 
 
-@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"past_key_values": "static"}, not_in_oldest({"cache_implementation": "static", "prefill_chunk_size": 2}, why="leaves a hole in the cache")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static"},
+        {"past_key_values": "static"},
+        not_in_oldest({"cache_implementation": "static", "prefill_chunk_size": 2}, why="leaves a hole in the cache"),
+    ],
+    ids=str,
+)
 def test_static_cache(manager, model, options):
     if options.get("past_key_values") == "static":
         options = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
-    _, result, out = watch(manager, model, input_ids=BATCH, attention_mask=BATCH_MASK, max_new_tokens=6, do_sample=False, **options, **NO_EOS)
+    _, result, out = watch(
+        manager,
+        model,
+        input_ids=BATCH,
+        attention_mask=BATCH_MASK,
+        max_new_tokens=6,
+        do_sample=False,
+        **options,
+        **NO_EOS,
+    )
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
 
@@ -326,13 +419,19 @@ def test_static_cache(manager, model, options):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_chunks_after_which_the_host_is_wrong_are_told(pack, model, cache):
     with DynamicProbeManager(pack).attach(model), pytest.raises((NotSupportedDecoding, AlignmentError)):
-        model.generate(PROMPT, max_new_tokens=4, do_sample=False, cache_implementation=cache, prefill_chunk_size=2, **NO_EOS)
+        model.generate(
+            PROMPT, max_new_tokens=4, do_sample=False, cache_implementation=cache, prefill_chunk_size=2, **NO_EOS
+        )
 
 
 @pytest.mark.parametrize("how", ["looked up before", "on the class"])
 def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
     """It would be taken for a document: phases, ends of rows and rules would all be wrong, and nobody told."""
-    early = model.generate if how == "looked up before" else lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
+    early = (
+        model.generate
+        if how == "looked up before"
+        else lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
+    )
     with manager.attach(model) as run:
         with pytest.raises(NotSupportedDecoding, match=r"call model\.generate\(\.\.\.\) inside the with block"):
             early(BATCH, attention_mask=BATCH_MASK, max_new_tokens=4, **NO_EOS)
@@ -348,7 +447,9 @@ def test_attached_in_the_middle_of_a_generation_reports_nothing_of_it(manager, m
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     run = manager.attach(model)
-    out = model.generate(PROMPT, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Attach()]), **NO_EOS)
+    out = model.generate(
+        PROMPT, max_new_tokens=6, do_sample=False, stopping_criteria=StoppingCriteriaList([Attach()]), **NO_EOS
+    )
     later = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
     run.__exit__(None, None, None)
     with pytest.raises(AlignmentError):
@@ -366,7 +467,9 @@ def test_run_that_detaches_spoils_no_other_and_no_generation(manager, model):
     with manager.attach(model) as staying:
         leaving = manager.attach(model)
         leaving.__enter__()
-        out = model.generate(PROMPT, max_new_tokens=7, do_sample=False, stopping_criteria=StoppingCriteriaList([Leave()]), **NO_EOS)
+        out = model.generate(
+            PROMPT, max_new_tokens=7, do_sample=False, stopping_criteria=StoppingCriteriaList([Leave()]), **NO_EOS
+        )
     assert torch.equal(out, model.generate(PROMPT, max_new_tokens=7, do_sample=False, **NO_EOS))
     check(manager, model, staying.result(out), 0, out[0].tolist(), 0, [(5, 6)])
     with pytest.raises(AlignmentError, match="the watched forwards end at column 7"):
@@ -395,7 +498,13 @@ def test_threads_with_runs_of_their_own(manager, model):
 def test_prompt_given_as_embeddings(manager, model, with_ids, options):
     """Without ids the output holds only what is generated; the prompt's states still begin the generation."""
     embeds = model.get_input_embeddings()(BATCH).detach()
-    options = {"max_new_tokens": 6, "do_sample": False, **NO_EOS, **options, **({"input_ids": BATCH} if with_ids else {})}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        **NO_EOS,
+        **options,
+        **({"input_ids": BATCH} if with_ids else {}),
+    }
     _, result, out = watch(manager, model, inputs_embeds=embeds, attention_mask=BATCH_MASK, **options)
     assert len(out[0]) <= (11 if with_ids else 6)
     for row, first in enumerate([2, 0, 1]):
@@ -419,7 +528,13 @@ def test_prompt_given_as_embeddings(manager, model, with_ids, options):
 def compiled(**more):
     config = CompileConfig(**{"mode": "default", "backend": "eager", **more})
     config._compile_all_devices = True  # on a CPU generate() compiles only if told so
-    return {"cache_implementation": "static", "compile_config": config, "do_sample": False, "max_new_tokens": 6, **NO_EOS}
+    return {
+        "cache_implementation": "static",
+        "compile_config": config,
+        "do_sample": False,
+        "max_new_tokens": 6,
+        **NO_EOS,
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -469,20 +584,32 @@ GRAPHS = {
     "generate": lambda model: compiled(fullgraph=True),
     "generate, mode of captured graphs": lambda model: compiled(fullgraph=True, mode="reduce-overhead"),
     "model.compile()": lambda model: model.compile(backend="aot_eager", fullgraph=True),
-    "model.forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="aot_eager", fullgraph=True)),
+    "model.forward": lambda model: setattr(
+        model, "forward", torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    ),
     "decoder.compile()": lambda model: model.model.compile(backend="aot_eager", fullgraph=True),
-    "decoder.forward": lambda model: setattr(model.model, "forward", torch.compile(model.model.forward, backend="aot_eager", fullgraph=True)),
-    "every layer": lambda model: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.model.layers][0],
-    "layers and generate": lambda model: [layer.compile(backend="aot_eager") for layer in model.model.layers] and compiled(fullgraph=True),
+    "decoder.forward": lambda model: setattr(
+        model.model, "forward", torch.compile(model.model.forward, backend="aot_eager", fullgraph=True)
+    ),
+    "every layer": lambda model: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.model.layers][
+        0
+    ],
+    "layers and generate": lambda model: (
+        [layer.compile(backend="aot_eager") for layer in model.model.layers] and compiled(fullgraph=True)
+    ),
     "inductor": lambda model: compiled(fullgraph=True, backend="inductor"),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("which, attached", [*((which, "before") for which in GRAPHS), ("generate", "after"), ("model.forward", "after")])
+@pytest.mark.parametrize(
+    "which, attached", [*((which, "before") for which in GRAPHS), ("generate", "after"), ("model.forward", "after")]
+)
 @torch._dynamo.config.patch(recompile_limit=64)  # of layers compiled one by one, the bare host makes twelve graphs here
 def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached):
-    """With `fullgraph`, leaving a graph would be an error. Two sites; after that a longer prompt with one, so that shapes change."""
+    """With `fullgraph`, leaving a graph would be an error. Two sites; after that a longer prompt with one, so that
+    shapes change.
+    """
     torch._dynamo.reset()
     model = make_model()
     options = {**(GRAPHS[which](model) or {}), "max_new_tokens": 3, "do_sample": False, **NO_EOS}
@@ -512,7 +639,12 @@ BEAMS = {
 @pytest.mark.parametrize("name", BEAMS)
 def test_beams_are_resolved_at_the_end(manager, model, name, eos):
     torch.manual_seed(9)
-    options = {"do_sample": False, **BEAMS[name], "eos_token_id": None if eos is None else list(eos), "pad_token_id": PAD}
+    options = {
+        "do_sample": False,
+        **BEAMS[name],
+        "eos_token_id": None if eos is None else list(eos),
+        "pad_token_id": PAD,
+    }
     with manager.attach(model) as run:
         out = model.generate(BATCH, attention_mask=BATCH_MASK, max_new_tokens=7, num_beams=4, **options)
     sequences = getattr(out, "sequences", out)
@@ -554,7 +686,14 @@ def test_rules_follow_a_beam_through_its_rows(pack, model):
         run.on("c9", above=0.9999999, action=lambda event: None)
         out = model.generate(PROMPT, **options)
     result = run.result(out)
-    values = np.array([dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0) for i in range(len(result))])
+    values = np.array(
+        [
+            dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(
+                probe, 0
+            )
+            for i in range(len(result))
+        ]
+    )
     above = float(np.median(values[result.phase == 1]))
     with manager.attach(model) as run:
         run.on("c9", above=above, for_tokens=2, action=events.append)
@@ -578,7 +717,9 @@ def test_threads_generating_on_one_model_at_once(manager, model):
         check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(4, 7)])
 
 
-@pytest.mark.parametrize("ids, mask", [(torch.zeros(1, 0, dtype=torch.long), None), (BATCH, torch.tensor([[1] * 5, [0] * 5, [1] * 5]))])
+@pytest.mark.parametrize(
+    "ids, mask", [(torch.zeros(1, 0, dtype=torch.long), None), (BATCH, torch.tensor([[1] * 5, [0] * 5, [1] * 5]))]
+)
 def test_zero_length_prompt_is_named(pack, model, ids, mask):
     before = n_hooks(model)
     with DynamicProbeManager(pack).attach(model), pytest.raises(ConfigError, match="zero length"):
@@ -652,7 +793,9 @@ def plain(run, ids, model, manager, **which):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["wrapper", "function around it", "model.compile()", "model.forward"])
 def test_what_was_compiled_and_run_before_is_seen_by_plain_forwards_too(pack, how):
-    """torch does not look at hooks before it runs a graph again, unless it is told to: such a forward left no trace at all."""
+    """torch does not look at hooks before it runs a graph again, unless it is told to: such a forward left no trace at
+    all.
+    """
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)
     call = model
@@ -703,7 +846,11 @@ def test_a_layer_that_runs_twice_or_drops_tokens_in_a_compiled_call_is_an_error(
         model(PROMPT, use_cache=False)
     assert len(run.recordings) == 2
     model.forward = torch.compile(model.forward, backend="eager")
-    with torch.no_grad(), manager.attach(model) as run, pytest.raises(AlignmentError, match="was run 2 times in one compiled call"):
+    with (
+        torch.no_grad(),
+        manager.attach(model) as run,
+        pytest.raises(AlignmentError, match="was run 2 times in one compiled call"),
+    ):
         model(PROMPT, use_cache=False)
     assert not any(recording.n_entries for recording in run.recordings)
 
@@ -717,7 +864,11 @@ def test_a_layer_that_runs_twice_or_drops_tokens_in_a_compiled_call_is_an_error(
     host.model.layers[2] = torch.nn.Identity()
     host.model.layers[2].forward = lambda hidden, *args, **kwargs: torch.nn.functional.pad(hidden, (0, 0, 1, 0))
     host.forward = torch.compile(host.forward, backend="eager")
-    with torch.no_grad(), manager.attach(host), pytest.raises(NotSupportedHost, match=r"gives \(1, 4, 16\) for a forward of 1 rows and 5 tokens"):
+    with (
+        torch.no_grad(),
+        manager.attach(host),
+        pytest.raises(NotSupportedHost, match=r"gives \(1, 4, 16\) for a forward of 1 rows and 5 tokens"),
+    ):
         host(PROMPT, use_cache=False)
     torch._dynamo.reset()
 

@@ -1,4 +1,6 @@
-"""Continuous batching: every token of every request has its own score, whatever was packed with it, shared, preempted or forked."""
+"""Continuous batching: every token of every request has its own score, whatever was packed with it, shared, preempted
+or forked.
+"""
 
 import queue
 
@@ -13,7 +15,10 @@ from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSu
 from probemon.tracking.recording import SHARED
 
 if OLDEST:
-    pytest.skip("continuous batching of transformers 5.0 is refused by name (tests/support/arrangements.py)", allow_module_level=True)
+    pytest.skip(
+        "continuous batching of transformers 5.0 is refused by name (tests/support/arrangements.py)",
+        allow_module_level=True,
+    )
 from transformers import ContinuousBatchingConfig
 
 LONG = [1, *range(3, 43)]
@@ -25,15 +30,20 @@ NEW = 9
 def host(tmp_path_factory):
     # fp64: rows of a packed forward are added up in another order than those of a plain one.
     model = make_model().double()
-    return model, DynamicProbeManager(make_pack(tmp_path_factory.mktemp("packs") / "p", model, sites=("resid_post.0", "resid_post.2")), keep_top_k=6)
+    return model, DynamicProbeManager(
+        make_pack(tmp_path_factory.mktemp("packs") / "p", model, sites=("resid_post.0", "resid_post.2")), keep_top_k=6
+    )
 
 
 def configs(sample=False, n=1, **changes):
     batching = {"max_batch_tokens": 16, "page_size": 4, "num_blocks": 64, "allow_block_sharing": False, **changes}
     return {
-        "generation_config": GenerationConfig(do_sample=sample, max_new_tokens=NEW, pad_token_id=PAD, eos_token_id=60, num_return_sequences=n),
-        "continuous_batching_config": ContinuousBatchingConfig(**batching), "progress_bar": False,
-    }  # fmt: skip
+        "generation_config": GenerationConfig(
+            do_sample=sample, max_new_tokens=NEW, pad_token_id=PAD, eos_token_id=60, num_return_sequences=n
+        ),
+        "continuous_batching_config": ContinuousBatchingConfig(**batching),
+        "progress_bar": False,
+    }
 
 
 def verify(model, manager, result, outputs):
@@ -42,7 +52,11 @@ def verify(model, manager, result, outputs):
         check(manager, model, result, row, ids, 0, [(len(output.prompt_ids), len(output.generated_tokens) - 1)])
 
 
-@pytest.mark.parametrize("options", [{}, {"sample": True}, {"num_blocks": 16}, {"num_blocks": 14, "sample": True}, {"scheduler_type": "prefill_first"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sample": True}, {"num_blocks": 16}, {"num_blocks": 14, "sample": True}, {"scheduler_type": "prefill_first"}],
+    ids=str,
+)
 def test_every_request_is_exact(host, options):
     model, manager = host
     torch.manual_seed(3)
@@ -69,12 +83,20 @@ def test_tokens_whose_keys_were_shared_are_unseen_with_their_reason(host):
     model, manager = host
     with manager.attach(model) as run:
         # One request a batch: the second finds the first's blocks.
-        outputs = model.generate_batch([LONG, [*LONG[:30], 50, 51]], **configs(allow_block_sharing=True, num_blocks=32, max_batch_tokens=48))
+        outputs = model.generate_batch(
+            [LONG, [*LONG[:30], 50, 51]], **configs(allow_block_sharing=True, num_blocks=32, max_batch_tokens=48)
+        )
     result = run.result(outputs)
-    hidden = [(int(result.row[i]), int(result.position[i])) for i, reason in enumerate(result.coverage.unseen) if reason == SHARED]
+    hidden = [
+        (int(result.row[i]), int(result.position[i]))
+        for i, reason in enumerate(result.coverage.unseen)
+        if reason == SHARED
+    ]
     first = dict([next(iter(outputs.items()))])
     verify(model, manager, run.result(first), first)
-    if hidden:  # whether a block is complete in time is the scheduler's affair; what it hides must be a prefix, and said
+    if (
+        hidden
+    ):  # whether a block is complete in time is the scheduler's affair; what it hides must be a prefix, and said
         assert hidden == [(1, i) for i in range(len(hidden))]
     last = [i for i in range(len(result)) if result.coverage.unseen[i] and result.coverage.unseen[i] != SHARED]
     assert len(last) == 2
@@ -85,7 +107,9 @@ def test_shared_prefix_of_an_earlier_batch_is_unseen(host):
     second = [*LONG[:30], 50, 51]
     with manager.attach(model) as run:
         options = configs(allow_block_sharing=True, max_batch_tokens=48)
-        with model.continuous_batching_context_manager(options["generation_config"], continuous_batching_config=options["continuous_batching_config"]) as serving:
+        with model.continuous_batching_context_manager(
+            options["generation_config"], continuous_batching_config=options["continuous_batching_config"]
+        ) as serving:
             outputs = {}
             for name, prompt in (("first", LONG), ("second", second)):
                 serving.add_request(prompt, request_id=name)
@@ -94,7 +118,11 @@ def test_shared_prefix_of_an_earlier_batch_is_unseen(host):
                     if found is not None and found.is_finished():
                         outputs[found.request_id] = found
     result = run.result(outputs)
-    hidden = [(int(result.row[i]), int(result.position[i])) for i, reason in enumerate(result.coverage.unseen) if reason == SHARED]
+    hidden = [
+        (int(result.row[i]), int(result.position[i]))
+        for i, reason in enumerate(result.coverage.unseen)
+        if reason == SHARED
+    ]
     assert len(hidden) >= 4 and hidden == [(1, i) for i in range(len(hidden))]
     ids = [*second, *outputs["second"].generated_tokens]
     assert result.token_id[result.row == 1].tolist() == ids
@@ -120,7 +148,16 @@ def test_stop_ends_one_request_with_one_more_token(host):
         free = model.generate_batch(PROMPTS, **configs())
     result, probe = run.result(free), manager.pack.find("c3")
     generated = result.phase == 1
-    values = [dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(probe, 0.0) if generated[i] else -1.0 for i in range(len(result))]
+    values = [
+        (
+            dict(zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)).get(
+                probe, 0.0
+            )
+            if generated[i]
+            else -1.0
+        )
+        for i in range(len(result))
+    ]
     top = max(range(len(values)), key=lambda i: values[i])
     above = max(v for i, v in enumerate(values) if result.row[i] != result.row[top])
     met = [i for i in range(len(result)) if values[i] > above]
@@ -205,7 +242,9 @@ def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
 
     attention = model.config._attn_implementation
     options = configs()
-    options["continuous_batching_config"] = ContinuousBatchingConfig(varlen_compile_config=CompileConfig(), decode_compile_config=CompileConfig())
+    options["continuous_batching_config"] = ContinuousBatchingConfig(
+        varlen_compile_config=CompileConfig(), decode_compile_config=CompileConfig()
+    )
     with manager.attach(model), pytest.raises(NotSupportedDecoding, match="hooks do not run in a replay"):
         model.generate_batch(PROMPTS[:1], **options)
     assert model.config._attn_implementation == attention
@@ -214,7 +253,9 @@ def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
 def test_manager_opened_before_attaching_is_refused(host):
     model, manager = host
     options = configs()
-    serving = model.init_continuous_batching(options["generation_config"], continuous_batching_config=options["continuous_batching_config"])
+    serving = model.init_continuous_batching(
+        options["generation_config"], continuous_batching_config=options["continuous_batching_config"]
+    )
     with pytest.raises(CallbackFailed, match="opened before probemon was attached"), manager.attach(model):
         serving.start()
         serving.add_request(PROMPTS[0], request_id="early")
@@ -231,7 +272,10 @@ def test_manager_opened_before_attaching_is_refused(host):
 def test_manager_that_its_user_feeds_keeps_nothing_of_what_is_done(host):
     model, manager = host
     options, outputs = configs(), {}
-    opened = {"generation_config": options["generation_config"], "continuous_batching_config": options["continuous_batching_config"]}
+    opened = {
+        "generation_config": options["generation_config"],
+        "continuous_batching_config": options["continuous_batching_config"],
+    }
     with manager.attach(model, keep_tokens=40) as run, model.continuous_batching_context_manager(**opened) as serving:
         for k in range(12):
             serving.add_request(PROMPTS[k % 5], request_id=f"r{k}")
@@ -260,11 +304,16 @@ assert EOS != 60
 
 
 def test_generate_beside_a_running_batch(host):
-    """It is another generation; but an eager host has another attention meanwhile, and what generate() then computes is not the model's."""
+    """It is another generation; but an eager host has another attention meanwhile, and what generate() then computes is
+    not the model's.
+    """
     model, manager = host
     options = configs()
     short = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD, "eos_token_id": 60}
-    opened = {"generation_config": options["generation_config"], "continuous_batching_config": options["continuous_batching_config"]}
+    opened = {
+        "generation_config": options["generation_config"],
+        "continuous_batching_config": options["continuous_batching_config"],
+    }
     with manager.attach(model) as run, model.continuous_batching_context_manager(**opened):
         out = model.generate(torch.tensor([PROMPTS[0]]), **short)
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 2)])

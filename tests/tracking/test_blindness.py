@@ -1,4 +1,6 @@
-"""Forwards past our hooks, by choice only told: the tokens they ran are unseen, with their reason, and every other one is exact."""
+"""Forwards past our hooks, by choice only told: the tokens they ran are unseen, with their reason, and every other one
+is exact.
+"""
 
 import threading
 
@@ -25,8 +27,6 @@ def manager(pack):
     return DynamicProbeManager(pack)
 
 
-
-
 def prompt_scores(manager, model, out):
     """Scores of every token of `out` as a prompt: what is seen of a prompt is scored each by itself."""
     with manager.attach(model) as run, torch.no_grad():
@@ -45,7 +45,9 @@ def same_prompt(mine, oracle, columns):
 
 
 @pytest.mark.skipif(OLDEST, reason="no chunks there")
-@pytest.mark.parametrize("lost, columns", [([0], [0, 1]), ([1], [2, 3]), ([2], [4]), ([0, 1, 2], [0, 1, 2, 3, 4])], ids=str)
+@pytest.mark.parametrize(
+    "lost, columns", [([0], [0, 1]), ([1], [2, 3]), ([2], [4]), ([0, 1, 2], [0, 1, 2, 3, 4])], ids=str
+)
 def test_chunk_of_a_prompt(manager, model, lost, columns):
     memory, gaps = MemorySink(), []
     with manager.attach(model, on_gap=gaps.append) as run, Blinded(model, lost):
@@ -142,7 +144,9 @@ class Removed(Blinded):
 LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_id": 61}
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}, LOOKUP], ids=["greedy", "no cache", "beams", "drafts"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, {"num_beams": 3}, LOOKUP], ids=["greedy", "no cache", "beams", "drafts"]
+)
 @pytest.mark.parametrize("lost", [[0], [2, 3], range(99)], ids=["prompt", "two steps", "all"])
 def test_every_forward_hook_removed(manager, model, options, lost):
     with manager.attach(model), Removed(model, lost), pytest.raises(AlignmentError, match="without reaching"):
@@ -151,18 +155,29 @@ def test_every_forward_hook_removed(manager, model, options, lost):
     with manager.attach(model, on_gap=gaps.append) as run, Removed(model, lost):
         out = model.generate(PROMPT, **{**GREEDY, **options})
     result = run.result(out)
-    assert len(gaps) >= min(len(lost), 2) and set(unseen(result).values()) == {LAST, "the host did not run through resid_post.1"}
+    assert len(gaps) >= min(len(lost), 2) and set(unseen(result).values()) == {
+        LAST,
+        "the host did not run through resid_post.1",
+    }
     with manager.attach(model) as run:
         same = model.generate(PROMPT, **{**GREEDY, **options})
     whole = run.result(same)
     assert torch.equal(same, out)
     for i in np.flatnonzero(result.coverage.seen):  # what is seen is right; what is retained may differ after a gap
-        mine, full = (dict(zip(r.scores.active(i).tolist(), r.scores.active_scores(i).tolist(), strict=True)) for r in (result, whole))
+        mine, full = (
+            dict(zip(r.scores.active(i).tolist(), r.scores.active_scores(i).tolist(), strict=True))
+            for r in (result, whole)
+        )
         assert mine.keys() & full.keys() and all(abs(mine[p] - full[p]) < 1e-5 for p in mine.keys() & full.keys())
 
 
 def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
-    with manager.attach(model), torch.no_grad(), Removed(model, [0]), pytest.raises(AlignmentError, match="without reaching"):
+    with (
+        manager.attach(model),
+        torch.no_grad(),
+        Removed(model, [0]),
+        pytest.raises(AlignmentError, match="without reaching"),
+    ):
         model(PROMPT)
     with manager.attach(model, on_gap=lambda gap: None) as run, torch.no_grad():
         with Removed(model, [0]):
@@ -173,7 +188,11 @@ def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
 
 
 def test_beams_cannot_be_followed_past_a_gap(manager, model):
-    with manager.attach(model, on_gap=lambda gap: None), Blinded(model, [2]), pytest.raises(AlignmentError, match="past our hooks"):
+    with (
+        manager.attach(model, on_gap=lambda gap: None),
+        Blinded(model, [2]),
+        pytest.raises(AlignmentError, match="past our hooks"),
+    ):
         model.generate(PROMPT, **GREEDY, num_beams=2)
 
 
@@ -185,7 +204,9 @@ class TestRequests:
 
         return {
             "generation_config": GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=PAD, eos_token_id=60),
-            "continuous_batching_config": ContinuousBatchingConfig(max_batch_tokens=4, page_size=4, num_blocks=64, allow_block_sharing=False),
+            "continuous_batching_config": ContinuousBatchingConfig(
+                max_batch_tokens=4, page_size=4, num_blocks=64, allow_block_sharing=False
+            ),
         }
 
     @pytest.mark.parametrize("lost", [[0], [1], [2, 3], [4]], ids=str)
@@ -207,7 +228,12 @@ class TestRequests:
 
     def test_manager_that_its_user_feeds_tells_at_the_end(self, manager, model, batching):
         told = pytest.raises(CallbackFailed, match="request r0 is at column 10, the taps saw 0")
-        with told, manager.attach(model), Blinded(model, range(99)), model.continuous_batching_context_manager(**batching) as serving:
+        with (
+            told,
+            manager.attach(model),
+            Blinded(model, range(99)),
+            model.continuous_batching_context_manager(**batching) as serving,
+        ):
             serving.add_request(PROMPT[0].tolist(), request_id="r0")
             while not ((found := serving.get_result(timeout=1)) and found.is_finished()):
                 pass
@@ -216,7 +242,9 @@ class TestRequests:
     def test_stop_ends_what_runs_and_what_waits_and_nothing_after(self, manager, model, batching):
         with manager.attach(model) as run:
             run.listen(lambda placed, scores: run.stop() if placed.phase == 1 and placed.columns[0] == 6 else None)
-            outputs = model.generate_batch([[1, 5, 9, 13, 7], [1, 44, 3], [8, 2], [7, 7, 7]], **batching, progress_bar=False)
+            outputs = model.generate_batch(
+                [[1, 5, 9, 13, 7], [1, 44, 3], [8, 2], [7, 7, 7]], **batching, progress_bar=False
+            )
             after = model.generate_batch([[1, 5]], **batching, progress_bar=False)
             run.stop()
             at_once = model.generate_batch([[1, 5], [3]], **batching, progress_bar=False)

@@ -1,4 +1,6 @@
-"""Decode loops of one's own: followed exactly inside `run.generating`, and an error wherever they would only look calm."""
+"""Decode loops of one's own: followed exactly inside `run.generating`, and an error wherever they would only
+look calm.
+"""
 
 import copy
 import threading
@@ -33,7 +35,12 @@ def decode(run, model, ids, n, *, mask=None, cached=True, chunk=None, eos=None, 
         cache = (DynamicCache() if cache is None else cache) if cached else None
         for at in range(begun, ids.shape[1], chunk or ids.shape[1]) if cached else [0]:
             end = min(at + (chunk or ids.shape[1]), ids.shape[1]) if cached else ids.shape[1]
-            out = model(ids[:, at:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache, use_cache=cached)
+            out = model(
+                ids[:, at:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                past_key_values=cache,
+                use_cache=cached,
+            )
         ended = torch.zeros(len(ids), dtype=torch.bool)
         for _ in range(n):
             token = torch.where(ended, PAD, out.logits[:, -1].argmax(-1))
@@ -46,7 +53,9 @@ def decode(run, model, ids, n, *, mask=None, cached=True, chunk=None, eos=None, 
     return ids
 
 
-@pytest.mark.parametrize("how", [{}, {"cached": False}, {"chunk": 2}, {"mask": torch.ones(1, 5, dtype=torch.int64)}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"cached": False}, {"chunk": 2}, {"mask": torch.ones(1, 5, dtype=torch.int64)}], ids=str
+)
 def test_a_loop_has_the_scores_of_generate_token_by_token(manager, model, how):
     with manager.attach(model) as run:
         ids = decode(run, model, PROMPT, 7, **how)
@@ -78,7 +87,9 @@ def test_rules_stops_and_sinks_work_in_a_loop(manager, model):
     events, memory = [], MemorySink()
     with manager.attach(model) as run:
         ids = decode(run, model, PROMPT, 8)
-    third = run.result(ids).scores  # the third token that is generated has the loudest concept that the rules below are on
+    third = run.result(
+        ids
+    ).scores  # the third token that is generated has the loudest concept that the rules below are on
     top = int(third.active(7)[np.argmax(third.active_scores(7))])
     level = float(np.max(third.active_scores(7))) - 1e-4
     with manager.attach(model) as run:
@@ -139,7 +150,16 @@ def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path)
         longer = torch.cat([first, torch.tensor([[33, 34]])], dim=1)
         second = decode(run, model, longer, 3, cache=cache)
     check(manager, model, run.result(second), 0, second[0].tolist(), 0, [(5, 3), (2, 3)])
-    config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=3, state_size=4, intermediate_size=32, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    config = MambaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=3,
+        state_size=4,
+        intermediate_size=32,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=1,
+    )
     host = MambaForCausalLM(config).eval()
     recurrent = DynamicProbeManager(make_pack(tmp_path / "mamba", host))
     with torch.no_grad(), recurrent.attach(host) as run, run.generating(from_column=5) as loop:
@@ -182,7 +202,10 @@ def test_misuse_of_a_loop_is_named(manager, model):
                 loop.sampled(torch.cat([more, more[:, :1]], 1))
         with pytest.raises(ConfigError, match="in the thread that opened it"):
             loop.sampled(more)
-        with run.generating(5) as loop, pytest.raises(AlignmentError, match="not the sequence's tokens at their own places"):
+        with (
+            run.generating(5) as loop,
+            pytest.raises(AlignmentError, match="not the sequence's tokens at their own places"),
+        ):
             cache = DynamicCache()
             model(PROMPT, past_key_values=cache)
             loop.sampled(more)
@@ -225,7 +248,10 @@ def other_head(model):
 @pytest.mark.parametrize("attached", ["base", "another head"])
 def test_generate_of_a_model_that_is_not_attached_is_refused(manager, attached, batch, ruled):
     host = make_model()
-    with manager.attach(host.model if attached == "base" else other_head(host)) as run, pytest.raises(NotSupportedDecoding, match="attached to Llama"):
+    with (
+        manager.attach(host.model if attached == "base" else other_head(host)) as run,
+        pytest.raises(NotSupportedDecoding, match="attached to Llama"),
+    ):
         if ruled:
             run.on("c0", above=0.0, action="stop")
         host.generate(PROMPT.repeat(batch, 1), max_new_tokens=8, **GREEDY)
@@ -245,7 +271,9 @@ def test_classifiers_share_a_decoder_as_documents(manager, model):
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("waits", ["rule", "sink"])
 @pytest.mark.parametrize("host", ["whole", "base"])
-def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_tokens(manager, model, host, waits, cached):
+def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_tokens(
+    manager, model, host, waits, cached
+):
     runs = model if host == "whole" else model.model
     with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(runs) as run:
         run.on("c0", above=0.0) if waits == "rule" else run.add_sink(MemorySink())
@@ -260,7 +288,10 @@ def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
         raise AssertionError(event)
 
     with torch.no_grad():
-        with pytest.raises(ConfigError, match=r"1 rules were set and could not fire in 2 documents"), manager.attach(model) as run:
+        with (
+            pytest.raises(ConfigError, match=r"1 rules were set and could not fire in 2 documents"),
+            manager.attach(model) as run,
+        ):
             run.on("c0", above=0.0, action=silent)
             model(PROMPT)
             model(PROMPT + 1)
@@ -287,7 +318,9 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
     def loop(n=3):
         ids, state = PROMPT, {"past_key_values": DynamicCache()} if cached else {}
         for _ in range(n):
-            inputs = model.prepare_inputs_for_generation(ids[:, -1:] if cached and ids.shape[1] > 5 else ids, attention_mask=torch.ones_like(ids), **state)
+            inputs = model.prepare_inputs_for_generation(
+                ids[:, -1:] if cached and ids.shape[1] > 5 else ids, attention_mask=torch.ones_like(ids), **state
+            )
             ids = torch.cat([ids, model(**{**inputs, "use_cache": cached}).logits[:, -1:].argmax(-1)], dim=1)
 
     with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
@@ -320,7 +353,11 @@ def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
 @pytest.mark.parametrize("how", ["by hand", "looked up between"])
 def test_a_run_that_does_not_follow_what_another_follows_is_told(pack, model, how):
     first, second = DynamicProbeManager(pack).attach(model), DynamicProbeManager(pack).attach(model)
-    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match="another run follows this generation"), first as one:
+    with (
+        torch.no_grad(),
+        pytest.raises(NotSupportedDecoding, match="another run follows this generation"),
+        first as one,
+    ):
         generate = model.generate
         with second as two:
             two.on("c0", above=0.0, action="raise")
@@ -348,7 +385,11 @@ def test_a_generate_on_the_class_is_refused_in_any_thread_where_something_waits_
 
 
 def test_a_loop_that_says_nothing_of_what_it_sampled_is_told(manager, model):
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"before from_column=100, and loop\.sampled was never called"), manager.attach(model) as run:
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=r"before from_column=100, and loop\.sampled was never called"),
+        manager.attach(model) as run,
+    ):
         run.on("c0", above=0.0)
         with run.generating(from_column=np.int64(100)):
             cache = DynamicCache()
@@ -358,7 +399,12 @@ def test_a_loop_that_says_nothing_of_what_it_sampled_is_told(manager, model):
 
 def test_a_held_streamer_wants_the_prompt_first(manager, model):
     shown = Shown()
-    with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5) as loop, pytest.raises(ConfigError, match="the prompt first, 5 ids"):
+    with (
+        torch.no_grad(),
+        manager.attach(model) as run,
+        run.generating(from_column=5) as loop,
+        pytest.raises(ConfigError, match="the prompt first, 5 ids"),
+    ):
         held = run.hold(shown)
         token = model(PROMPT).logits[:, -1:].argmax(-1)
         loop.sampled(torch.cat([PROMPT, token], dim=1))
@@ -398,7 +444,11 @@ def test_what_ran_on_another_head_before_we_came_goes_on_unwatched(manager):
     def work():
         from transformers import StoppingCriteriaList
 
-        found.append(host.generate(PROMPT, max_new_tokens=4, eos_token_id=None, stopping_criteria=StoppingCriteriaList([wait]), **GREEDY))
+        found.append(
+            host.generate(
+                PROMPT, max_new_tokens=4, eos_token_id=None, stopping_criteria=StoppingCriteriaList([wait]), **GREEDY
+            )
+        )
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -1,6 +1,7 @@
-"""Every architecture in every mode: exact by the oracle, or refused with a reason. Writes and checks docs/compatibility.md.
+"""Every architecture in every mode: exact by the oracle, or refused with a reason. Writes and checks
+docs/compatibility.md.
 
-    PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py        # writes the table anew
+PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py        # writes the table anew
 """
 
 import json
@@ -21,17 +22,22 @@ from probemon.core.files import write_text_atomically
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD, "initializer_range": 0.5,
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD,
+    "initializer_range": 0.5,
 }  # fmt: skip
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
 ARCHITECTURES = {
     "llama": {}, "qwen3": {}, "mistral": {"sliding_window": 4}, "gemma3_text": {"query_pre_attn_scalar": 8, **MIXED},
     "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 128}, "gpt_neox": {}, "phi3": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2, **MIXED},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2, **MIXED},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16}, "bloom": {"n_layer": 3, "n_head": 2}, "mamba": {"state_size": 4},
-    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": PAD, "initializer_factor": 0.5},
-    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2,
+    "decoder_start_token_id": PAD, "initializer_factor": 0.5},
+    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
              "decoder_ffn_dim": 24, "decoder_start_token_id": 2, "forced_eos_token_id": None, "init_std": 0.5},
 }  # fmt: skip
 PROMPT = torch.tensor([[1, 44, 3, 17, 8]])
@@ -75,15 +81,24 @@ def host(request, tmp_path_factory):
 
 
 def generate(name, model, run_in, mode):
-    """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns, encoder's ids), ...])` where the oracle should look."""
+    """Runs one mode inside `run_in`; `(run, out, [(row, first column, turns, encoder's ids), ...])` where the oracle
+    should look.
+    """
     options = dict(MODES[mode])
     batch, eos, turns, draft = (options.pop(key, False) for key in ("batch", "eos", "turns", "draft"))
     common = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": options.pop("eos_token_id", None)}
     if draft:
         options["assistant_model"] = make(name, seed=0)
-        options["assistant_model"].get_output_embeddings().weight.data.mul_(1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0)))
-    # An encoder counts its positions from the left, padding included, so an encoder-decoder's batch is padded on the right.
-    rows = torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in BATCH]) if model.config.is_encoder_decoder else BATCH
+        options["assistant_model"].get_output_embeddings().weight.data.mul_(
+            1 + 0.3 * torch.randn(61, 1, generator=torch.Generator().manual_seed(0))
+        )
+    # An encoder counts its positions from the left, padding included, so an encoder-decoder's batch is padded on the
+    # right.
+    rows = (
+        torch.tensor([[*row[row != PAD], *row[row == PAD]] for row in BATCH])
+        if model.config.is_encoder_decoder
+        else BATCH
+    )
     inputs = {"input_ids": rows, "attention_mask": (rows != PAD).long()} if batch else {"input_ids": PROMPT}
     if eos:
         bare = model.generate(**inputs, **common, **GREEDY)
@@ -119,7 +134,9 @@ def test_exact_or_refused_with_a_reason(host, mode):
     except NotSupportedDecoding as refusal:
         entry = f"refused: {str(refusal).split(' is not supported')[0]}"
     except HOST_ERRORS as error:
-        model.config.num_hidden_layers = SIZES["num_hidden_layers"]  # transformers leaves it changed where an early exit fails
+        model.config.num_hidden_layers = SIZES[
+            "num_hidden_layers"
+        ]  # transformers leaves it changed where an early exit fails
         entry = f"refused by transformers: {str(error).splitlines()[0][:90]}"
         with pytest.raises(type(error)):  # without us too
             generate(name, model, Bare(), mode)
@@ -181,7 +198,11 @@ def test_table_in_the_documents_is_what_was_found():
     path = Path(__file__).parents[2] / "docs/compatibility.md"
     if OLDEST:
         pytest.skip("the table is of the transformers that is pinned")
-    if set(TABLE) != set(ARCHITECTURES) or any(set(row) != set(MODES) for row in TABLE.values()) or set(FOUND) != set(ARRANGEMENTS):
+    if (
+        set(TABLE) != set(ARCHITECTURES)
+        or any(set(row) != set(MODES) for row in TABLE.values())
+        or set(FOUND) != set(ARRANGEMENTS)
+    ):
         pytest.skip("only a part of the table was run")
     notes: list[str] = []
     lines = []
@@ -195,26 +216,73 @@ def test_table_in_the_documents_is_what_was_found():
                     notes.append(row[mode])
                 cells.append(f"refused ({notes.index(row[mode]) + 1})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    text = "\n".join([
-        "# Compatibility", "",
-        "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py`, checked by every test run. *Exact*: every score of every token of",
-        "every row equals that of one plain forward over the final sequence alone, to within 1e-5 in fp32, none missing but the last generated token,",
-        "none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run by transformers "
-        f"{transformers.__version__}.", "",
-        "| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|", *lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), "",
-        "t5 and bart are encoder-decoders: their decoders' tokens are what is watched. The layers of bloom and t5 return tuples.", "",
-        "Other ways of running a host, on llama unless said otherwise (`tests/support/arrangements.py`):", "",
-        "| | |", "|---|---|", *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS), "",
-        "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is refused. By transformers itself: a prompt in chunks, early exit,",
-        "a draft model or prompt lookup on a host with sliding windows. By probemon: continuous batching, whose requests that version keeps elsewhere, and beams",
-        "on a recurrent state, which that version does not reorder.", "",
-        "## Every architecture of transformers", "",
-        "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny",
-        "and random, of each architecture's own code. *Exact*: every score of every token is that of one plain forward over the row's tokens alone. *As run*: the host does not agree",
-        "with such a forward by itself, even without a cache (it looks at tokens that come after, say), and every score is that of a state which it had. *Refused*: by a typed error; where",
-        "that says that the host's own answer is wrong, its own logits are away from those of one forward. *The host fails*: it raises without probemon, too.", "",
-        *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())), "",
-    ])  # fmt: skip
+    text = "\n".join(
+        [
+            "# Compatibility",
+            "",
+            (
+                "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py`, checked by"
+                " every test run. *Exact*: every score of every token of"
+            ),
+            (
+                "every row equals that of one plain forward over the final sequence alone, to within 1e-5 in fp32, none"
+                " missing but the last generated token,"
+            ),
+            (
+                "none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run"
+                f" by transformers {transformers.__version__}."
+            ),
+            "",
+            "| | " + " | ".join(MODES) + " |",
+            "|---" * (len(MODES) + 1) + "|",
+            *lines,
+            "",
+            *(f"{i}. {note}" for i, note in enumerate(notes, 1)),
+            "",
+            (
+                "t5 and bart are encoder-decoders: their decoders' tokens are what is watched. The layers of bloom and"
+                " t5 return tuples."
+            ),
+            "",
+            "Other ways of running a host, on llama unless said otherwise (`tests/support/arrangements.py`):",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS),
+            "",
+            (
+                "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is"
+                " refused. By transformers itself: a prompt in chunks, early exit,"
+            ),
+            (
+                "a draft model or prompt lookup on a host with sliding windows. By probemon: continuous batching, whose"
+                " requests that version keeps elsewhere, and beams"
+            ),
+            "on a recurrent state, which that version does not reorder.",
+            "",
+            "## Every architecture of transformers",
+            "",
+            (
+                "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample"
+                " of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny"
+            ),
+            (
+                "and random, of each architecture's own code. *Exact*: every score of every token is that of one plain"
+                " forward over the row's tokens alone. *As run*: the host does not agree"
+            ),
+            (
+                "with such a forward by itself, even without a cache (it looks at tokens that come after, say), and"
+                " every score is that of a state which it had. *Refused*: by a typed error; where"
+            ),
+            (
+                "that says that the host's own answer is wrong, its own logits are away from those of one forward. *The"
+                " host fails*: it raises without probemon, too."
+            ),
+            "",
+            *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())),
+            "",
+        ]
+    )
     if os.environ.get("PROBEMON_WRITE_TABLE"):
         write_text_atomically(path, text)
     assert path.read_text() == text

@@ -1,4 +1,6 @@
-"""What looks calm is calm: prompts that change on their way, padding that is read, layers past the hooks, runs in which nothing was watched."""
+"""What looks calm is calm: prompts that change on their way, padding that is read, layers past the hooks, runs in which
+nothing was watched.
+"""
 
 import copy
 import threading
@@ -29,7 +31,9 @@ def ruled(run, events):
     return run
 
 
-@pytest.mark.parametrize("change", [lambda ids: ids[:, -5:], lambda ids: torch.cat([ids[:, :3], ids], dim=1)], ids=["shorter", "longer"])
+@pytest.mark.parametrize(
+    "change", [lambda ids: ids[:, -5:], lambda ids: torch.cat([ids[:, :3], ids], dim=1)], ids=["shorter", "longer"]
+)
 def test_a_generate_on_the_instance_that_changes_the_prompt_is_an_error(manager, change):
     model, events = make_model(), []
     original = model.generate
@@ -56,14 +60,19 @@ def test_a_prompt_that_ends_in_padding_is_refused(manager, masked):
     ids = IDS.repeat(2, 1)
     ids[1, 5:] = 0
     given = {"attention_mask": (ids != 0).long()} if masked else {}
-    with manager.attach(model := make_model()), pytest.raises(NotSupportedDecoding, match=r"row 1 ends in padding.*padding_side"):
+    with (
+        manager.attach(model := make_model()),
+        pytest.raises(NotSupportedDecoding, match=r"row 1 ends in padding.*padding_side"),
+    ):
         model.generate(ids, pad_token_id=0, **given, **GREEDY)
 
 
 def hosts_without_masks():
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, pad_token_id=0)
-    yield RwkvForCausalLM(RwkvConfig(attention_hidden_size=16, context_length=64, bos_token_id=1, eos_token_id=None, **sizes)).eval()
+    yield RwkvForCausalLM(
+        RwkvConfig(attention_hidden_size=16, context_length=64, bos_token_id=1, eos_token_id=None, **sizes)
+    ).eval()
     yield FNetForMaskedLM(FNetConfig(max_position_embeddings=64, **sizes)).eval()
 
 
@@ -97,7 +106,11 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
         act()
         act()
     assert caplog.text.count("outside of a forward of LlamaModel") == 1
-    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match="outside of a forward"), manager.attach(model) as run:
+    with (
+        torch.no_grad(),
+        pytest.raises(NotSupportedDecoding, match="outside of a forward"),
+        manager.attach(model) as run,
+    ):
         run.add_sink(sink)
         act()
 
@@ -139,14 +152,25 @@ def test_tokens_of_which_no_rule_was_asked_are_counted(manager):
         return output * float("nan") if next(steps) in (2, 3) else output
 
     hook = model.model.layers[1].register_forward_hook(spoil)
-    with pytest.warns(UserWarning, match=r"2 of 3 generated tokens have no scores, so 1 rules were not asked of them \(hidden state is not finite: 2\)"), manager.attach(model) as run:
+    with (
+        pytest.warns(
+            UserWarning,
+            match=(
+                r"2 of 3 generated tokens have no scores, so 1 rules were not asked of them \(hidden state is not"
+                r" finite: 2\)"
+            ),
+        ),
+        manager.attach(model) as run,
+    ):
         ruled(run, events)
         model.generate(IDS, **GREEDY)
     hook.remove()
     assert len(events) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning"
+)
 def test_an_adapter_that_changes_between_two_turns_is_told(manager):
     """What an earlier turn put into the cache, and its scores, are of the adapter that was on then."""
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -160,7 +184,9 @@ def test_an_adapter_that_changes_between_two_turns_is_told(manager):
         model.set_adapter("two")
         third = model.generate(input_ids=torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
         model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("two", 3.0)
-        fourth = model.generate(input_ids=torch.cat([third, IDS[:, :1]], dim=1), past_key_values=DynamicCache(), **GREEDY)
+        fourth = model.generate(
+            input_ids=torch.cat([third, IDS[:, :1]], dim=1), past_key_values=DynamicCache(), **GREEDY
+        )
         again = model.generate(input_ids=torch.cat([fourth, IDS[:, :1]], dim=1), **GREEDY)
         model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("two", 1.0)
     assert run.result(fourth).host != run.result(third).host and not run.result(again).host_changed
@@ -178,13 +204,18 @@ def test_a_row_that_one_run_stops_has_ended_for_all(manager, guard_last):
         result = run.result(model.generate(ids, **settings))
     at = (result.row == 0) & (result.position == 6)
     above = float(result.scores.take(at.nonzero()[0]).active_scores(0).max()) - 1e-4
-    concept = int(result.scores.take(at.nonzero()[0]).active(0)[result.scores.take(at.nonzero()[0]).active_scores(0).argmax()])
+    concept = int(
+        result.scores.take(at.nonzero()[0]).active(0)[result.scores.take(at.nonzero()[0]).active_scores(0).argmax()]
+    )
     with manager.attach(model) as first, manager.attach(model) as last:
         guard, audit = (last, first) if guard_last else (first, last)
         audit.on(0, above=0.0, for_tokens=1, action=lambda event: columns.append((event.row, event.column)))
         guard.on(concept, above=above, action="stop")
         out = model.generate(ids, **settings)
-    positions = [[one.position[(one.row == row) & (one.phase == 1)].tolist() for row in (0, 1)] for one in (guard.result(out), audit.result(out))]
+    positions = [
+        [one.position[(one.row == row) & (one.phase == 1)].tolist() for row in (0, 1)]
+        for one in (guard.result(out), audit.result(out))
+    ]
     assert positions[0] == positions[1] and len(positions[0][0]) < 8
     assert guard.result(out).coverage.totals() == audit.result(out).coverage.totals()
 
@@ -199,7 +230,10 @@ def test_a_run_that_ends_while_another_thread_generates_warns(manager):
             return torch.zeros(len(ids), dtype=torch.bool)
 
     other = threading.Thread(target=lambda: model.generate(IDS, **GREEDY, stopping_criteria=[Pausing()]))
-    with pytest.warns(UserWarning, match="1 generations of other threads were under way when this run ended"), manager.attach(model) as run:
+    with (
+        pytest.warns(UserWarning, match="1 generations of other threads were under way when this run ended"),
+        manager.attach(model) as run,
+    ):
         run.add_sink(MemorySink())
         other.start()
         assert begun.wait(60)

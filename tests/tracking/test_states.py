@@ -1,4 +1,6 @@
-"""What a tapped module gives must be what the pack reads: one state a token, of its width, once in a forward. Else nothing is scored."""
+"""What a tapped module gives must be what the pack reads: one state a token, of its width, once in a forward. Else
+nothing is scored.
+"""
 
 import copy
 
@@ -89,7 +91,9 @@ def pack_of(folder, *sites):
 
 
 def refused(manager, make_host, error, words, *, first=0):
-    """Whoever runs the host, `error` comes at its forward number `first`, of which no token is scored, recorded, told or acted on."""
+    """Whoever runs the host, `error` comes at its forward number `first`, of which no token is scored, recorded, told
+    or acted on.
+    """
     told, memory = [], MemorySink()
     for generates in (True, False):
         host = make_host()
@@ -134,7 +138,9 @@ def test_states_that_change_in_the_middle_of_a_generation_are_refused_there(bend
     refused(manager, lambda: bent(bend, first=2), NotSupportedHost, r"resid_post\.1 gives", first=2)
 
 
-@pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.1", "resid_post.2"), ("resid_post.0", "resid_post.1")], ids=str)
+@pytest.mark.parametrize(
+    "sites", [("resid_post.1",), ("resid_post.1", "resid_post.2"), ("resid_post.0", "resid_post.1")], ids=str
+)
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_layer_that_runs_twice_in_a_forward_is_refused_whatever_else_is_read(sites, first, tmp_path):
     manager = DynamicProbeManager(pack_of(tmp_path, *sites))
@@ -156,7 +162,10 @@ def test_layers_that_share_a_module_are_refused_when_attached(site, tmp_path):
     with pytest.raises(NotSupportedHost, match="share one module"):
         manager.analyze(host, make_tokenizer(), random_texts(2), tmp_path / "out")
     assert n_hooks(host) == hooks
-    with DynamicProbeManager(make_pack(tmp_path / "other", host, sites=("resid_post.0",))).attach(host) as run, torch.no_grad():
+    with (
+        DynamicProbeManager(make_pack(tmp_path / "other", host, sites=("resid_post.0",))).attach(host) as run,
+        torch.no_grad(),
+    ):
         host(PROMPT, use_cache=False)  # what runs once is read, whatever else is shared
     assert run.result(PROMPT).coverage.seen.all()
 
@@ -185,4 +194,6 @@ def test_a_host_is_right_again_after_it_was_refused(tmp_path):
     with torch.no_grad(), manager.attach(straight) as other:
         straight(PROMPT)
     mine, oracle = run.result(PROMPT), other.result(PROMPT)
-    assert mine.coverage.seen.all() and all((mine.scores.active_scores(i) == oracle.scores.active_scores(i)).all() for i in range(10))
+    assert mine.coverage.seen.all() and all(
+        (mine.scores.active_scores(i) == oracle.scores.active_scores(i)).all() for i in range(10)
+    )

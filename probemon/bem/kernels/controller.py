@@ -1,12 +1,14 @@
-"""The controller's step over one column of decoding in Triton, forward and backward: codes of B tokens, and what is carried to the next.
+"""The controller's step over one column of decoding in Triton, forward and backward: codes of B tokens, and what is
+carried to the next.
 
     made = controller_step(hidden, real, carry, weights, settings)      # hidden [B, 1, D], real [B, 1] bool
-    made.token, made.carry                                              # [B, 1, r]; n, open, code, summary, log_mass, confidence
+    made.token, made.carry  # [B, 1, r]; n, open, code, summary, log_mass, confidence
 
-The mathematics is that of `probemon.bem.controller`, whose eager code is the reference. Two launches: the projection, whose weights, nearly all there
-are, several processors read at once; then all the rest by a program a row, which sees for itself whether its row completes a chunk, so that nothing
-waits for the device. Weights and carry are fp32 (or all fp64), so is everything made of them; no matrix unit is used, so that nothing is rounded to tf32. A
-row's result, and the gradients of its hidden state and carry, are bitwise the same from run to run and whatever other rows there are.
+The mathematics is that of `probemon.bem.controller`, whose eager code is the reference. Two launches: the projection,
+whose weights, nearly all there are, several processors read at once; then all the rest by a program a row, which sees
+for itself whether its row completes a chunk, so that nothing waits for the device. Weights and carry are fp32 (or all
+fp64), so is everything made of them; no matrix unit is used, so that nothing is rounded to tf32. A row's result, and
+the gradients of its hidden state and carry, are bitwise the same from run to run and whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from probemon.errors import ConfigError
 
 MOST_WIDTH = 1024
 EPS = 1e-5  # of every LayerNorm
-ROWS, OUT = 4, 4  # of a program of the projection. Fixed: a tile that grew with the batch would change the order in which a row's sums are made
+# Of a program of the projection. Fixed: a tile that grew with the batch would change the order in which a row's sums
+# are made.
+ROWS, OUT = 4, 4
 _TILE = 8192  # values of a tile, 32 of each of 256 threads
 _WARPS = 8
 _COMMON = (
@@ -55,7 +59,9 @@ class StepSettings:
 
 
 class Step(NamedTuple):
-    """What one column gives. `z [B, 1, w]`: features; `carry`: n, open, code, summary, log_mass, confidence, after it. The rest as in `Codes`, `[B, 1, ..]`."""
+    """What one column gives. `z [B, 1, w]`: features; `carry`: n, open, code, summary, log_mass, confidence, after it.
+    The rest as in `Codes`, `[B, 1, ..]`.
+    """
 
     z: Tensor
     carry: tuple[Tensor, ...]
@@ -73,9 +79,12 @@ def step_meta(width: int, rank: int, chunk_tokens: int, settings: StepSettings, 
     """Compile-time sizes and settings of the kernels of a row."""
     w = triton.next_power_of_2(width)
     return {
-        "WIDTH": width, "RANK": rank, "SIZE": chunk_tokens, "PREFIX_CHUNKS": settings.prefix_tokens // chunk_tokens, "LIMIT": settings.token_limit,
-        "UNDER": settings.under, "OVER": settings.over, "EMA": settings.ema, "MAX_NORM": settings.max_norm, "ROOT": math.sqrt(width), "W": w,
-        "R": triton.next_power_of_2(rank), "BLOCK": min(w, _TILE // (2 * w)), "SLOTS": min(triton.next_power_of_2(chunk_tokens), _TILE // w),
+        "WIDTH": width, "RANK": rank, "SIZE": chunk_tokens, "PREFIX_CHUNKS": settings.prefix_tokens // chunk_tokens,
+        "LIMIT": settings.token_limit,
+        "UNDER": settings.under, "OVER": settings.over, "EMA": settings.ema, "MAX_NORM": settings.max_norm,
+        "ROOT": math.sqrt(width), "W": w,
+        "R": triton.next_power_of_2(rank), "BLOCK": min(w, _TILE // (2 * w)),
+        "SLOTS": min(triton.next_power_of_2(chunk_tokens), _TILE // w),
         **_numbers(dtype),
     }  # fmt: skip
 
@@ -83,15 +92,28 @@ def step_meta(width: int, rank: int, chunk_tokens: int, settings: StepSettings, 
 @functools.lru_cache(maxsize=64)
 def features_meta(width: int, hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time sizes of the kernels of the projection."""
-    return {"WIDTH": width, "OUT": OUT, "BLOCK": min(triton.next_power_of_2(hidden_size), _TILE // (ROWS * OUT)), **_numbers(dtype)}
+    return {
+        "WIDTH": width,
+        "OUT": OUT,
+        "BLOCK": min(triton.next_power_of_2(hidden_size), _TILE // (ROWS * OUT)),
+        **_numbers(dtype),
+    }
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, Any]:
-    # Fused multiply-add is asked for by name: what is the default, which decides the bits, is not the same in every Triton.
-    return {"EPS": EPS, "ACC": tl.float64 if dtype == torch.float64 else tl.float32, "num_warps": _WARPS, "enable_fp_fusion": True}
+    # Fused multiply-add is asked for by name: what is the default, which decides the bits, is not the same in every
+    # Triton.
+    return {
+        "EPS": EPS,
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+        "num_warps": _WARPS,
+        "enable_fp_fusion": True,
+    }
 
 
-def _forward(settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _forward(
+    settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
     """Features, the carry, codes, confidence, chunk index, boundary, level."""
     n, open_, code, summary, mass, sure = carry
     (b, size, width), rank, d = open_.shape, code.shape[1], hidden.shape[2]
@@ -102,15 +124,36 @@ def _forward(settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequen
         norm, shift, project, bias, *others = weights
         with torch.cuda.device_of(hidden):  # Triton launches on the current device
             meta = features_meta(width, d, open_.dtype)
-            bem_step.features[(triton.cdiv(b, ROWS), triton.cdiv(width, OUT))](hidden, real, norm, shift, project, bias, z, b, d, ROWS=ROWS, **meta)
+            bem_step.features[(triton.cdiv(b, ROWS), triton.cdiv(width, OUT))](
+                hidden, real, norm, shift, project, bias, z, b, d, ROWS=ROWS, **meta
+            )
             meta = step_meta(width, rank, size, settings, open_.dtype)
-            bem_step.step[(b,)](z, real, n, open_, code, summary, mass, sure, *others, *after, *codes, used, index, boundary, level, **meta)
+            bem_step.step[(b,)](
+                z,
+                real,
+                n,
+                open_,
+                code,
+                summary,
+                mass,
+                sure,
+                *others,
+                *after,
+                *codes,
+                used,
+                index,
+                boundary,
+                level,
+                **meta,
+            )
     return (z, *after, *codes, used, index, boundary, level)
 
 
 class _ControllerStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: StepSettings, hidden: Tensor, real: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def forward(
+        ctx: Any, settings: StepSettings, hidden: Tensor, real: Tensor, *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         carry, weights = given[:6], given[6:]
         made = _forward(settings, hidden, real, carry, weights)  # type: ignore[arg-type]
         z, n, _, _, summary, mass, sure = made[:7]
@@ -134,21 +177,31 @@ class _ControllerStep(torch.autograd.Function):
         hat, of_y, moments = (z.new_empty(b, m) for m in (d, d, 3))
         if b:
             with torch.cuda.device_of(hidden):
-                meta = {key: value for key, value in step_meta(width, rank, size, ctx.settings, z.dtype).items() if key not in ("LIMIT", "UNDER", "OVER", "ACC")}
+                meta = {
+                    key: value
+                    for key, value in step_meta(width, rank, size, ctx.settings, z.dtype).items()
+                    if key not in ("LIMIT", "UNDER", "OVER", "ACC")
+                }
                 bem_step.step_back[(b,)](
-                    z, real, *carry, *weights[4:], *made, *given, of_z, *of_carry, parts, PARTS=n_parts, AT_PREFIX=at["prefix"], AT_CHUNK=at["chunk"],
+                    z, real, *carry, *weights[4:], *made, *given, of_z, *of_carry, parts, PARTS=n_parts,
+                    AT_PREFIX=at["prefix"], AT_CHUNK=at["chunk"],
                     AT_TOKEN=at["token"], **meta,
                 )  # fmt: skip
-                bem_step.features_back[(b,)](hidden, real, norm, project, of_z, hat, of_y, moments, d, **features_meta(width, d, z.dtype))
+                bem_step.features_back[(b,)](
+                    hidden, real, norm, project, of_z, hat, of_y, moments, d, **features_meta(width, d, z.dtype)
+                )
         of_hidden = None
         if ctx.needs_input_grad[1]:  # row by row: what torch sums along a row on a GPU depends on how many there are
             scale, plain, along = moments.split(1, dim=1)
-            of_hidden = torch.where(real, (of_y * norm - plain - hat * along) * scale, 0.0).view(hidden.shape).to(hidden.dtype)
+            of_hidden = (
+                torch.where(real, (of_y * norm - plain - hat * along) * scale, 0.0).view(hidden.shape).to(hidden.dtype)
+            )
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[9:]):
             of_weights = [
                 *_of_normalised_linear(hat, of_y, norm, weights[1], of_z[:, 0]), *_of_confidence(parts, weights, width),
-                *(grad for router, n_in in ROUTERS.items() for grad in _of_router(parts[:, at[router] :], weights, router, n_in * width, width, rank)),
+                *(grad for router, n_in in ROUTERS.items() for grad in _of_router(parts[:, at[router] :], weights,
+                router, n_in * width, width, rank)),
             ]  # fmt: skip
         return None, of_hidden, None, None, *of_carry, *of_weights
 
@@ -181,21 +234,29 @@ def _of_confidence(parts: Tensor, weights: Sequence[Tensor], width: int) -> tupl
     return of_query.sum(dim=0), *_of_normalised_linear(hat, of_logit * weight, gain, bias, of_logit), of_heat.sum()
 
 
-def _of_router(parts: Tensor, weights: Sequence[Tensor | None], router: str, n_in: int, width: int, rank: int) -> tuple[Tensor | None, ...]:
+def _of_router(
+    parts: Tensor, weights: Sequence[Tensor | None], router: str, n_in: int, width: int, rank: int
+) -> tuple[Tensor | None, ...]:
     first = WEIGHTS.index(f"{router}.0.weight")
     gain, bias = weights[first : first + 2]
     if gain is None or bias is None:
         return (None,) * len(_PARTS_OF_ROUTER)
-    hat, of_y, middle, of_middle, of_raw = parts[:, : 2 * n_in + 2 * width + rank].split([n_in, n_in, width, width, rank], dim=1)
+    hat, of_y, middle, of_middle, of_raw = parts[:, : 2 * n_in + 2 * width + rank].split(
+        [n_in, n_in, width, width, rank], dim=1
+    )
     return *_of_normalised_linear(hat, of_y, gain, bias, of_middle), _sum_over_rows(of_raw, middle), of_raw.sum(dim=0)
 
 
-def controller_step(hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings) -> Step:
-    """One more token of each of B rows: hidden `[B, 1, D]` of any float dtype, real `[B, 1]` bool (padding is not read, and leaves its row's carry as it was).
+def controller_step(
+    hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings
+) -> Step:
+    """One more token of each of B rows: hidden `[B, 1, D]` of any float dtype, real `[B, 1]` bool (padding is not read,
+    and leaves its row's carry as it was).
 
-    `carry`, as in `probemon.bem.state.Carry`: n `[B]` int64, open `[B, N, w]`, code `[B, r]`, summary `[B, w]`, log_mass `[B]`, confidence `[B]`. `weights`: by their names in
-    the controller (`WEIGHTS`); those of a router that it does not have are absent. Width from 1 to 1,024, rank from 1 to 64. Differentiable once in hidden,
-    carry and weights. Raises `ConfigError` where they do not fit.
+    `carry`, as in `probemon.bem.state.Carry`: n `[B]` int64, open `[B, N, w]`, code `[B, r]`, summary `[B, w]`,
+    log_mass `[B]`, confidence `[B]`. `weights`: by their names in the controller (`WEIGHTS`); those of a router that it
+    does not have are absent. Width from 1 to 1,024, rank from 1 to 64. Differentiable once in hidden, carry and
+    weights. Raises `ConfigError` where they do not fit.
     """
     given = [weights.get(name) for name in WEIGHTS]
     _check(tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (hidden, real, *carry, *given)))
@@ -215,23 +276,48 @@ def _check(given: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...
     found = {name: one for name, one in zip(names, given, strict=True) if one is not None}
     shapes = {name: tuple(shape) for name, (shape, _, _) in found.items()}
     if [len(shapes.get(name, ())) for name in ("hidden", "open", "code")] != [3, 3, 2]:
-        raise ConfigError(f"shapes {({name: shapes.get(name) for name in ('hidden', 'open', 'code')})} do not fit: expected hidden [B, 1, D], open [B, N, w], code [B, r]")
+        raise ConfigError(
+            f"shapes { ({name: shapes.get(name) for name in ('hidden', 'open', 'code')}) } do not fit: expected hidden"
+            " [B, 1, D], open [B, N, w], code [B, r]"
+        )
     (b, _, d), (_, size, w), (_, r) = shapes["hidden"], shapes["open"], shapes["code"]
-    expected: dict[str, tuple[int, ...]] = dict(zip(names, ((b, 1, d), (b, 1), (b,), (b, size, w), (b, r), (b, w), (b,), (b,)), strict=False))
-    expected |= dict(zip(_COMMON, ((d,), (d,), (w, d), (w,), (w,), (2 * w,), (2 * w,), (1, 2 * w), (1,), ()), strict=True))
+    expected: dict[str, tuple[int, ...]] = dict(
+        zip(names, ((b, 1, d), (b, 1), (b,), (b, size, w), (b, r), (b, w), (b,), (b,)), strict=False)
+    )
+    expected |= dict(
+        zip(_COMMON, ((d,), (d,), (w, d), (w,), (w,), (2 * w,), (2 * w,), (1, 2 * w), (1,), ()), strict=True)
+    )
     for router, n in ((router, n_in * w) for router, n_in in ROUTERS.items() if f"{router}.0.weight" in found):
-        expected |= {f"{router}.{part}": shape for part, shape in zip(_PARTS_OF_ROUTER, ((n,), (n,), (w, n), (w,), (r, w), (r,)), strict=True)}
+        expected |= {
+            f"{router}.{part}": shape
+            for part, shape in zip(_PARTS_OF_ROUTER, ((n,), (n,), (w, n), (w,), (r, w), (r,)), strict=True)
+        }
     if shapes != expected:
-        wrong = {name: (shapes.get(name), expected.get(name)) for name in names if shapes.get(name) != expected.get(name)}
-        raise ConfigError(f"what is given and expected differs in (given, expected) {wrong}: give weights by their names in the controller, and one column of B rows")
+        wrong = {
+            name: (shapes.get(name), expected.get(name)) for name in names if shapes.get(name) != expected.get(name)
+        }
+        raise ConfigError(
+            f"what is given and expected differs in (given, expected) {wrong}: give weights by their names in the"
+            " controller, and one column of B rows"
+        )
     dtype, device = found["open"][1], found["hidden"][2]
     for name, (_, own, where) in found.items():
-        fine = own.is_floating_point if name == "hidden" else own == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
+        fine = (
+            own.is_floating_point
+            if name == "hidden"
+            else own == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
+        )
         if where != device or not fine:
-            raise ConfigError(f"{name} is {own} on {where}; hidden is on {device}, open {dtype}: n is int64, real bool, hidden floating, all else as open, on one device")
+            raise ConfigError(
+                f"{name} is {own} on {where}; hidden is on {device}, open {dtype}: n is int64, real bool, hidden"
+                " floating, all else as open, on one device"
+            )
     if dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"the carry is {dtype}: the kernel has torch.float32 and torch.float64; use impl='reference' for others")
+        raise ConfigError(
+            f"the carry is {dtype}: the kernel has torch.float32 and torch.float64; use impl='reference' for others"
+        )
     if not (1 <= r <= bem_triton.MOST_RANK and 1 <= w <= MOST_WIDTH and d and size):
         raise ConfigError(
-            f"rank {r}, width {w}, hidden size {d}, chunks of {size}: the kernel has ranks from 1 to {bem_triton.MOST_RANK}, widths from 1 to {MOST_WIDTH}; use impl='reference' for others"
+            f"rank {r}, width {w}, hidden size {d}, chunks of {size}: the kernel has ranks from 1 to"
+            f" {bem_triton.MOST_RANK}, widths from 1 to {MOST_WIDTH}; use impl='reference' for others"
         )

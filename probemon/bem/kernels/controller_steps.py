@@ -1,13 +1,17 @@
-"""What the controller's step compiles: the Triton kernels that `probemon.bem.kernels.controller` launches, forward and backward.
+"""What the controller's step compiles: the Triton kernels that `probemon.bem.kernels.controller` launches, forward and
+backward.
 
-    features[(blocks of rows, blocks of features)](hidden, real, ..., z, ...)          # LayerNorm and Linear over the hidden size
+    # LayerNorm and Linear over the hidden size
+    features[(blocks of rows, blocks of features)](hidden, real, ..., z, ...)
     step[(rows,)](z, real, n, open, ..., **meta)                                       # all the rest, a program a row
-    step_back[(rows,)](...), features_back[(rows,)](...)                               # the gradients of a row, and what sums over rows are made of
+    step_back[(rows,)](...), features_back[(rows,)](...)  # the gradients of a row, and what sums over rows are made of
 
-The projection holds nearly all weights: its outputs are spread over programs, which read them at once. What follows needs all features of a row, and
-little else. A row's numbers are made in tiles whose sizes depend on the controller's alone, in a fixed order, without matrix units or atomics.
+The projection holds nearly all weights: its outputs are spread over programs, which read them at once. What follows
+needs all features of a row, and little else. A row's numbers are made in tiles whose sizes depend on the controller's
+alone, in a fixed order, without matrix units or atomics.
 
-A router's input is a tile `[P, W]`: its P parts of `WIDTH` features each, side by side in memory (`at`), zeros beyond (`inside`).
+A router's input is a tile `[P, W]`: its P parts of `WIDTH` features each, side by side in memory (`at`), zeros beyond
+(`inside`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _standardise(x, inside, N: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """LayerNorm of N values without its affine part, zeros outside; and what their distance from the mean was multiplied by."""
+    """LayerNorm of N values without its affine part, zeros outside; and what their distance from the mean was
+    multiplied by.
+    """
     centred = tl.where(inside, x - tl.sum(x) / N, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / N + EPS)
     return centred * scale, scale
@@ -30,11 +36,28 @@ def _standardise_back(grad, hat, scale, inside, N: tl.constexpr):  # type: ignor
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _hidden_units(first_ptr, shift_ptr, last_ptr, y, inside, at, start, k, N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of `BLOCK` hidden units of a router: their first weights `[BLOCK, P, W]`, values before the SiLU, last weights `[R, BLOCK]`."""
+def _hidden_units(  # type: ignore[no-untyped-def]
+    first_ptr,
+    shift_ptr,
+    last_ptr,
+    y,
+    inside,
+    at,
+    start,
+    k,
+    N: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of `BLOCK` hidden units of a router: their first weights `[BLOCK, P, W]`, values before the SiLU, last weights
+    `[R, BLOCK]`.
+    """
     j = start + tl.arange(0, BLOCK)
     of_j = j < WIDTH
-    first = tl.load(first_ptr + j[:, None, None] * N + at[None, :, :], mask=of_j[:, None, None] & inside[None, :, :], other=0.0)
+    first = tl.load(
+        first_ptr + j[:, None, None] * N + at[None, :, :], mask=of_j[:, None, None] & inside[None, :, :], other=0.0
+    )
     middle = tl.sum(tl.sum(first * y[None, :, :], axis=2), axis=1) + tl.load(shift_ptr + j, mask=of_j, other=0.0)
     last = tl.load(last_ptr + k[:, None] * WIDTH + j[None, :], mask=(k < RANK)[:, None] & of_j[None, :], other=0.0)
     return first, middle, last
@@ -50,7 +73,9 @@ def _router(  # type: ignore[no-untyped-def]
     y = hat * tl.load(gain_ptr + at, mask=inside, other=0.0) + tl.load(bias_ptr + at, mask=inside, other=0.0)
     raw = tl.load(last_shift_ptr + k, mask=k < RANK, other=0.0)
     for start in range(0, WIDTH, BLOCK):
-        _first, middle, last = _hidden_units(first_ptr, first_shift_ptr, last_ptr, y, inside, at, start, k, N, RANK, WIDTH, BLOCK)
+        _first, middle, last = _hidden_units(
+            first_ptr, first_shift_ptr, last_ptr, y, inside, at, start, k, N, RANK, WIDTH, BLOCK
+        )
         raw += tl.sum(last * (middle * tl.sigmoid(middle))[None, :], axis=1)
     return raw
 
@@ -64,14 +89,31 @@ def _clamp(raw, MAX_NORM: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _router_back(  # type: ignore[no-untyped-def]
     gain_ptr, bias_ptr, first_ptr, first_shift_ptr, last_ptr, last_shift_ptr, x, inside, at, k, grad, sure, parts_ptr,
-    N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, MAX_NORM: tl.constexpr,
+    N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
+    MAX_NORM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and of `sure` for that of `_clamp(_router(x)) * sure`, `grad [R]`.
 
-    `parts`: x after its LayerNorm without the affine part, and the gradient after it `[N]`; hidden units `[WIDTH]` and their gradients before the
-    SiLU; the gradient of the router's output `[RANK]`.
+    `parts`: x after its LayerNorm without the affine part, and the gradient after it `[N]`; hidden units `[WIDTH]` and
+    their gradients before the SiLU; the gradient of the router's output `[RANK]`.
     """
-    raw = _router(gain_ptr, bias_ptr, first_ptr, first_shift_ptr, last_ptr, last_shift_ptr, x, inside, at, k, N, RANK, WIDTH, BLOCK, EPS)
+    raw = _router(
+        gain_ptr,
+        bias_ptr,
+        first_ptr,
+        first_shift_ptr,
+        last_ptr,
+        last_shift_ptr,
+        x,
+        inside,
+        at,
+        k,
+        N,
+        RANK,
+        WIDTH,
+        BLOCK,
+        EPS,
+    )
     norm = tl.sqrt(tl.sum(raw * raw, axis=0))
     over = norm > MAX_NORM
     limited = tl.where(over, MAX_NORM, norm)
@@ -85,7 +127,9 @@ def _router_back(  # type: ignore[no-untyped-def]
     y = hat * gain + tl.load(bias_ptr + at, mask=inside, other=0.0)
     of_y = tl.zeros_like(x)
     for start in range(0, WIDTH, BLOCK):
-        first, middle, last = _hidden_units(first_ptr, first_shift_ptr, last_ptr, y, inside, at, start, k, N, RANK, WIDTH, BLOCK)
+        first, middle, last = _hidden_units(
+            first_ptr, first_shift_ptr, last_ptr, y, inside, at, start, k, N, RANK, WIDTH, BLOCK
+        )
         gate = tl.sigmoid(middle)
         of_middle = tl.sum(last * of_raw[:, None], axis=0) * gate * (1.0 + middle * (1.0 - gate))
         j = start + tl.arange(0, BLOCK)
@@ -101,29 +145,44 @@ def _router_back(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def features(  # type: ignore[no-untyped-def]
     hidden_ptr, real_ptr, gain_ptr, bias_ptr, weight_ptr, shift_ptr, z_ptr, B, D,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """`z [B, WIDTH]` of `ROWS` rows and `OUT` features. A row of padding is not read: it counts as zeros."""
-    row, j, lane = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * OUT + tl.arange(0, OUT), tl.arange(0, BLOCK)
+    row, j, lane = (
+        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(1) * OUT + tl.arange(0, OUT),
+        tl.arange(0, BLOCK),
+    )
     read = tl.load(real_ptr + row, mask=row < B, other=0) != 0
     total = tl.zeros((ROWS, BLOCK), dtype=ACC)
     for start in range(0, D, BLOCK):
         d = start + lane
-        total += tl.load(hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0).to(ACC)
+        total += tl.load(
+            hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0
+        ).to(ACC)
     mean = tl.sum(total, axis=1) / D
     total = tl.zeros((ROWS, BLOCK), dtype=ACC)
     for start in range(0, D, BLOCK):
         d = start + lane
-        x = tl.load(hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0).to(ACC)
+        x = tl.load(hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0).to(
+            ACC
+        )
         centred = tl.where((d < D)[None, :], x - mean[:, None], 0.0)
         total += centred * centred
     scale = 1.0 / tl.sqrt(tl.sum(total, axis=1) / D + EPS)
     sums = tl.zeros((ROWS, OUT, BLOCK), dtype=ACC)
     for start in range(0, D, BLOCK):
         d = start + lane
-        x = tl.load(hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0).to(ACC)
-        y = (x - mean[:, None]) * scale[:, None] * tl.load(gain_ptr + d, mask=d < D, other=0.0)[None, :] + tl.load(bias_ptr + d, mask=d < D, other=0.0)[None, :]
-        weight = tl.load(weight_ptr + j[:, None] * D + d[None, :], mask=(j < WIDTH)[:, None] & (d < D)[None, :], other=0.0)
+        x = tl.load(hidden_ptr + row[:, None] * D + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0).to(
+            ACC
+        )
+        y = (x - mean[:, None]) * scale[:, None] * tl.load(gain_ptr + d, mask=d < D, other=0.0)[None, :] + tl.load(
+            bias_ptr + d, mask=d < D, other=0.0
+        )[None, :]
+        weight = tl.load(
+            weight_ptr + j[:, None] * D + d[None, :], mask=(j < WIDTH)[:, None] & (d < D)[None, :], other=0.0
+        )
         sums += y[:, None, :] * weight[None, :, :]
     z = tl.sum(sums, axis=2) + tl.load(shift_ptr + j, mask=j < WIDTH, other=0.0)[None, :]
     tl.store(z_ptr + row[:, None] * WIDTH + j[None, :], z, mask=(row < B)[:, None] & (j < WIDTH)[None, :])
@@ -133,31 +192,56 @@ def features(  # type: ignore[no-untyped-def]
 def step(  # type: ignore[no-untyped-def]
     z_ptr, real_ptr, n_ptr, open_ptr, code_ptr, summary_ptr, mass_ptr, sure_ptr,
     query_ptr, sure_gain_ptr, sure_bias_ptr, sure_weight_ptr, sure_shift_ptr, heat_ptr,
-    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr,
+    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr,
+    t2_ptr, t3_ptr, t4_ptr, t5_ptr,
     n_out_ptr, open_out_ptr, code_out_ptr, summary_out_ptr, mass_out_ptr, sure_out_ptr,
     prefix_out_ptr, chunk_out_ptr, token_out_ptr, used_out_ptr, index_out_ptr, boundary_out_ptr, level_out_ptr,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PREFIX_CHUNKS: tl.constexpr, LIMIT: tl.constexpr, UNDER: tl.constexpr, OVER: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PREFIX_CHUNKS: tl.constexpr, LIMIT: tl.constexpr,
+    UNDER: tl.constexpr, OVER: tl.constexpr,
     EMA: tl.constexpr, MAX_NORM: tl.constexpr, ROOT: tl.constexpr, EPS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row: the codes of its token, and its carry with the token in it. p, c, t: the prefix, chunk and token router, None for one that is not there."""
+    """One row: the codes of its token, and its carry with the token in it. p, c, t: the prefix, chunk and token router,
+    None for one that is not there.
+    """
     row, i, k, part = tl.program_id(0).to(tl.int64), tl.arange(0, W), tl.arange(0, R), tl.arange(0, 2)[:, None]
     of_i, of_k = i < WIDTH, k < RANK
     at, inside = part * WIDTH + i[None, :], of_i[None, :] & (part >= 0)
     real, before = tl.load(real_ptr + row) != 0, tl.load(n_ptr + row)
-    z, summary = tl.load(z_ptr + row * WIDTH + i, mask=of_i, other=0.0), tl.load(summary_ptr + row * WIDTH + i, mask=of_i, other=0.0)
+    z, summary = (
+        tl.load(z_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+        tl.load(summary_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+    )
     code, sure = tl.load(code_ptr + row * RANK + k, mask=of_k, other=0.0), tl.load(sure_ptr + row)
 
     # The token's codes come from the chunks that are complete without it.
     tl.store(used_out_ptr + row, tl.where(real, sure, 0.0))
     if p0_ptr is not None:
-        raw = _router(p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], of_i[None, :], i[None, :], k, WIDTH, RANK, WIDTH, BLOCK, EPS)
+        raw = _router(
+            p0_ptr,
+            p1_ptr,
+            p2_ptr,
+            p3_ptr,
+            p4_ptr,
+            p5_ptr,
+            summary[None, :],
+            of_i[None, :],
+            i[None, :],
+            k,
+            WIDTH,
+            RANK,
+            WIDTH,
+            BLOCK,
+            EPS,
+        )
         tl.store(prefix_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=of_k)
     if c0_ptr is not None:
         tl.store(chunk_out_ptr + row * RANK + k, tl.where(real, code, 0.0), mask=of_k)
     if t0_ptr is not None:
         known = tl.where(part == 0, z[None, :], summary[None, :])
-        raw = _router(t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr, known, inside, at, k, 2 * WIDTH, RANK, WIDTH, BLOCK, EPS)
+        raw = _router(
+            t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr, known, inside, at, k, 2 * WIDTH, RANK, WIDTH, BLOCK, EPS
+        )
         tl.store(token_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=of_k)
     after = before + real.to(tl.int64)
     tl.store(n_out_ptr + row, after)
@@ -168,7 +252,8 @@ def step(  # type: ignore[no-untyped-def]
 
     if real & (before % SIZE == SIZE - 1):  # it completes its chunk
         query, mass = tl.load(query_ptr + i, mask=of_i, other=0.0), tl.load(mass_ptr + row)
-        # A softmax in one pass, which goes on from the prefix so far: weights are relative to the largest score yet, `top`.
+        # A softmax in one pass, which goes on from the prefix so far: weights are relative to the largest score yet,
+        # `top`.
         top, shares, grown, sums = mass, tl.full((), 1.0, dtype=ACC), summary, tl.zeros_like(z)
         for start in range(0, SIZE, SLOTS):
             slot = start + tl.arange(0, SLOTS)
@@ -189,12 +274,16 @@ def step(  # type: ignore[no-untyped-def]
         tl.store(mass_out_ptr + row, tl.where(grows, top + tl.log(shares), mass))
         seen = tl.where(part == 0, (sums / SIZE)[None, :], summary[None, :])
         hat, _scale = _standardise(seen, inside, 2 * WIDTH, EPS)
-        y = hat * tl.load(sure_gain_ptr + at, mask=inside, other=0.0) + tl.load(sure_bias_ptr + at, mask=inside, other=0.0)
+        y = hat * tl.load(sure_gain_ptr + at, mask=inside, other=0.0) + tl.load(
+            sure_bias_ptr + at, mask=inside, other=0.0
+        )
         logit = tl.sum(y * tl.load(sure_weight_ptr + at, mask=inside, other=0.0)) + tl.load(sure_shift_ptr)
         sure = tl.sigmoid(logit / tl.exp(tl.load(heat_ptr)))
         tl.store(sure_out_ptr + row, sure)
         if c0_ptr is not None:
-            raw = _router(c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, seen, inside, at, k, 2 * WIDTH, RANK, WIDTH, BLOCK, EPS)
+            raw = _router(
+                c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, seen, inside, at, k, 2 * WIDTH, RANK, WIDTH, BLOCK, EPS
+            )
             code = _clamp(raw, MAX_NORM) * sure * (1.0 - EMA) + code * EMA
         tl.store(code_out_ptr + row * RANK + k, code, mask=of_k)
     else:
@@ -214,7 +303,8 @@ def step(  # type: ignore[no-untyped-def]
 def step_back(  # type: ignore[no-untyped-def]
     z_ptr, real_ptr, n_ptr, open_ptr, code_ptr, summary_ptr, mass_ptr, sure_ptr,
     query_ptr, sure_gain_ptr, sure_bias_ptr, sure_weight_ptr, sure_shift_ptr, heat_ptr,
-    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr,
+    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr,
+    t2_ptr, t3_ptr, t4_ptr, t5_ptr,
     summary_out_ptr, mass_out_ptr, sure_out_ptr,
     of_z_out_ptr, of_open_out_ptr, of_code_out_ptr, of_summary_out_ptr, of_mass_out_ptr, of_sure_out_ptr,
     of_prefix_out_ptr, of_chunk_out_ptr, of_token_out_ptr, of_used_out_ptr,
@@ -226,25 +316,37 @@ def step_back(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One row: gradients of z and of the carry, `of_..`, from those of what `step` made, `of_.._out`.
 
-    `parts [B, PARTS]`, zeros at first, is what sums over rows are made of: the gradients of the query `[WIDTH]`, of the confidence's logit and of the
-    log temperature; the mean and summary of a complete chunk after the LayerNorm `[2 WIDTH]`; and what each router leaves.
+    `parts [B, PARTS]`, zeros at first, is what sums over rows are made of: the gradients of the query `[WIDTH]`, of the
+    confidence's logit and of the log temperature; the mean and summary of a complete chunk after the LayerNorm `[2
+    WIDTH]`; and what each router leaves.
     """
     row, i, k, part = tl.program_id(0).to(tl.int64), tl.arange(0, W), tl.arange(0, R), tl.arange(0, 2)[:, None]
     of_i, of_k = i < WIDTH, k < RANK
     at, inside = part * WIDTH + i[None, :], of_i[None, :] & (part >= 0)
     real, before, mine = tl.load(real_ptr + row) != 0, tl.load(n_ptr + row), parts_ptr + row * PARTS
-    z, summary = tl.load(z_ptr + row * WIDTH + i, mask=of_i, other=0.0), tl.load(summary_ptr + row * WIDTH + i, mask=of_i, other=0.0)
+    z, summary = (
+        tl.load(z_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+        tl.load(summary_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+    )
     sure = tl.load(sure_ptr + row)
-    of_z, of_now = tl.load(of_z_out_ptr + row * WIDTH + i, mask=of_i, other=0.0), tl.load(of_code_out_ptr + row * RANK + k, mask=of_k, other=0.0)
-    of_summary, of_mass = tl.load(of_summary_out_ptr + row * WIDTH + i, mask=of_i, other=0.0), tl.load(of_mass_out_ptr + row)
+    of_z, of_now = (
+        tl.load(of_z_out_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+        tl.load(of_code_out_ptr + row * RANK + k, mask=of_k, other=0.0),
+    )
+    of_summary, of_mass = (
+        tl.load(of_summary_out_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+        tl.load(of_mass_out_ptr + row),
+    )
     of_after = tl.load(of_sure_out_ptr + row)  # of the confidence of the chunk that is open afterwards
     of_sure, of_code = tl.where(real, tl.load(of_used_out_ptr + row), 0.0), tl.zeros_like(of_now)
-    # What the token's own router and the prefix's give to the summary before. of_summary is that of the summary after, until the end.
+    # What the token's own router and the prefix's give to the summary before. of_summary is that of the summary after,
+    # until the end.
     of_known = tl.zeros_like(z)
     if p0_ptr is not None:
         grad = tl.where(real, tl.load(of_prefix_out_ptr + row * RANK + k, mask=of_k, other=0.0), 0.0)
         of_input, more = _router_back(
-            p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], of_i[None, :], i[None, :], k, grad, sure, mine + AT_PREFIX,
+            p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], of_i[None, :], i[None, :], k, grad, sure,
+            mine + AT_PREFIX,
             WIDTH, RANK, WIDTH, BLOCK, EPS, MAX_NORM,
         )  # fmt: skip
         of_known += tl.sum(of_input, axis=0)
@@ -254,7 +356,8 @@ def step_back(  # type: ignore[no-untyped-def]
     if t0_ptr is not None:
         grad = tl.where(real, tl.load(of_token_out_ptr + row * RANK + k, mask=of_k, other=0.0), 0.0)
         of_input, more = _router_back(
-            t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr, tl.where(part == 0, z[None, :], summary[None, :]), inside, at, k, grad, sure, mine + AT_TOKEN,
+            t0_ptr, t1_ptr, t2_ptr, t3_ptr, t4_ptr, t5_ptr, tl.where(part == 0, z[None, :], summary[None, :]), inside,
+            at, k, grad, sure, mine + AT_TOKEN,
             2 * WIDTH, RANK, WIDTH, BLOCK, EPS, MAX_NORM,
         )  # fmt: skip
         of_z += tl.sum(tl.where(part == 0, of_input, 0.0), axis=0)
@@ -263,24 +366,36 @@ def step_back(  # type: ignore[no-untyped-def]
 
     if real & (before % SIZE == SIZE - 1):
         query, mass = tl.load(query_ptr + i, mask=of_i, other=0.0), tl.load(mass_ptr + row)
-        after, total, sure = tl.load(summary_out_ptr + row * WIDTH + i, mask=of_i, other=0.0), tl.load(mass_out_ptr + row), tl.load(sure_out_ptr + row)
+        after, total, sure = (
+            tl.load(summary_out_ptr + row * WIDTH + i, mask=of_i, other=0.0),
+            tl.load(mass_out_ptr + row),
+            tl.load(sure_out_ptr + row),
+        )
         sums = tl.zeros_like(z)
         for start in range(0, SIZE, SLOTS):
             slot = start + tl.arange(0, SLOTS)
             kept = (slot < SIZE - 1)[:, None] & of_i[None, :]
-            sums += tl.sum(tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=kept, other=0.0), axis=0)
+            sums += tl.sum(
+                tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=kept, other=0.0), axis=0
+            )
         seen = tl.where(part == 0, ((sums + z) / SIZE)[None, :], after[None, :])
         of_seen = tl.zeros_like(seen)
         if c0_ptr is not None:
             of_seen, more = _router_back(
-                c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, seen, inside, at, k, of_now * (1.0 - EMA), sure, mine + AT_CHUNK,
+                c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, seen, inside, at, k, of_now * (1.0 - EMA), sure,
+                mine + AT_CHUNK,
                 2 * WIDTH, RANK, WIDTH, BLOCK, EPS, MAX_NORM,
             )  # fmt: skip
             of_after += more
             of_now = of_now * EMA
         hat, scale = _standardise(seen, inside, 2 * WIDTH, EPS)
-        gain, weight = tl.load(sure_gain_ptr + at, mask=inside, other=0.0), tl.load(sure_weight_ptr + at, mask=inside, other=0.0)
-        logit = tl.sum((hat * gain + tl.load(sure_bias_ptr + at, mask=inside, other=0.0)) * weight) + tl.load(sure_shift_ptr)
+        gain, weight = (
+            tl.load(sure_gain_ptr + at, mask=inside, other=0.0),
+            tl.load(sure_weight_ptr + at, mask=inside, other=0.0),
+        )
+        logit = tl.sum((hat * gain + tl.load(sure_bias_ptr + at, mask=inside, other=0.0)) * weight) + tl.load(
+            sure_shift_ptr
+        )
         of_logit = of_after * sure * (1.0 - sure) / tl.exp(tl.load(heat_ptr))
         of_seen += _standardise_back(of_logit * weight * gain, hat, scale, inside, 2 * WIDTH)
         tl.store(mine + WIDTH, of_logit)
@@ -300,7 +415,11 @@ def step_back(  # type: ignore[no-untyped-def]
             of_score = share * (tl.sum(x * of_summary[None, :], axis=1) - along) / ROOT
             of_x = of_mean[None, :] + share[:, None] * of_summary[None, :] + of_score[:, None] * query[None, :]
             of_query += tl.sum(of_score[:, None] * x, axis=0)
-            tl.store(of_open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], tl.where((slot < SIZE - 1)[:, None], of_x, 0.0), mask=kept)
+            tl.store(
+                of_open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :],
+                tl.where((slot < SIZE - 1)[:, None], of_x, 0.0),
+                mask=kept,
+            )
             of_z += tl.sum(tl.where((slot == SIZE - 1)[:, None], of_x, 0.0), axis=0)
         tl.store(mine + i, of_query, mask=of_i)
         share = tl.exp(mass - total)
@@ -313,7 +432,9 @@ def step_back(  # type: ignore[no-untyped-def]
             kept = (slot < SIZE)[:, None] & of_i[None, :]
             of_x = tl.load(of_open_out_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=kept, other=0.0)
             taken = (real & (slot == before % SIZE))[:, None]
-            tl.store(of_open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], tl.where(taken, 0.0, of_x), mask=kept)
+            tl.store(
+                of_open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], tl.where(taken, 0.0, of_x), mask=kept
+            )
             of_z += tl.sum(tl.where(taken, of_x, 0.0), axis=0)
     tl.store(of_z_ptr + row * WIDTH + i, of_z, mask=of_i)
     tl.store(of_code_ptr + row * RANK + k, of_code + of_now, mask=of_k)
@@ -327,7 +448,9 @@ def features_back(  # type: ignore[no-untyped-def]
     hidden_ptr, real_ptr, gain_ptr, weight_ptr, of_z_ptr, hat_ptr, of_y_ptr, moments_ptr, D,
     WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row: hidden states after the LayerNorm without its affine part `[D]`, the gradient after it `[D]`, and the scale and the two means that its backward takes."""
+    """One row: hidden states after the LayerNorm without its affine part `[D]`, the gradient after it `[D]`, and the
+    scale and the two means that its backward takes.
+    """
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     read = tl.where(tl.load(real_ptr + row) != 0, D, 0)
     total = tl.zeros((BLOCK,), dtype=ACC)
@@ -348,7 +471,9 @@ def features_back(  # type: ignore[no-untyped-def]
         of_y = tl.zeros((BLOCK,), dtype=ACC)
         for first in range(0, WIDTH, OUT):
             j = first + tl.arange(0, OUT)
-            weight = tl.load(weight_ptr + j[:, None] * D + d[None, :], mask=(j < WIDTH)[:, None] & (d < D)[None, :], other=0.0)
+            weight = tl.load(
+                weight_ptr + j[:, None] * D + d[None, :], mask=(j < WIDTH)[:, None] & (d < D)[None, :], other=0.0
+            )
             of_y += tl.sum(weight * tl.load(of_z_ptr + row * WIDTH + j, mask=j < WIDTH, other=0.0)[:, None], axis=0)
         tl.store(hat_ptr + row * D + d, hat, mask=d < D)
         tl.store(of_y_ptr + row * D + d, of_y, mask=d < D)

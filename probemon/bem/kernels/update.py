@@ -1,12 +1,14 @@
-"""The generated low-rank update in Triton, forward and backward: of a block of rows, `x V` is made, weighted and spread over `U` by one program.
+"""The generated low-rank update in Triton, forward and backward: of a block of rows, `x V` is made, weighted and spread
+over `U` by one program.
 
     update = generated_update(x, V, U, codes, scale)                # scale * ((x V) * codes) U^T
     output = generated_update(x, V, U, codes, scale, base=y)        # y + the same, in one pass
 
-Everything is widened to fp32 on loading (fp64 stays fp64), multiplied and added there, and rounded once, on storing; no matrix unit is
-used, so that nothing is rounded to tf32. A program takes 8 rows in tiles whose size depends on the weights alone: a row's result is bitwise
-the same from run to run and whatever other rows share the batch. Sums over rows (gradients of V and U) are made in parts of consecutive
-rows, then over the parts in their order: no atomics. Weights are read fastest where V^T and U^T are what is contiguous: `[r, in]`, `[r, out]`.
+Everything is widened to fp32 on loading (fp64 stays fp64), multiplied and added there, and rounded once, on storing; no
+matrix unit is used, so that nothing is rounded to tf32. A program takes 8 rows in tiles whose size depends on the
+weights alone: a row's result is bitwise the same from run to run and whatever other rows share the batch. Sums over
+rows (gradients of V and U) are made in parts of consecutive rows, then over the parts in their order: no atomics.
+Weights are read fastest where V^T and U^T are what is contiguous: `[r, in]`, `[r, out]`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _STAGES = 3  # loads under way while a tile is multiplied
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _load_codes(codes_ptr, row, inside, j, eps, RANK: tl.constexpr, ACC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes `[ROWS, R]` of rows, and which rows are live. Not `abs > eps`: a NaN is live, so that it is seen."""
-    codes = tl.load(codes_ptr + row[:, None] * RANK + j[None, :], mask=inside[:, None] & (j < RANK)[None, :], other=0.0).to(ACC)
+    codes = tl.load(
+        codes_ptr + row[:, None] * RANK + j[None, :], mask=inside[:, None] & (j < RANK)[None, :], other=0.0
+    ).to(ACC)
     return codes, tl.max(tl.where(tl.abs(codes) <= eps, 0, 1), axis=1) > 0
 
 
@@ -42,9 +46,12 @@ def _load_codes(codes_ptr, row, inside, j, eps, RANK: tl.constexpr, ACC: tl.cons
 def _over_rows(  # type: ignore[no-untyped-def]
     a_ptr, first_ptr, second_ptr, codes_ptr, base_ptr, sums_ptr, out_ptr,
     M, K, N, A_ROW, BASE_ROW, FIRST_K, FIRST_R, SECOND_N, SECOND_R, N_SHARE, scale, eps,
-    RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """`sums [M, RANK]` = a first; `out [M, N]` = base + scale * (sums * codes) second^T; either may be None, and base. `N_SHARE` outputs a program."""
+    """`sums [M, RANK]` = a first; `out [M, N]` = base + scale * (sums * codes) second^T; either may be None, and base.
+    `N_SHARE` outputs a program.
+    """
     row, j = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, R)
     inside, of_rank, lane = row < M, j < RANK, tl.arange(0, BLOCK)
     codes, live = _load_codes(codes_ptr, row, inside, j, eps, RANK, ACC)
@@ -55,8 +62,12 @@ def _over_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS, R, BLOCK), dtype=ACC)
     for start in tl.range(0, end, BLOCK, num_stages=STAGES):
         k = start + lane
-        a = tl.load(a_ptr + row[:, None] * A_ROW + k[None, :], mask=summed[:, None] & (k < K)[None, :], other=0.0).to(ACC)
-        first = tl.load(first_ptr + j[:, None] * FIRST_R + k[None, :] * FIRST_K, mask=of_rank[:, None] & (k < K)[None, :], other=0.0).to(ACC)
+        a = tl.load(a_ptr + row[:, None] * A_ROW + k[None, :], mask=summed[:, None] & (k < K)[None, :], other=0.0).to(
+            ACC
+        )
+        first = tl.load(
+            first_ptr + j[:, None] * FIRST_R + k[None, :] * FIRST_K, mask=of_rank[:, None] & (k < K)[None, :], other=0.0
+        ).to(ACC)
         total += a[:, None, :] * first[None, :, :]
     sums = tl.where(summed[:, None], tl.sum(total, axis=2), 0.0)
     if sums_ptr is not None and tl.program_id(1) == 0:
@@ -68,7 +79,11 @@ def _over_rows(  # type: ignore[no-untyped-def]
         for start in tl.range(begin, tl.minimum(begin + N_SHARE, N), BLOCK, num_stages=STAGES):
             n = start + lane
             kept = inside[:, None] & (n < N)[None, :]
-            second = tl.load(second_ptr + j[:, None] * SECOND_R + n[None, :] * SECOND_N, mask=of_rank[:, None] & (n < read)[None, :], other=0.0)
+            second = tl.load(
+                second_ptr + j[:, None] * SECOND_R + n[None, :] * SECOND_N,
+                mask=of_rank[:, None] & (n < read)[None, :],
+                other=0.0,
+            )
             update = tl.sum(weighted[:, :, None] * second.to(ACC)[None, :, :], axis=1)
             changed = live[:, None] & (update != 0)
             out = row[:, None] * N + n[None, :]
@@ -82,7 +97,8 @@ def _over_rows(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _over_columns(  # type: ignore[no-untyped-def]
     a_ptr, sums_ptr, codes_ptr, parts_ptr, M, K, A_ROW, PART_ROWS, scale, eps,
-    RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """`parts [n, RANK, K]`: scale * (sums * codes)^T a, of `PART_ROWS` consecutive rows each."""
     k, j, part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R), tl.program_id(1).to(tl.int64)
@@ -95,20 +111,45 @@ def _over_columns(  # type: ignore[no-untyped-def]
         sums = tl.load(sums_ptr + row[:, None] * RANK + j[None, :], mask=live[:, None] & (j < RANK)[None, :], other=0.0)
         a = tl.load(a_ptr + row[:, None] * A_ROW + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0).to(ACC)
         total += (sums * codes * scale)[:, :, None] * a[:, None, :]
-    tl.store(parts_ptr + (part * RANK + j[:, None]) * K + k[None, :], tl.sum(total, axis=0), mask=(j < RANK)[:, None] & (k < K)[None, :])
+    tl.store(
+        parts_ptr + (part * RANK + j[:, None]) * K + k[None, :],
+        tl.sum(total, axis=0),
+        mask=(j < RANK)[:, None] & (k < K)[None, :],
+    )
 
 
 def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time sizes of the kernels for weights of this rank, the longer of them `widest` long, and sums in `dtype`."""
+    """Compile-time sizes of the kernels for weights of this rank, the longer of them `widest` long, and sums in
+    `dtype`.
+    """
     r = triton.next_power_of_2(rank)
     block = min(max(triton.next_power_of_2(widest), 16), _TILE // (ROWS * r))
-    # Fused multiply-add is asked for by name: what is the default, which decides the bits, is not the same in every Triton.
+    # Fused multiply-add is asked for by name: what is the default, which decides the bits, is not the same in every
+    # Triton.
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
-    return {"RANK": rank, "R": r, "ROWS": ROWS, "BLOCK": block, "STAGES": _STAGES, "ACC": accumulator, "num_warps": _WARPS, "enable_fp_fusion": True}
+    return {
+        "RANK": rank,
+        "R": r,
+        "ROWS": ROWS,
+        "BLOCK": block,
+        "STAGES": _STAGES,
+        "ACC": accumulator,
+        "num_warps": _WARPS,
+        "enable_fp_fusion": True,
+    }
 
 
 def _launch_rows(
-    a: Tensor, first: Tensor, second: Tensor, codes: Tensor, base: Tensor | None, sums: Tensor | None, out: Tensor | None, dtype: torch.dtype, scale: float, eps: float
+    a: Tensor,
+    first: Tensor,
+    second: Tensor,
+    codes: Tensor,
+    base: Tensor | None,
+    sums: Tensor | None,
+    out: Tensor | None,
+    dtype: torch.dtype,
+    scale: float,
+    eps: float,
 ) -> None:
     (m, k), (n, rank) = a.shape, second.shape
     if m == 0:
@@ -119,7 +160,8 @@ def _launch_rows(
     with torch.cuda.device_of(a):  # Triton launches on the current device
         _over_rows[(n_blocks, triton.cdiv(max(n_tiles, 1), share))](
             a, first, second, codes, base, sums, out, m, k, n, a.stride(0), 0 if base is None else base.stride(0),
-            first.stride(0), first.stride(1), second.stride(0), second.stride(1), share * meta["BLOCK"], scale, eps, **meta,
+            first.stride(0), first.stride(1), second.stride(0), second.stride(1), share * meta["BLOCK"], scale, eps,
+            **meta,
         )  # fmt: skip
 
 
@@ -131,7 +173,9 @@ def _gradient(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: float, 
     if parts.numel():
         meta = tile_meta(rank, k, sums.dtype)
         with torch.cuda.device_of(a):
-            _over_columns[(triton.cdiv(k, meta["BLOCK"]), len(parts))](a, sums, codes, parts, m, k, a.stride(0), part_rows, scale, eps, **meta)
+            _over_columns[(triton.cdiv(k, meta["BLOCK"]), len(parts))](
+                a, sums, codes, parts, m, k, a.stride(0), part_rows, scale, eps, **meta
+            )
     return parts.sum(dim=0).t().to(like.dtype)
 
 
@@ -141,7 +185,9 @@ def _rows_contiguous(t: Tensor) -> Tensor:
 
 class _GeneratedUpdate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, scale: float, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, scale: float, eps: float
+    ) -> Tensor:  # type: ignore[override]
         sums = _empty_sums(x, codes) if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         out = _forward(x, v, u, codes, base, sums, scale, eps)
         ctx.save_for_backward(x, v, u, codes, sums)
@@ -175,19 +221,25 @@ def _empty_sums(x: Tensor, codes: Tensor) -> Tensor:
     return torch.empty(codes.shape, dtype=_wide(x), device=x.device)
 
 
-def _forward(x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, sums: Tensor | None, scale: float, eps: float) -> Tensor:
+def _forward(
+    x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, sums: Tensor | None, scale: float, eps: float
+) -> Tensor:
     out = torch.empty(len(x), len(u), dtype=x.dtype if base is None else base.dtype, device=x.device)
     _launch_rows(x, v, u, codes, base, sums, out, _wide(x), scale, eps)
     return out
 
 
-def generated_update(x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """`scale * ((x V) * codes) U^T`, [M, out] in the dtype of x; with `base` [M, out], base plus it, in the dtype of base.
+def generated_update(
+    x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """`scale * ((x V) * codes) U^T`, [M, out] in the dtype of x; with `base` [M, out], base plus it, in the dtype of
+    base.
 
-    x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device. A row whose codes are all
-    `|c| <= eps` is left out: its update is exactly zero, its base keeps its bits, and for eps > 0 nothing has a gradient by it; with eps = 0,
-    where leaving out is exact, its codes have theirs. Blocks of 8 such rows cost next to nothing. Differentiable once in x, V, U, codes and base.
-    `scale` and `eps` are rounded to fp32. Raises `ConfigError` where they do not fit.
+    x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device. A row
+    whose codes are all `|c| <= eps` is left out: its update is exactly zero, its base keeps its bits, and for eps > 0
+    nothing has a gradient by it; with eps = 0, where leaving out is exact, its codes have theirs. Blocks of 8 such rows
+    cost next to nothing. Differentiable once in x, V, U, codes and base. `scale` and `eps` are rounded to fp32. Raises
+    `ConfigError` where they do not fit.
     """
     _check(x, V, U, codes, base, eps)
     x, codes, base = _rows_contiguous(x), codes.contiguous(), base if base is None else _rows_contiguous(base)
@@ -202,12 +254,24 @@ def _check(x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, 
     given = {"x": x, "V": v, "U": u, "codes": codes} | ({} if base is None else {"base": base})
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     sizes = shapes["x"] + shapes["U"]
-    if len(sizes) != 4 or shapes != dict(zip(given, (sizes[:2], (sizes[1], sizes[3]), sizes[2:], (sizes[0], sizes[3]), (sizes[0], sizes[2])), strict=False)):
-        raise ConfigError(f"shapes {shapes} do not fit: expected x [M, in], V [in, r], U [out, r], codes [M, r], base [M, out]; flatten batch and time to M")
+    if len(sizes) != 4 or shapes != dict(
+        zip(
+            given,
+            (sizes[:2], (sizes[1], sizes[3]), sizes[2:], (sizes[0], sizes[3]), (sizes[0], sizes[2])),
+            strict=False,
+        )
+    ):
+        raise ConfigError(
+            f"shapes {shapes} do not fit: expected x [M, in], V [in, r], U [out, r], codes [M, r], base [M, out];"
+            " flatten batch and time to M"
+        )
     rank = sizes[3]
     for name, tensor in given.items():
         if tensor.device != x.device or not tensor.is_floating_point():
-            raise ConfigError(f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}: move it there, as a floating dtype")
+            raise ConfigError(
+                f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}: move it there, as a floating"
+                " dtype"
+            )
     if not 1 <= rank <= MOST_RANK:
         raise ConfigError(f"rank {rank}: the kernel has ranks from 1 to {MOST_RANK}; use the eager update for others")
     if not eps >= 0:

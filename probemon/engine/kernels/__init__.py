@@ -46,7 +46,9 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:
-    """The implementation used where none is asked for, and why: triton on a GPU; on a CPU what is faster on some of the weights."""
+    """The implementation used where none is asked for, and why: triton on a GPU; on a CPU what is faster on some of the
+    weights.
+    """
     if device.type == "cuda":
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":
@@ -67,14 +69,19 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
             seconds.append(time.perf_counter() - begin)
         taken[impl] = min(seconds)
     best, other = sorted(taken, key=lambda impl: taken[impl])
-    return best, f"measured: {taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}"
+    return (
+        best,
+        f"measured: {taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}",
+    )
 
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     """`impl`, or an error that says why it cannot run on `device`. Nothing ever falls back silently."""
     check_choice("impl", impl, IMPLS)
     if impl in ("cpu", "numba") and device.type != "cpu":
-        raise KernelUnavailable(f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'")
+        raise KernelUnavailable(
+            f"impl={impl!r} runs on a CPU, the weights are on {device}: use 'triton' or 'reference'"
+        )
     if impl == "numba":
         if not _installed("numba"):
             raise KernelUnavailable("impl='numba' needs numba: pip install 'probemon[cpu]', or use impl='cpu'")
@@ -95,8 +102,9 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 
     `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
-    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless every pair is one of a
-    row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a pair out of range has the score NaN instead.
+    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless
+    every pair is one of a row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a
+    pair out of range has the score NaN instead.
     """
     check_impl(impl, weights["w1"].device, weights["w1"].dtype)
     check_states(hidden, weights["w1"].shape[2])
@@ -116,4 +124,12 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     return score_triton(hidden, weights, rows, slots)
 
 
-__all__ = ["IMPLS", "check_device", "check_impl", "choose_impl", "exhaustive_reference", "prepare_input", "score_probes"]
+__all__ = [
+    "IMPLS",
+    "check_device",
+    "check_impl",
+    "choose_impl",
+    "exhaustive_reference",
+    "prepare_input",
+    "score_probes",
+]

@@ -1,12 +1,13 @@
 """numba on a CPU: probes scored where their weights lie, and a whole descent in one compiled call.
 
     scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
-    CompiledNet.of(weights).descend(links, input_of, x, ...)      # what probemon.engine.cascade does, without leaving compiled code
+    # what probemon.engine.cascade does, without leaving compiled code
+    CompiledNet.of(weights).descend(links, input_of, x, ...)
 
-Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes along
-D, one fused multiply-add each, then one fixed tree of additions. A pair's summation order thus depends on the length
-alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one after
-another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
+Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
+along D, one fused multiply-add each, then one fixed tree of additions. A pair's summation order thus depends on the
+length alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one
+after another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
 
 All compiled code is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in
 the file of a function that it calls. The first call on a machine compiles, which takes some seconds.
@@ -37,7 +38,8 @@ _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once,
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Dots of `n_rows` weight rows (int8, or bits of bf16 or fp32, 1-D `w` from elements `w_at`) and `n_states` fp32 states (`x` from `x_at`).
+    """Dots of `n_rows` weight rows (int8, or bits of bf16 or fp32, 1-D `w` from elements `w_at`) and `n_states` fp32
+    states (`x` from `x_at`).
 
     Each of length `d`; `out[r * n_states + s]`.
     """
@@ -48,7 +50,9 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            w_data, w_from, x_data, x_from, out_data = (context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5))
+            w_data, w_from, x_data, x_from, out_data = (
+                context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5)
+            )
             length, half, whole_number = args[4], kinds[0].dtype == types.uint16, kinds[0].dtype == types.int8
             i64, f32 = ir.IntType(64), ir.FloatType()
             vector = ir.VectorType(f32, _LANES)
@@ -62,19 +66,31 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
                 if whole_number:
                     return builder.sitofp(builder.sext(value, wide), kind)
                 if half:
-                    value = builder.shl(builder.zext(value, wide), ir.Constant(wide, [16] * _LANES if kind is vector else 16))
+                    value = builder.shl(
+                        builder.zext(value, wide), ir.Constant(wide, [16] * _LANES if kind is vector else 16)
+                    )
                 return builder.bitcast(value, kind)
 
             def accumulate(kind: Any, begin: Any, end: Any, stride: int, name: str) -> list[list[Any]]:
-                fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}")
+                fma = cgutils.get_or_insert_function(
+                    builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}"
+                )
                 zero = ir.Constant(kind, [0.0] * _LANES if kind is vector else 0.0)
                 sums = [[cgutils.alloca_once_value(builder, zero) for _ in xs] for _ in ws]
                 stored = ir.VectorType(element, _LANES) if kind is vector else element
                 with cgutils.for_range_slice(builder, begin, end, i64(stride)) as (i, _):
                     values = [
-                        widened(builder.load(builder.bitcast(builder.gep(p, [i]), stored.as_pointer()), align=element.width // 8), kind) for p in ws
+                        widened(
+                            builder.load(
+                                builder.bitcast(builder.gep(p, [i]), stored.as_pointer()), align=element.width // 8
+                            ),
+                            kind,
+                        )
+                        for p in ws
                     ]
-                    states = [builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()), align=4) for p in xs]
+                    states = [
+                        builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()), align=4) for p in xs
+                    ]
                     for value, row in zip(values, sums, strict=True):
                         for state, total in zip(states, row, strict=True):
                             builder.store(builder.call(fma, [value, state, builder.load(total)]), total)
@@ -89,10 +105,17 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
                     value, n = builder.load(body[r][s]), _LANES
                     while n > 1:  # the fixed tree: upper half onto lower half
                         n //= 2
-                        halves = [ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(at, at + n))) for at in (0, n)]
-                        lower, upper = (builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), half_at) for half_at in halves)
+                        halves = [
+                            ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(at, at + n))) for at in (0, n)
+                        ]
+                        lower, upper = (
+                            builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), half_at)
+                            for half_at in halves
+                        )
                         value = builder.fadd(lower, upper)
-                    total = builder.fadd(builder.extract_element(value, ir.Constant(ir.IntType(32), 0)), builder.load(tail[r][s]))
+                    total = builder.fadd(
+                        builder.extract_element(value, ir.Constant(ir.IntType(32), 0)), builder.load(tail[r][s])
+                    )
                     builder.store(total, builder.gep(out_data, [i64(r * n_states + s)]))
             return context.get_dummy_value()
 
@@ -173,7 +196,9 @@ def _touch(w: Array, begin: int, end: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
-    """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes only."""
+    """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes
+    only.
+    """
     w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
     if n_layers == 1:
         _products(w1, slot * d, n_slots, d, x, x_at, n, own)
@@ -213,7 +238,9 @@ def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> N
 
 
 @njit(cache=True, nogil=True)
-def _score_round(net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array) -> None:
+def _score_round(
+    net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array
+) -> None:
     """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes."""
     n_probes, d = scores.shape[1], net[9]
     if n_states == 1:
@@ -276,8 +303,20 @@ def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row:
 
 
 @njit(cache=True, nogil=True)
-def _add_ancestors(parent_ptr: Array, parent_idx: Array, active: Array, row: int, mark: Array, stamp: int, found: Array, begin: int, end: int) -> int:
-    """Append to `found[begin:end]` the ancestors of its probes that are neither active nor marked, marking them; the new end."""
+def _add_ancestors(
+    parent_ptr: Array,
+    parent_idx: Array,
+    active: Array,
+    row: int,
+    mark: Array,
+    stamp: int,
+    found: Array,
+    begin: int,
+    end: int,
+) -> int:
+    """Append to `found[begin:end]` the ancestors of its probes that are neither active nor marked, marking them; the
+    new end.
+    """
     at = begin
     while at < end:
         for e in range(parent_ptr[found[at]], parent_ptr[found[at] + 1]):
@@ -292,10 +331,13 @@ def _add_ancestors(parent_ptr: Array, parent_idx: Array, active: Array, row: int
 
 @njit(cache=True, nogil=True)
 def _admit(
-    parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int, room: int,
+    parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int,
+    room: int,
     expanded: Array, stamp: int, found: Array, begin: int, end: int,
 ) -> int:  # fmt: skip
-    """Keep of the children `found[begin:end]` what fits, with its ancestors, best expanding parent first; the new end."""
+    """Keep of the children `found[begin:end]` what fits, with its ancestors, best expanding parent first; the
+    new end.
+    """
     children = np.sort(found[begin:end])
     key = np.empty(len(children), np.float32)
     for i in range(len(children)):
@@ -378,7 +420,9 @@ def _descend(
             _score_round(net, x, n_states, input_of, frontier_row, frontier, n, scores)
             if path_rule:
                 for i in range(n):  # in the order of probes, so parents come first
-                    _times_best_parent(parent_ptr, parent_idx, scores, frontier_row[i] if n_states > 1 else 0, frontier[i])
+                    _times_best_parent(
+                        parent_ptr, parent_idx, scores, frontier_row[i] if n_states > 1 else 0, frontier[i]
+                    )
         if n_rounds == max_rounds:
             break
         n_rounds += 1
@@ -405,7 +449,19 @@ def _descend(
                 n_new = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, new, begin, n_new)
             if n_active[row] + n_new - begin > most:
                 n_new = _admit(
-                    parent_ptr, parent_idx, path_rule, active, dropped, scores, row, most - n_active[row], expanded, stamp, new, begin, children_end
+                    parent_ptr,
+                    parent_idx,
+                    path_rule,
+                    active,
+                    dropped,
+                    scores,
+                    row,
+                    most - n_active[row],
+                    expanded,
+                    stamp,
+                    new,
+                    begin,
+                    children_end,
                 )
             for k in range(begin, n_new):
                 active[row, new[k]] = True
@@ -462,7 +518,9 @@ def _best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, 
 
 @dataclass(frozen=True)
 class CompiledNet:
-    """Stacked weights on a CPU as compiled code reads them: int8, or bits of bf16 or fp32, in place. The tensors must stay alive."""
+    """Stacked weights on a CPU as compiled code reads them: int8, or bits of bf16 or fp32, in place. The tensors must
+    stay alive.
+    """
 
     bits: tuple[Any, ...]
 
@@ -475,36 +533,50 @@ class CompiledNet:
         layers: list[Any] = []
         for i in (1, 2, 3):
             w, scale, bias = (weights.get(name) for name in (f"w{i}", f"w{i}_scale", f"b{i}"))
-            layers += [none["w"] if w is None else _bits(w), *(none["b"] if t is None else _flat(t) for t in (scale, bias))]
+            layers += [
+                none["w"] if w is None else _bits(w),
+                *(none["b"] if t is None else _flat(t) for t in (scale, bias)),
+            ]
         return cls((*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
 
     def descend(
-        self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int, start: Array, retained: Array | None,
+        self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int,
+        start: Array, retained: Array | None,
         threshold: Array, *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         """Active and dropped `[N, P]` bool, scores `[N, P]`.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `input_of [P]`, each under `n_inputs`; `hidden [I * N, D]`; `start`: always active;
-        `everything`: score all probes at once, and search in the scores.
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `input_of [P]`, each
+        under `n_inputs`; `hidden [I * N, D]`; `start`: always active; `everything`: score all probes at once, and
+        search in the scores.
         """
         shape, width = (n_states, len(input_of)), self.bits[9]
         check_states(hidden, width)
         n_slots = len(self.bits[0]) // (width * self.bits[10])
-        if hidden.shape[0] < n_inputs * n_states or shape[1] > n_slots or (retained is not None and retained.shape != shape):
+        if (
+            hidden.shape[0] < n_inputs * n_states
+            or shape[1] > n_slots
+            or (retained is not None and retained.shape != shape)
+        ):
             raise ConfigError(
-                f"{len(hidden)} prepared states for {n_states} states and {n_inputs} inputs, weights of {n_slots} probes for {shape[1]}, "
-                f"retained sets {None if retained is None else retained.shape}: give N states for each input, and retained sets {list(shape)}"
+                f"{len(hidden)} prepared states for {n_states} states and {n_inputs} inputs, weights of {n_slots}"
+                f" probes for {shape[1]}, retained sets {None if retained is None else retained.shape}: give N states"
+                f" for each input, and retained sets {list(shape)}"
             )
         active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
         _descend(
-            self.bits, *links, input_of, _states(hidden), start, np.empty((0, shape[1]), np.bool_) if retained is None else retained,
-            threshold, path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
+            self.bits, *links, input_of, _states(hidden), start,
+            np.empty((0, shape[1]), np.bool_) if retained is None else retained,
+            threshold, path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped,
+            scores,
         )  # fmt: skip
         return active, dropped, scores
 
 
 def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were dropped `[N]`."""
+    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were
+    dropped `[N]`.
+    """
     found: tuple[Array, Array, Array, Array, Array] = _collect(active, dropped, scores, alert)
     return found
 
@@ -536,7 +608,11 @@ def _states(hidden: Tensor) -> Array:
 
 def _bits(tensor: Tensor) -> Array:
     flat = tensor.contiguous().view(-1)
-    return (flat if tensor.dtype == torch.int8 else flat.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)).numpy()
+    return (
+        flat
+        if tensor.dtype == torch.int8
+        else flat.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)
+    ).numpy()
 
 
 def _flat(tensor: Tensor) -> Array:

@@ -1,14 +1,17 @@
-"""A whole descent on the device: which probes, their scores, and what is retained, without the host being asked in between.
+"""A whole descent on the device: which probes, their scores, and what is retained, without the host being asked in
+between.
 
     cascade = DeviceCascade(plan, weights, input_of)
     found = cascade.descend(x, n_states, retained)     # enqueues every launch; Found holds device tensors
-    found.overflowed.any()                             # these states the exact path must do: more active probes than fit
+    found.overflowed.any()  # these states the exact path must do: more active probes than fit
 
-Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each state's list,
-`_expand` turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
-as the hierarchy has ranks, a fixed number that can be captured. That is enough, but for the path rule over several parents: a
-child brings missing ancestors, which may open later themselves. There a state with more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is appended by whoever marks it first.
-`_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall as on the host.
+Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each
+state's list, `_expand` turns their scores into path scores, marks the children of those that open and appends them. As
+many rounds are launched as the hierarchy has ranks, a fixed number that can be captured. That is enough, but for the
+path rule over several parents: a child brings missing ancestors, which may open later themselves. There a state with
+more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is
+appended by whoever marks it first. `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall
+as on the host.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):  # type: ignore[no-untyped-def]
-    """Append candidates that nobody has marked; the new length, which may pass `CAP` (then the list holds the first `CAP`)."""
+    """Append candidates that nobody has marked; the new length, which may pass `CAP` (then the list holds the first
+    `CAP`).
+    """
     won = valid & (tl.atomic_xchg(mark_ptr + candidate, 1, mask=valid) == 0)
     at = n + tl.cumsum(won.to(tl.int32), 0) - 1
     tl.store(ids_ptr + at, candidate, mask=won & (at < CAP))
@@ -97,12 +102,15 @@ def _begin(  # type: ignore[no-untyped-def]
 def _score(  # type: ignore[no-untyped-def]
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
     ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
-    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
     b = tl.program_id(1).to(tl.int64)
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
-    if LAYERS == 1:  # as many entries a program as pairs of linear probes elsewhere, in tiles of the same shape: the same bits
+    if (
+        LAYERS == 1
+    ):  # as many entries a program as pairs of linear probes elsewhere, in tiles of the same shape: the same bits
         first = tl.program_id(0) * ROWS
         if (first + ROWS > begin) & (first < count):
             entries = first + tl.arange(0, ROWS)
@@ -132,7 +140,8 @@ def _expand(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold.
 
-    `OPEN`: 1, or in the last round 0 (what could open stays shut) or 2 (a state in which something could open overflows).
+    `OPEN`: 1, or in the last round 0 (what could open stays shut) or 2 (a state in which something could open
+    overflows).
     """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
@@ -150,7 +159,9 @@ def _expand(  # type: ignore[no-untyped-def]
                 best = tl.full((BLOCK,), -1.0, dtype=tl.float32)
                 for e in range(0, MOST_PARENTS):
                     here = inside & (first + e < last)
-                    above = tl.load(score_ptr + tl.load(parent_idx + first + e, mask=here, other=0), mask=here, other=-1.0)
+                    above = tl.load(
+                        score_ptr + tl.load(parent_idx + first + e, mask=here, other=0), mask=here, other=-1.0
+                    )
                     best = tl.where((above > best) | (above != above), above, best)
                 score = tl.where(first < last, score * best, score)
             tl.store(score_ptr + ids, score, mask=inside)
@@ -160,7 +171,9 @@ def _expand(  # type: ignore[no-untyped-def]
         for s in range(begin, count, BLOCK):
             inside = s + i < count
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
-            opens = inside & (tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
+            opens = inside & (
+                tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0)
+            )
             n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
         if CLOSE and OPEN == 1:
             tl.debug_barrier()  # the new children are in the list
@@ -183,7 +196,9 @@ def _expand(  # type: ignore[no-untyped-def]
 def _finish(  # type: ignore[no-untyped-def]
     ids_ptr, score_ptr, count_ptr, exempt_ptr, out_ptr, kept_ptr, P, CAP, K, KEEP, BLOCK_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Program b: `out [B, CAP]`, scores in the order of the list; `kept [B, K]`, the best `KEEP` that are not exempt, -1 for none."""
+    """Program b: `out [B, CAP]`, scores in the order of the list; `kept [B, K]`, the best `KEEP` that are not exempt,
+    -1 for none.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_CAP)
     inside = i < tl.load(count_ptr + b)
@@ -201,7 +216,9 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Found:
-    """Of N states, on the device: `count [N]`, `ids` and `scores [N, CAP]` in no order, `kept [N, K]` (-1: none), `overflowed [N]`."""
+    """Of N states, on the device: `count [N]`, `ids` and `scores [N, CAP]` in no order, `kept [N, K]` (-1: none),
+    `overflowed [N]`.
+    """
 
     count: Tensor
     ids: Tensor
@@ -211,7 +228,9 @@ class Found:
 
 
 class DeviceCascade:
-    """The descent of a plan over weights that are all on one device, slot = probe. `fits(plan)` says whether it can be."""
+    """The descent of a plan over weights that are all on one device, slot = probe. `fits(plan)` says whether it
+    can be.
+    """
 
     def __init__(self, plan: CascadePlan, weights: Mapping[str, Tensor], input_of: np.ndarray) -> None:
         tree, self._plan = plan.tree, plan
@@ -230,14 +249,19 @@ class DeviceCascade:
         self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)
         sizes = [at.stop - at.start for at in tree.rank_slices]
-        self._rank, self._threshold = put(np.repeat(np.arange(len(sizes)), sizes)), put(plan.expand_threshold, torch.float32)
+        self._rank, self._threshold = (
+            put(np.repeat(np.arange(len(sizes)), sizes)),
+            put(plan.expand_threshold, torch.float32),
+        )
         self._child_ptr, self._child_idx = put(tree.child_ptr), put(tree.child_idx if len(tree.child_idx) else [0])
         self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
         self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
         self._n_ranks = len(tree.rank_slices)
         self._input_of, self._n_inputs = put(input_of), 1 + int(np.max(input_of))
         if len(input_of) != tree.n or len(weights["w1"]) != tree.n or np.min(input_of) < 0:
-            raise ConfigError(f"weights of {len(weights['w1'])} probes and inputs of {len(input_of)} for a hierarchy of {tree.n}")
+            raise ConfigError(
+                f"weights of {len(weights['w1'])} probes and inputs of {len(input_of)} for a hierarchy of {tree.n}"
+            )
         n_rounds, most = self._n_ranks, plan.config.max_rounds
         self._n_rounds = n_rounds if most is None else min(n_rounds, most)
         self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
@@ -248,12 +272,23 @@ class DeviceCascade:
         return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
-        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none (as is one out of range). Enqueues, and waits for nothing."""
+        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none (as is one out of range).
+        Enqueues, and waits for nothing.
+        """
         check_states(x, self._weights["w1"].shape[2])
         if len(x) < self._n_inputs * n_states or x.device != self.device:
-            raise ConfigError(f"x is {described(x)} on {x.device}: give {self._n_inputs} blocks of {n_states} states on {self.device}")
-        if retained is not None and (retained.dtype != torch.int32 or retained.dim() != 2 or len(retained) != n_states or retained.device != self.device):
-            raise ConfigError(f"retained is {described(retained)} on {retained.device}: give int32 [{n_states}, R] on {self.device}")
+            raise ConfigError(
+                f"x is {described(x)} on {x.device}: give {self._n_inputs} blocks of {n_states} states on {self.device}"
+            )
+        if retained is not None and (
+            retained.dtype != torch.int32
+            or retained.dim() != 2
+            or len(retained) != n_states
+            or retained.device != self.device
+        ):
+            raise ConfigError(
+                f"retained is {described(retained)} on {retained.device}: give int32 [{n_states}, R] on {self.device}"
+            )
         with torch.cuda.device_of(x):  # Triton launches on the current device
             return self._descend(x, n_states, retained)
 
@@ -279,16 +314,46 @@ class DeviceCascade:
             n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
         )  # fmt: skip
         layers, scaled = arguments_of(weights), "w1_scale" in weights
-        meta = layered_meta(h1, h2, d, n_layers, scaled) if n_layers > 1 else {"LAYERS": 1, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": PAIRS, "BLOCK_H2": 1, "BLOCK_PARTS": 1}
+        meta = (
+            layered_meta(h1, h2, d, n_layers, scaled)
+            if n_layers > 1
+            else {
+                "LAYERS": 1,
+                "SCALED": scaled,
+                "BLOCK_D": block_sizes(d),
+                "ROWS": PAIRS,
+                "BLOCK_H2": 1,
+                "BLOCK_PARTS": 1,
+            }
+        )
         n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
-                x, *layers, ids, self._input_of, begin, count, parts, arrived, own, n_states, cap, d, h1, h2, n_parts, **meta
+                x,
+                *layers,
+                ids,
+                self._input_of,
+                begin,
+                count,
+                parts,
+                arrived,
+                own,
+                n_states,
+                cap,
+                d,
+                h1,
+                h2,
+                n_parts,
+                **meta,
             )
             _expand[(n_states,)](
-                ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr, self._child_idx, self._parent_ptr,
-                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
+                ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr,
+                self._child_idx, self._parent_ptr,
+                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit,
+                self._n_ranks if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
             )  # fmt: skip
-        _finish[(n_states,)](ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap)
+        _finish[(n_states,)](
+            ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap
+        )
         return Found(count, ids, out, kept, over)

@@ -2,11 +2,12 @@
 
     scores = score_triton(hidden, weights, rows, slots)
 
-A probe with hidden layers is split by rows of its first layer: a program takes 16 of them over the full length D, so the ReLU
-stays local, multiplies by its part of the second layer and stores that. The last program of a pair to arrive adds the parts up
-in their fixed order and finishes. Every weight is read once, nothing is added by atomics, and a pair's arithmetic depends on
-the pair alone: its score is bitwise the same from run to run and whatever else is active. bf16 and int8 are widened on loading;
-every product and sum is fp32. Of many states, a program takes four pairs, which share what it reads where they are of one probe.
+A probe with hidden layers is split by rows of its first layer: a program takes 16 of them over the full length D, so
+the ReLU stays local, multiplies by its part of the second layer and stores that. The last program of a pair to arrive
+adds the parts up in their fixed order and finishes. Every weight is read once, nothing is added by atomics, and a
+pair's arithmetic depends on the pair alone: its score is bitwise the same from run to run and whatever else is active.
+bf16 and int8 are widened on loading; every product and sum is fp32. Of many states, a program takes four pairs, which
+share what it reads where they are of one probe.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from probemon.core.inputs import TINY, check_pairs, check_states
 
 ROWS = 16  # of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
-GROUP, MANY = 4, 2048  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
+GROUP, MANY = (
+    4,
+    2048,
+)  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
 _MOST_PAIRS = 1 << 18  # of a launch: bounds the memory of their parts
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -38,11 +42,15 @@ def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def part_of_probe(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, part, parts_ptr, arrived_ptr, out_ptr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, part, parts_ptr,
+    arrived_ptr, out_ptr,
     D, H1, H2, N_PARTS,
-    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One pair's `ROWS` rows of layer 1. Of this pair: `parts [N_PARTS, H2 or 1]`, `arrived` an int32 zero, zero again afterwards, `out`."""
+    """One pair's `ROWS` rows of layer 1. Of this pair: `parts [N_PARTS, H2 or 1]`, `arrived` an int32 zero, zero again
+    afterwards, `out`.
+    """
     # int64: slot * H1 * D passes 2**31 at 6,554 slots of 128 x 2560.
     row, slot = row.to(tl.int64), slot.to(tl.int64)
     j = part * ROWS + tl.arange(0, ROWS)
@@ -56,7 +64,8 @@ def part_of_probe(  # type: ignore[no-untyped-def]
         w = tl.load(w1_row + d[None, :], mask=j_in[:, None] & d_in[None, :], other=0.0).to(tl.float32)
         total += w * x[None, :]
     _above(
-        tl.sum(total, axis=1), s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
+        tl.sum(total, axis=1), s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr,
+        arrived_ptr, out_ptr,
         H1, H2, N_PARTS, LAYERS, SCALED, ROWS, BLOCK_H2, BLOCK_PARTS,
     )  # fmt: skip
 
@@ -64,9 +73,12 @@ def part_of_probe(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _above(  # type: ignore[no-untyped-def]
     sums, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
-    H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What follows from the `ROWS` sums of layer 1: this part of what is above it, and, of the last to arrive, the score."""
+    """What follows from the `ROWS` sums of layer 1: this part of what is above it, and, of the last to arrive, the
+    score.
+    """
     j = part * ROWS + tl.arange(0, ROWS)
     j_in = j < H1
     z = _scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
@@ -74,7 +86,9 @@ def _above(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_H2)
     k_in = k < H2
     if LAYERS == 3:
-        w2 = tl.load(w2_ptr + (slot * H2 + k[:, None]) * H1 + j[None, :], mask=k_in[:, None] & j_in[None, :], other=0.0).to(tl.float32)
+        w2 = tl.load(
+            w2_ptr + (slot * H2 + k[:, None]) * H1 + j[None, :], mask=k_in[:, None] & j_in[None, :], other=0.0
+        ).to(tl.float32)
         tl.store(parts_ptr + part * H2 + k, tl.sum(w2 * z[None, :], axis=1), mask=k_in)
     else:
         w3 = tl.load(w3_ptr + slot * H1 + j, mask=j_in, other=0.0).to(tl.float32)
@@ -84,9 +98,14 @@ def _above(  # type: ignore[no-untyped-def]
         p = tl.arange(0, BLOCK_PARTS)
         if LAYERS == 3:
             parts = tl.load(
-                parts_ptr + p[:, None] * H2 + k[None, :], mask=(p < N_PARTS)[:, None] & k_in[None, :], other=0.0, cache_modifier=".cg"
+                parts_ptr + p[:, None] * H2 + k[None, :],
+                mask=(p < N_PARTS)[:, None] & k_in[None, :],
+                other=0.0,
+                cache_modifier=".cg",
             )
-            z2 = _scaled(tl.sum(parts, axis=0), s2_ptr, slot * H2 + k, k_in, SCALED) + tl.load(b2_ptr + slot * H2 + k, mask=k_in, other=0.0)
+            z2 = _scaled(tl.sum(parts, axis=0), s2_ptr, slot * H2 + k, k_in, SCALED) + tl.load(
+                b2_ptr + slot * H2 + k, mask=k_in, other=0.0
+            )
             z2 = tl.where(z2 < 0, 0.0, z2)
             w3 = tl.load(w3_ptr + slot * H2 + k, mask=k_in, other=0.0).to(tl.float32)
             logit = _scaled(tl.sum(w3 * z2, axis=0), s3_ptr, slot, True, SCALED) + tl.load(b3_ptr + slot)
@@ -99,16 +118,19 @@ def _above(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _layered(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
+    arrived_ptr, out_ptr,
     N, P, D, H1, H2, N_PARTS,
-    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN of a pair that is out of range."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
     row, slot = tl.load(rows_ptr + pair), tl.load(slots_ptr + pair)
     if (row >= 0) & (row < N) & (slot >= 0) & (slot < P):
         part_of_probe(
-            x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, tl.program_id(0) % N_PARTS,
+            x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot,
+            tl.program_id(0) % N_PARTS,
             parts_ptr + pair * N_PARTS * H2, arrived_ptr + pair, out_ptr + pair,
             D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS,
         )  # fmt: skip
@@ -118,11 +140,14 @@ def _layered(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _layered_groups(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr, arrived_ptr, out_ptr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
+    arrived_ptr, out_ptr,
     M, N, P, D, H1, H2, N_PARTS,
-    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`_layered` of four pairs a program (`GROUP`). Where they are of one probe, a tile of its weights is read once for the four.
+    """`_layered` of four pairs a program (`GROUP`). Where they are of one probe, a tile of its weights is read once for
+    the four.
 
     A pair's sums are made in tiles of the same shape as in `part_of_probe`, so its score is bitwise the same.
     """
@@ -172,7 +197,8 @@ def _layered_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def linear_scores(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Scores of `PAIRS` pairs of linear probes."""
     row, slot = row.to(tl.int64), slot.to(tl.int64)
@@ -183,13 +209,16 @@ def linear_scores(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + row[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         w = tl.load(w1_ptr + slot[:, None] * D + d[None, :], mask=keep, other=0.0).to(tl.float32)
         total += w * x
-    logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(b1_ptr + slot, mask=inside, other=0.0)
+    logit = _scaled(tl.sum(total, axis=1), s1_ptr, slot, inside, SCALED) + tl.load(
+        b1_ptr + slot, mask=inside, other=0.0
+    )
     return 1.0 / (1.0 + tl.exp(-logit))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _linear(  # type: ignore[no-untyped-def]
-    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """`PAIRS` pairs a program; NaN of a pair that is out of range."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
@@ -209,7 +238,9 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program a row `[D]` of x, rows `S` apart. What was not finite becomes NaN, what cannot be normalised infinite."""
+    """A program a row `[D]` of x, rows `S` apart. What was not finite becomes NaN, what cannot be normalised
+    infinite.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mean = tl.full((), 0.0, dtype=tl.float32)
@@ -241,7 +272,8 @@ def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: t
 
 
 def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of rows.
+    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of
+    rows.
 
     Of what was not finite it makes NaN, and of what cannot be normalised in fp32, or rounded to `dtype`, infinities.
     """
@@ -251,7 +283,17 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
     out = torch.empty(n, d, dtype=torch.float32, device=hidden.device)
     if n:
         with torch.cuda.device_of(hidden):
-            _normalise[(n,)](hidden, out, d, hidden.stride(0), eps, TINY, LAYERNORM=norm == "layernorm", NORM=norm != "none", BLOCK_D=min(triton.next_power_of_2(d), 2048))
+            _normalise[(n,)](
+                hidden,
+                out,
+                d,
+                hidden.stride(0),
+                eps,
+                TINY,
+                LAYERNORM=norm == "layernorm",
+                NORM=norm != "none",
+                BLOCK_D=min(triton.next_power_of_2(d), 2048),
+            )
     return out.to(dtype)
 
 
@@ -263,7 +305,8 @@ def block_sizes(d: int) -> int:
 def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool) -> dict[str, Any]:
     """Compile-time sizes of `_layered`."""
     return {
-        "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS, "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
+        "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS,
+        "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
         "BLOCK_PARTS": triton.next_power_of_2(triton.cdiv(h1, ROWS)),
     }  # fmt: skip
 
@@ -275,7 +318,12 @@ def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     """
     check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
-    x, rows, slots, order = hidden.contiguous(), rows.contiguous(), slots.contiguous(), None  # np.nonzero gives strided ones
+    x, rows, slots, order = (
+        hidden.contiguous(),
+        rows.contiguous(),
+        slots.contiguous(),
+        None,
+    )  # np.nonzero gives strided ones
     shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
     if shares:
         slots, order = torch.sort(slots, stable=True)
@@ -291,29 +339,43 @@ def _score(x: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor
     n_slots, h1, d = weights["w1"].shape
     n, scaled, layers = len(slots), "w1_scale" in weights, arguments_of(weights)
     if "w3" not in weights:
-        _linear[(triton.cdiv(n, PAIRS),)](x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS)
+        _linear[(triton.cdiv(n, PAIRS),)](
+            x, *layers[:3], rows, slots, out, n, len(x), n_slots, d, SCALED=scaled, BLOCK_D=block_sizes(d), PAIRS=PAIRS
+        )
         return
     n_layers, h2 = 2 + ("w2" in weights), weights["w2"].shape[1] if "w2" in weights else 1
     n_parts = triton.cdiv(h1, ROWS)
     parts = torch.empty(n * n_parts * h2, dtype=torch.float32, device=x.device)
     meta, arrived = layered_meta(h1, h2, d, n_layers, scaled), _arrived(n, x.device)
     if shares:
-        _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta)
+        _layered_groups[(triton.cdiv(n, GROUP) * n_parts,)](
+            x, *layers, rows, slots, parts, arrived, out, n, len(x), n_slots, d, h1, h2, n_parts, **meta
+        )
     else:
-        _layered[(n * n_parts,)](x, *layers, rows, slots, parts, arrived, out, len(x), n_slots, d, h1, h2, n_parts, **meta)
+        _layered[(n * n_parts,)](
+            x, *layers, rows, slots, parts, arrived, out, len(x), n_slots, d, h1, h2, n_parts, **meta
+        )
 
 
 def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """w, scale, b of the three layers, as the kernels take them; the first bias stands for what is not there, and is not read."""
+    """w, scale, b of the three layers, as the kernels take them; the first bias stands for what is not there, and is
+    not read.
+    """
     return [weights.get(name, weights["b1"]) for i in (1, 2, 3) for name in (f"w{i}", f"w{i}_scale", f"b{i}")]
 
 
 def _arrived(n: int, device: torch.device) -> Tensor:
-    """Zeros for `n` pairs. They are zeros again after every launch, so launches of one stream, which follow one another, share them."""
+    """Zeros for `n` pairs. They are zeros again after every launch, so launches of one stream, which follow one
+    another, share them.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(n, dtype=torch.int32, device=device)  # the graph's own, set to zero by it: graphs may be replayed on any stream
+        return torch.zeros(
+            n, dtype=torch.int32, device=device
+        )  # the graph's own, set to zero by it: graphs may be replayed on any stream
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     known = _ARRIVED.get((device, stream))
     if known is None or len(known) < n:
-        known = _ARRIVED[device, stream] = torch.zeros(max(1024, triton.next_power_of_2(n)), dtype=torch.int32, device=device)
+        known = _ARRIVED[device, stream] = torch.zeros(
+            max(1024, triton.next_power_of_2(n)), dtype=torch.int32, device=device
+        )
     return known

@@ -35,7 +35,9 @@ UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Slots now, and counts since the arena was made. `late`: asked for and not there, where nobody waits; `fetched`: loaded in the background."""
+    """Slots now, and counts since the arena was made. `late`: asked for and not there, where nobody waits; `fetched`:
+    loaded in the background.
+    """
 
     n_slots: int
     n_free: int
@@ -76,19 +78,27 @@ class Arena(Protocol):
 
 
 class ResidentArena:
-    """The whole pack, slot = probe. On a CPU these are the pack's own weights, in memory or mapped; on a GPU one upload.
+    """The whole pack, slot = probe. On a CPU these are the pack's own weights, in memory or mapped; on a GPU one
+    upload.
 
-    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`). The weights of
-    several packs of one architecture lie one after another, in memory of the arena's own. `unchanged()` raises where a file that weights are mapped from
-    was written to: it is asked before they are read, each time, and after what reads them without asking for a wave.
+    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`).
+    The weights of several packs of one architecture lie one after another, in memory of the arena's own. `unchanged()`
+    raises where a file that weights are mapped from was written to: it is asked before they are read, each time, and
+    after what reads them without asking for a wave.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], device: torch.device, check: Callable[[Ints], None], unchanged: Callable[[], None] | None = None
+        self,
+        weights: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        device: torch.device,
+        check: Callable[[Ints], None],
+        unchanged: Callable[[], None] | None = None,
     ) -> None:
         self._sources = [weights] if isinstance(weights, Mapping) else list(weights)
         self.weights: Mapping[str, Tensor] = (
-            {name: tensor.to(device) for name, tensor in self._sources[0].items()} if len(self._sources) == 1 else _stacked(self._sources, device)
+            {name: tensor.to(device) for name, tensor in self._sources[0].items()}
+            if len(self._sources) == 1
+            else _stacked(self._sources, device)
         )
         self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
         self._check = check
@@ -110,14 +120,18 @@ class ResidentArena:
         yield np.arange(len(probes)), probes
 
     def used(self, n: int) -> None:
-        """So many slots were read without asking for a wave. Raises `PackChanged` where they may not be what they were."""
+        """So many slots were read without asking for a wave. Raises `PackChanged` where they may not be what
+        they were.
+        """
         if self._unchanged is not None:
             self._unchanged()
         self._hits += n
 
     @property
     def checked(self) -> Any:
-        """Which probes were looked at before their first use, `[P]` bool. Whoever asks is about to read weights: raises `PackChanged` as `waves` does."""
+        """Which probes were looked at before their first use, `[P]` bool. Whoever asks is about to read weights: raises
+        `PackChanged` as `waves` does.
+        """
         if self._unchanged is not None:
             self._unchanged()
         return self._checked
@@ -157,12 +171,19 @@ class ResidentArena:
 class PagedArena:
     """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
 
-    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/evidence/eviction.py). Slots are allocated once, empty ones
-    are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`: the stacked weights of the pack, `[P, ...]`.
+    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/evidence/eviction.py). Slots are
+    allocated once, empty ones are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a
+    score. `like`: the stacked weights of the pack, `[P, ...]`.
     """
 
     def __init__(
-        self, store: ProbeStore, *, like: Mapping[str, Tensor], n_slots: int, device: torch.device, upload: Callable[[Mapping[str, Tensor]], Upload] | None = None
+        self,
+        store: ProbeStore,
+        *,
+        like: Mapping[str, Tensor],
+        n_slots: int,
+        device: torch.device,
+        upload: Callable[[Mapping[str, Tensor]], Upload] | None = None,
     ) -> None:
         n_slots = check_count("n_slots", n_slots, least=1, remedy="an arena has at least one slot")
         self.lock: AbstractContextManager[Any] = threading.RLock()
@@ -171,7 +192,12 @@ class PagedArena:
         self._n_slots = n_slots
         with torch.inference_mode(False):  # else slots could not be filled outside of that mode
             self.weights: Mapping[str, Tensor] = {
-                name: torch.full((n_slots, *t.shape[1:]), float("nan") if t.dtype.is_floating_point else 0, dtype=t.dtype, device=device)
+                name: torch.full(
+                    (n_slots, *t.shape[1:]),
+                    float("nan") if t.dtype.is_floating_point else 0,
+                    dtype=t.dtype,
+                    device=device,
+                )
                 for name, t in like.items()
             }
         self._upload = upload_to(self.weights, device) if upload is None else upload(self.weights)
@@ -195,7 +221,8 @@ class PagedArena:
         room = self._n_slots - len(self._pins)
         if len(rest) and not room:
             raise ArenaFull(
-                f"{self._n_slots} slots, all pinned, none for {len(rest)} more probes: raise arena_bytes or lower max_loaded_probes"
+                f"{self._n_slots} slots, all pinned, none for {len(rest)} more probes: raise arena_bytes or lower"
+                " max_loaded_probes"
             )
         for at in range(0, len(rest), max(room, 1)):
             wave = rest[at : at + room]
@@ -230,9 +257,14 @@ class PagedArena:
     def _load(self, missing: Sequence[int]) -> dict[int, StateDict]:
         loaded = self._store.get_many(missing) if missing else {}
         for probe, state in loaded.items():
-            wrong = [name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]]
+            wrong = [
+                name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]
+            ]
             if wrong or len(state) != len(self.weights):
-                raise ProbeLoadError(f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }: expected those of the pack's other probes")
+                raise ProbeLoadError(
+                    f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }:"
+                    " expected those of the pack's other probes"
+                )
         return loaded
 
     def _use(self, probes: Ints) -> None:
@@ -254,7 +286,9 @@ class PagedArena:
     # -- in the background -----------------------------------------------------------------------
 
     def held(self, probes: Ints) -> Ints:
-        """Slots `[n]` of distinct probes, -1 of those that are not held; nothing is loaded. Hold `lock` while they are read."""
+        """Slots `[n]` of distinct probes, -1 of those that are not held; nothing is loaded. Hold `lock` while they are
+        read.
+        """
         slots = self._slot_of[probes]
         there = slots >= 0
         self._hits += int(there.sum())
@@ -263,9 +297,11 @@ class PagedArena:
         return slots
 
     def fetch(self, probes: Sequence[int], *, prefetched: bool = False) -> None:
-        """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises `ProbeLoadError`.
+        """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises
+        `ProbeLoadError`.
 
-        What is only `prefetched` takes slots that are free or hold what nobody uses, and is the first to go; it is in RAM at any rate.
+        What is only `prefetched` takes slots that are free or hold what nobody uses, and is the first to go; it is in
+        RAM at any rate.
         """
         loaded = self._load([p for p in probes if self._slot_of[p] < 0])
         with self.lock:
@@ -289,7 +325,8 @@ class PagedArena:
         may_go, worth = self._evictable(in_use)
         if len(may_go) < n:
             raise ArenaFull(
-                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise arena_bytes or lower max_loaded_probes"
+                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise"
+                " arena_bytes or lower max_loaded_probes"
             )
         for probe in may_go[np.lexsort((may_go, worth))[:n]].tolist():
             self._free.append(int(self._slot_of[probe]))
@@ -305,11 +342,21 @@ class PagedArena:
     def stats(self) -> ArenaStats:
         """A snapshot."""
         return ArenaStats(
-            self._n_slots, len(self._free), len(self._pins), self._hits, self._misses, self._evictions, self._uploaded, self._late, self._fetched
+            self._n_slots,
+            len(self._free),
+            len(self._pins),
+            self._hits,
+            self._misses,
+            self._evictions,
+            self._uploaded,
+            self._late,
+            self._fetched,
         )
 
     def check_integrity(self) -> None:
-        """Slots and probes map one to one, pinned probes are held, slots never used are NaN, held ones are the store's."""
+        """Slots and probes map one to one, pinned probes are held, slots never used are NaN, held ones are the
+        store's.
+        """
         held = np.flatnonzero(self._slot_of >= 0)
         taken = self._slot_of[held].tolist()
         assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)

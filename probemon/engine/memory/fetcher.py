@@ -4,8 +4,8 @@
     fetcher.ask([3, 4, 5])          # at once; what is asked for meanwhile is loaded in one go
     fetcher.wait()                  # until nothing is wanted any more
 
-A process may fork meanwhile. The child has no thread but the one that forked, so a fetcher begins anew there; and since a lock that another
-thread held would never be released, forking waits until nothing is being loaded.
+A process may fork meanwhile. The child has no thread but the one that forked, so a fetcher begins anew there; and since
+a lock that another thread held would never be released, forking waits until nothing is being loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _FORKING = ExitStack()  # what is held while the process forks
 
 
 class Fetcher:
-    """One thread that calls `fetch(probes)` with what was asked for; an error is kept for `raise_error`. `locks`: what `fetch` and readers take."""
+    """One thread that calls `fetch(probes)` with what was asked for; an error is kept for `raise_error`. `locks`: what
+    `fetch` and readers take.
+    """
 
     def __init__(self, fetch: Callable[[list[int]], None], locks: Sequence[Any] = ()) -> None:
         self._fetch, self._locks = fetch, locks
@@ -81,7 +83,11 @@ def _before_fork() -> None:
     _FORKING.enter_context(_MAKING)
     fetchers = list(_FETCHERS)
     # Who loads takes the lock of the arena, so nobody may be loading when that is taken here.
-    locks = [fetcher._loading for fetcher in fetchers] + [lock for fetcher in fetchers for lock in fetcher._locks] + [fetcher._lock for fetcher in fetchers]
+    locks = (
+        [fetcher._loading for fetcher in fetchers]
+        + [lock for fetcher in fetchers for lock in fetcher._locks]
+        + [fetcher._lock for fetcher in fetchers]
+    )
     for lock in {id(lock): lock for lock in locks}.values():
         _FORKING.enter_context(lock)
 

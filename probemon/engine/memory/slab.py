@@ -1,9 +1,9 @@
 """Records: all tensors of one probe side by side in bytes, so that a probe, or a run of siblings, is one copy.
 
-    layout = Layout.of(pack.weights)
-    slab = Slab(layout, 400, register=True)             # registered with the GPU: copies from it do not hold up the host
-    first, *others = slab.take(20)                      # rows of the slab, neighbours if there is such a run
-    record = Record(layout, first)                      # a state dict whose tensors are views of the row
+layout = Layout.of(pack.weights)
+slab = Slab(layout, 400, register=True)             # registered with the GPU: copies from it do not hold up the host
+first, *others = slab.take(20)                      # rows of the slab, neighbours if there is such a run
+record = Record(layout, first)                      # a state dict whose tensors are views of the row
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class Layout:
         found = {}
         for name, shape, dtype, at in self.parts:
             n = dtype.itemsize * torch.Size(shape).numel()
-            found[name] = memory[..., at : at + n].view(dtype).unflatten(-1, shape) if shape else memory[..., at : at + n].view(dtype)[..., 0]
+            found[name] = (
+                memory[..., at : at + n].view(dtype).unflatten(-1, shape)
+                if shape
+                else memory[..., at : at + n].view(dtype)[..., 0]
+            )
         return found
 
 
@@ -65,7 +69,9 @@ class Record(dict[str, Tensor]):
 
 
 class Slab:
-    """Rows for records, given out and taken back one by one. `register`: pin them for a GPU as they are, not rounded up to a power of two."""
+    """Rows for records, given out and taken back one by one. `register`: pin them for a GPU as they are, not rounded up
+    to a power of two.
+    """
 
     def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
         with torch.inference_mode(False):
@@ -75,13 +81,22 @@ class Slab:
         if register and n_records:
             error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)  # type: ignore[no-untyped-call,unused-ignore]
             if int(error) != 0:
-                raise ConfigError(f"{self._memory.numel()} bytes of RAM could not be registered with the GPU (CUDA error {int(error)}): lower cache_bytes")
+                raise ConfigError(
+                    f"{self._memory.numel()} bytes of RAM could not be registered with the GPU (CUDA error"
+                    f" {int(error)}): lower cache_bytes"
+                )
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())  # type: ignore[no-untyped-call,unused-ignore]
 
     def take(self, n: int) -> list[Tensor]:
-        """At most `n` rows, the first run of neighbours that is long enough, or else the lowest free ones. A row goes back when its tensor is gone."""
+        """At most `n` rows, the first run of neighbours that is long enough, or else the lowest free ones. A row goes
+        back when its tensor is gone.
+        """
         with self._lock:
-            run = next((i for i in range(len(self._free) - n + 1) if self._free[i + n - 1] - self._free[i] == n - 1), 0) if n else 0
+            run = (
+                next((i for i in range(len(self._free) - n + 1) if self._free[i + n - 1] - self._free[i] == n - 1), 0)
+                if n
+                else 0
+            )
             taken, self._free[run : run + n] = self._free[run : run + n], []
         rows = [self._memory[at] for at in taken]
         for at, row in zip(taken, rows, strict=True):

@@ -41,8 +41,8 @@ class ProbeSource(Protocol):
 class PackSource:
     """The stacked tensors of an opened pack: a run of neighbours is one slice of each, or one read, never of a map.
 
-    `n_registered`: copies are records in a slab of so many rows that is registered with the GPU (in memory of their own when it is
-    full), siblings next to one another.
+    `n_registered`: copies are records in a slab of so many rows that is registered with the GPU (in memory of their own
+    when it is full), siblings next to one another.
     """
 
     def __init__(self, pack: ProbePack, *, n_registered: int = 0) -> None:
@@ -51,7 +51,9 @@ class PackSource:
         self._slab = Slab(self._layout, n_registered, register=torch.cuda.is_available()) if n_registered else None
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
-        """Copies of the probes' weights, checked for finiteness. Raises `PackChanged` where the pack's file was written to since it was opened."""
+        """Copies of the probes' weights, checked for finiteness. Raises `PackChanged` where the pack's file was written
+        to since it was opened.
+        """
         at = np.asarray(probes, dtype=np.int64)
         order = np.argsort(at)
         runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
@@ -110,7 +112,9 @@ class FileSource:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds; each becomes one that names the file
-            raise ProbeLoadError(f"probe {probe} could not be loaded from {path} ({error}): restore the file") from error
+            raise ProbeLoadError(
+                f"probe {probe} could not be loaded from {path} ({error}): restore the file"
+            ) from error
         if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
             raise ProbeLoadError(f"probe {probe}: {path} holds no state dict of tensors")
         for name, tensor in state.items():
@@ -155,7 +159,9 @@ class ProbeStore:
         self._hits = self._misses = 0
 
     def get_many(self, probes: Sequence[int]) -> dict[int, StateDict]:
-        """State dicts by probe; what is missing is loaded in one call of the source, and nothing is kept if that fails."""
+        """State dicts by probe; what is missing is loaded in one call of the source, and nothing is kept if
+        that fails.
+        """
         wanted = list(dict.fromkeys(int(p) for p in probes))
         with self.lock:
             found = {p: self._cache[p] for p in wanted if p in self._cache}
@@ -180,4 +186,8 @@ class ProbeStore:
         """Raise `AssertionError` unless the bytes counted are the bytes held and within the bound."""
         with self.lock:
             held = sum(_bytes_of(state) for state in self._cache.values())
-            assert held == self._cache.currsize <= self._cache.maxsize, (held, self._cache.currsize, self._cache.maxsize)
+            assert held == self._cache.currsize <= self._cache.maxsize, (
+                held,
+                self._cache.currsize,
+                self._cache.maxsize,
+            )

@@ -4,8 +4,9 @@
     upload(states, slots)          # what is enqueued on the calling thread's stream from here on reads them there
     upload.wait()                  # they are there, whoever reads
 
-On a CPU that is a copy. On a GPU each run of neighbours in RAM is one asynchronous copy, on a stream of its own, into a staging
-area, from where one kernel for each parameter spreads them over their slots; the reading stream waits on the device, not on the host.
+On a CPU that is a copy. On a GPU each run of neighbours in RAM is one asynchronous copy, on a stream of its own, into a
+staging area, from where one kernel for each parameter spreads them over their slots; the reading stream waits on the
+device, not on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Upload(Protocol):
         ...
 
     def apart(self) -> AbstractContextManager[Any]:
-        """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits itself."""
+        """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits
+        itself.
+        """
         ...
 
 
@@ -65,13 +68,17 @@ class Direct:
 
 
 class Staged:
-    """One copy for each run of neighbours in RAM, then one kernel for each parameter. On a CPU (tests) the same, without streams."""
+    """One copy for each run of neighbours in RAM, then one kernel for each parameter. On a CPU (tests) the same,
+    without streams.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], n_staged: int = 64) -> None:
         self._weights, self._layout = weights, Layout.of(weights)
         device = weights["w1"].device
         with torch.inference_mode(False):
-            self._staging = torch.empty(min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device)
+            self._staging = torch.empty(
+                min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device
+            )
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._apart = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
@@ -112,7 +119,9 @@ class Staged:
             self._weights[name].index_copy_(0, at, tensor)
 
     def apart(self) -> AbstractContextManager[Any]:
-        """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so none is being read."""
+        """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so
+        none is being read.
+        """
         return nullcontext() if self._apart is None else torch.cuda.stream(self._apart)
 
     def wait(self) -> None:

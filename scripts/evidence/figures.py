@@ -6,7 +6,9 @@ python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints th
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,16 @@ def bem_grid(found: dict[str, Any]) -> list[str]:
                 + f" | {rows[bem]['over_lora_pct']:+.1f} % | {watched} |"
             )
     return lines
+
+
+def wrapped(lines: list[str]) -> str:
+    """Markdown of these lines, each a paragraph, an item or a row of a table: all but rows within 120 columns."""
+    broken: list[str] = []
+    for line in lines:
+        item = re.match(r"(- |\d+\. )?", line)[0]  # type: ignore[index]
+        rows = [line] if line.startswith("|") else textwrap.wrap(line, 120, subsequent_indent=" " * len(item))
+        broken += rows or [""]
+    return "\n".join(broken)
 
 
 def architectures(found: dict[str, Any]) -> list[str]:

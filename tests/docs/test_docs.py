@@ -14,7 +14,17 @@ from mutate_alignment import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = " ".join(README.split())  # where a line of prose is broken does not matter
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
+
+
+def page_of(name):
+    """A page, its lines joined: where a line of prose is broken does not matter."""
+    return flat([(ROOT / name).read_text(encoding="utf-8")])
+
+
+def flat(lines):
+    return " ".join(" ".join(lines).split())
 
 
 def result(name):
@@ -53,7 +63,7 @@ def test_every_python_example_of_the_page_on_adapters_runs(tmp_path):
 
 
 def test_what_adapters_learn_is_what_was_measured():
-    page, found = (ROOT / "docs/bem.md").read_text(), result("bem_learns.json")
+    page, found = page_of("docs/bem.md"), result("bem_learns.json")
     over = found["two_domains"]["over_routed"]
     for name, words in (
         ("lora", "{mean:.3f} nats above the routed adapter's (95 % interval {low:.3f} to {high:.3f})"),
@@ -62,7 +72,7 @@ def test_what_adapters_learn_is_what_was_measured():
         assert words.format(**over[name]) in page and over[name]["excludes_0"] and over[name]["n"] == 5
     lost = found["afterwards"]["distilled"]["least_squares"]["squared_update_lost"]
     assert f"loses {100 * lost:.0f} % of the squared update" in page
-    assert "\n".join(figures.bem_distilled(found)) in page
+    assert flat(figures.bem_distilled(found)) in page
     by_method = {row["method"]: row for row in found["distilled"]["summary"]}
     assert by_method["LoRA distilled"]["over_lora"]["n"] == 5 and by_method["LoRA distilled"]["over_lora"]["low"] < 0, (
         "no worse than a LoRA trained anew"
@@ -71,16 +81,16 @@ def test_what_adapters_learn_is_what_was_measured():
 
 
 def test_tables_of_the_benchmark_are_those_of_its_result_file():
-    measured, page = result("cpu.json"), (ROOT / "docs/performance.md").read_text()
+    measured, page = result("cpu.json"), page_of("docs/performance.md")
     assert measured["suite"] == "cpu" and set(measured["claims"]) == set(benchmark.BARS)
     for table, text in (
-        (figures.claims, README),
-        (figures.host, README),
+        (figures.claims, PROSE),
+        (figures.host, PROSE),
         (figures.claims, page),
         (figures.host, page),
         (figures.grid, page),
     ):
-        assert "\n".join(table(measured)) in text
+        assert flat(table(measured)) in text
     paged = {row["method"]: row for row in measured["rows"] if row["part"] == "paging"}
     assert (
         f"{paged['paged, copies in RAM']['ratio_to_ours']:.1f} times" in page
@@ -106,7 +116,7 @@ def test_agreement_is_what_was_measured():
     once, fired = (sum(row[name] for row in bf16) for name in ("n_fired_in_one_only", "n_fired"))
     assert (
         f"at most {largest['float32']} in fp32 and {largest['bfloat16']} in bf16, where {once} of {fired:,} pairs"
-        in README
+        in PROSE
     )
     assert not any(row["n_fired_in_one_only"] for row in others if row["dtype"] == "float32")
 
@@ -114,18 +124,18 @@ def test_agreement_is_what_was_measured():
 def test_the_cost_of_a_corpus_is_what_was_measured():
     found = result("corpus.json")
     memory = found["memory"]
-    assert "\n".join(figures.corpus(found)) in README and found["claim"]["holds"] and found["claim"]["value_pct"] <= 15
+    assert flat(figures.corpus(found)) in PROSE and found["claim"]["holds"] and found["claim"]["value_pct"] <= 15
     assert (
-        f"over {memory['n_tokens']:,} tokens" in README
-        and f"rise by {memory['growth_pct']:.1f} %" in README
-        and f"to {memory['late_bytes'] / 1e9:.2f} GB" in README
+        f"over {memory['n_tokens']:,} tokens" in PROSE
+        and f"rise by {memory['growth_pct']:.1f} %" in PROSE
+        and f"to {memory['late_bytes'] / 1e9:.2f} GB" in PROSE
     )
     assert memory["n_tokens"] > 1_000_000 and memory["growth_pct"] < 10
 
 
 def test_the_cost_of_a_routed_adapter_is_what_was_measured():
-    page, found = (ROOT / "docs/bem.md").read_text(), result("bem.json")
-    assert "\n".join(figures.bem_claims(found)) in page and "\n".join(figures.bem_grid(found)) in page
+    page, found = page_of("docs/bem.md"), result("bem.json")
+    assert flat(figures.bem_claims(found)) in page and flat(figures.bem_grid(found)) in page
     assert {row["length"] for row in found["rows"]} == {128, 256, 512, 2048} and found["suite"] == "grid"
     hooks = max(row["hooks_ms"] / row["median_ms"] for row in found["rows"] if "hooks_ms" in row)
     assert (
@@ -143,7 +153,7 @@ def test_the_cost_of_a_routed_adapter_is_what_was_measured():
 
 
 def test_importing_takes_what_was_measured():
-    found, page = result("import.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
+    found, page = result("import.json"), page_of("docs/bring-your-own-probes.md")
     said = (
         f"{found['counts']['probes']:,} random probes of {found['hidden_size']:,} values (bf16,"
         f" {found['source_bytes'] / 1e9:.1f} GB of files) take {found['seconds']:.0f} s on a 2-core CPU"
@@ -153,7 +163,7 @@ def test_importing_takes_what_was_measured():
 
 
 def test_fuzzing_found_what_is_said():
-    found, page = result("fuzz.json"), (ROOT / "docs/bring-your-own-probes.md").read_text()
+    found, page = result("fuzz.json"), page_of("docs/bring-your-own-probes.md")
     uncompared = found["outcomes"]["made, not compared"]
     assert (
         f"of {found['cases']:,} cases, {found['outcomes']['made']:,} gave a pack that verifies" in page
@@ -163,7 +173,7 @@ def test_fuzzing_found_what_is_said():
 
 
 def test_false_alarms_of_routing_are_what_was_counted():
-    found, page = result("routing_alarms.json"), (ROOT / "docs/bem.md").read_text()
+    found, page = result("routing_alarms.json"), page_of("docs/bem.md")
     assert (
         f"raised {found['false_alarms']} false alarms in {found['windows']:,} windows, at most"
         f" {found['false_alarms_per_window_at_most']:.5f} a window" in page
@@ -181,8 +191,8 @@ def test_kept_code_buffers_gain_as_little_as_is_said():
 
 
 def test_quality_is_what_was_measured():
-    page, found = (ROOT / "docs/quality.md").read_text(), result("quality.json")
-    assert "\n".join(figures.rules(found)) in page and "\n".join(figures.retained(found)) in page
+    page, found = page_of("docs/quality.md"), result("quality.json")
+    assert flat(figures.rules(found)) in page and flat(figures.retained(found)) in page
     rows = found["rows"]
     for row in rows:
         if row["rule"] == "exact" and row.get("max_rounds", "none") != 1:
@@ -201,8 +211,8 @@ def test_quality_is_what_was_measured():
 
 
 def test_mails_are_what_was_measured():
-    page, found = (ROOT / "docs/quality.md").read_text(), result("mails.json")
-    assert "\n".join(figures.mails(found)) in page
+    page, found = page_of("docs/quality.md"), result("mails.json")
+    assert flat(figures.mails(found)) in page
     assert (
         f"{sum(sum(part.values()) for part in found['mails'].values()):,} mails" in page
         and f"{found['mails']['watch']['spam']} spam and {found['mails']['watch']['ham']} other" in page
@@ -228,7 +238,7 @@ def test_speedup_in_the_readme_is_the_measured_one():
     profile = result("profile_cascade.json")
     for name, words in (("no_pruning", "no pruning"), ("top_50", "top-50"), ("top_30", "top-30")):
         twin, ours = profile["twin"][name]["mean_ms"], profile["ours"][name]["mean_ms"]
-        assert f"| {words} | {twin:.1f} ms | {ours:.2f} ms | {twin / ours:.1f}x |" in README
+        assert f"| {words} | {twin:.1f} ms | {ours:.2f} ms | {twin / ours:.1f}x |" in PROSE
     assert profile["speedup_top_30"] >= 10
 
 
@@ -238,12 +248,12 @@ def test_memory_in_the_readme_is_the_measured_one():
         soak["n_tokens"] == 100_000 and soak["flat"] and soak["bounded"]["sink"] == {"written": 100_000, "dropped": 0}
     )
     bare, watched = (soak[arm]["growth_bytes"] / 1e6 for arm in ("bare", "bounded"))
-    assert f"grew by {bare:.1f} MB" in README and f"took every token) by {watched:.1f} MB" in README
-    assert f"cost {soak['kept_bytes_per_token'] / 1e3:.1f} kB a token" in README
+    assert f"grew by {bare:.1f} MB" in PROSE and f"took every token) by {watched:.1f} MB" in PROSE
+    assert f"cost {soak['kept_bytes_per_token'] / 1e3:.1f} kB a token" in PROSE
 
 
 def test_no_architecture_is_wrong_in_any_mode():
-    found, page = result("architectures.json"), (ROOT / "docs/compatibility.md").read_text()
+    found, page = result("architectures.json"), page_of("docs/compatibility.md")
     rows = {name: row["modes"] for name, row in found["architectures"].items() if "modes" in row}
     assert (
         len(rows) >= 170 and len(found["modes"]) >= 10 and all(set(row) == set(found["modes"]) for row in rows.values())
@@ -254,7 +264,7 @@ def test_no_architecture_is_wrong_in_any_mode():
     for entry in entries:
         if entry["outcome"] in ("exact", "as run"):
             assert entry.get("own", 0.0) <= 1e-5 and (entry["deviation"] <= found["bar"] or entry["host"] > 1e-3)
-    assert "\n".join(figures.architectures(found)) in page
+    assert flat(figures.architectures(found)) in page
 
 
 def test_every_mutation_of_attribution_is_caught():
@@ -272,13 +282,13 @@ def test_quality_in_the_readme_is_the_packs_own(name):
         f"| `{name}` | {q['n_probes']}, {words} | {size:.1f} MB | {q['auroc_median']:.3f} | {q['auroc_p10']:.3f} |"
         f" {q['auroc_examples_median']:.3f} | {q['auroc_siblings_median']:.3f} |"
     )
-    assert line in README
+    assert line in PROSE
 
 
 def test_sober_figures_are_said_beside_the_flattering_ones():
     q = json.loads((ROOT / "probes" / PACKS[0] / "manifest.json").read_text())["quality"]
-    assert f"the median is {q['auroc_siblings_examples_median']:.3f}" in README
-    assert 0.2 < q["precision_at_threshold"] < 0.3 and "about a quarter" in README
+    assert f"the median is {q['auroc_siblings_examples_median']:.3f}" in PROSE
+    assert 0.2 < q["precision_at_threshold"] < 0.3 and "about a quarter" in PROSE
 
 
 def test_tree_in_the_architecture_is_the_tree():
@@ -321,12 +331,11 @@ def test_every_result_file_names_its_commit_and_machine():
 def test_the_error_of_int8_copies_is_that_of_the_result_file():
     packs = json.loads((ROOT / "docs/benchmarks/int8.json").read_text())["packs"]
     linear, mlp = (packs[name] for name in PACKS)
-    text = " ".join(README.split())
     assert (
         f"by at most {linear['max_score_error']:.4f} and {linear['n_fired_changed']} of {linear['n_fired']} firing"
-        " pairs change" in text
+        " pairs change" in PROSE
     )
-    assert f"by at most {mlp['max_score_error']:.4f} and {mlp['n_fired_changed']} of {mlp['n_fired']} (" in text
+    assert f"by at most {mlp['max_score_error']:.4f} and {mlp['n_fired_changed']} of {mlp['n_fired']} (" in PROSE
     assert all(one["n_states"] == 16 and one["int8_bytes"] < 0.52 * one["weight_bytes"] for one in packs.values())
 
 
@@ -334,3 +343,10 @@ def test_every_mutation_finds_its_line():
     """Else the script that breaks attribution on purpose ends before it has shown anything."""
     for file, before, after, what in MUTATIONS:
         assert (ROOT / "probemon" / file).read_text().count(before) == 1 and before != after, (file, what)
+
+
+def test_no_page_is_wider_than_120_columns():
+    """But for tables, whose rows cannot be broken, and the packs' own cards, whose bytes their manifests state."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        wide = [line for line in page.read_text(encoding="utf-8").split("\n") if len(line) > 120 and line[0] != "|"]
+        assert not wide, (page, wide)

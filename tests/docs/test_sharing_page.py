@@ -33,9 +33,11 @@ def test_every_example_runs_and_makes_what_the_page_says(tmp_path, monkeypatch, 
     with HubStandIn(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_TOKEN", hub.token)
         names = {}
-        code = "\n".join(blocks).replace('("org/name"', f'("org/name", endpoint={hub.url!r}')
+        code = re.sub(r'\(\s*"org/name"', f'("org/name", endpoint={hub.url!r}', "\n".join(blocks))
         code = re.sub(
-            r'from_pretrained\("org/name"', f'from_pretrained("org/name", cache_dir={str(tmp_path / "cache")!r}', code
+            r'from_pretrained\(\s*"org/name"',
+            f'from_pretrained("org/name", cache_dir={str(tmp_path / "cache")!r}',
+            code,
         )
         exec(compile(code, "sharing.md", "exec"), names)
     huggingface_hub.close_session()

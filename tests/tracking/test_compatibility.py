@@ -216,20 +216,15 @@ def test_table_in_the_documents_is_what_was_found():
                     notes.append(row[mode])
                 cells.append(f"refused ({notes.index(row[mode]) + 1})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    text = "\n".join(
+    text = figures.wrapped(
         [
             "# Compatibility",
             "",
             (
                 "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py`, checked by"
-                " every test run. *Exact*: every score of every token of"
-            ),
-            (
-                "every row equals that of one plain forward over the final sequence alone, to within 1e-5 in fp32, none"
-                " missing but the last generated token,"
-            ),
-            (
-                "none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run"
+                " every test run. *Exact*: every score of every token of every row equals that of one plain forward"
+                " over the final sequence alone, to within 1e-5 in fp32, none missing but the last generated token,"
+                " none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run"
                 f" by transformers {transformers.__version__}."
             ),
             "",
@@ -252,31 +247,21 @@ def test_table_in_the_documents_is_what_was_found():
             "",
             (
                 "With transformers 5.0.0 (`bash scripts/evidence/test_oldest.sh`) the same tests pass, and more is"
-                " refused. By transformers itself: a prompt in chunks, early exit,"
+                " refused. By transformers itself: a prompt in chunks, early exit, a draft model or prompt lookup on a"
+                " host with sliding windows. By probemon: continuous batching, whose requests that version keeps"
+                " elsewhere, and beams on a recurrent state, which that version does not reorder."
             ),
-            (
-                "a draft model or prompt lookup on a host with sliding windows. By probemon: continuous batching, whose"
-                " requests that version keeps elsewhere, and beams"
-            ),
-            "on a recurrent state, which that version does not reorder.",
             "",
             "## Every architecture of transformers",
             "",
             (
                 "Written by `python scripts/evidence/architectures.py` (`docs/benchmarks/architectures.json`); a sample"
-                " of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny"
-            ),
-            (
-                "and random, of each architecture's own code. *Exact*: every score of every token is that of one plain"
-                " forward over the row's tokens alone. *As run*: the host does not agree"
-            ),
-            (
-                "with such a forward by itself, even without a cache (it looks at tokens that come after, say), and"
-                " every score is that of a state which it had. *Refused*: by a typed error; where"
-            ),
-            (
-                "that says that the host's own answer is wrong, its own logits are away from those of one forward. *The"
-                " host fails*: it raises without probemon, too."
+                " of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny and random, of each"
+                " architecture's own code. *Exact*: every score of every token is that of one plain forward over the"
+                " row's tokens alone. *As run*: the host does not agree with such a forward by itself, even without a"
+                " cache (it looks at tokens that come after, say), and every score is that of a state which it had."
+                " *Refused*: by a typed error; where that says that the host's own answer is wrong, its own logits are"
+                " away from those of one forward. *The host fails*: it raises without probemon, too."
             ),
             "",
             *figures.architectures(json.loads((path.parent / "benchmarks/architectures.json").read_text())),

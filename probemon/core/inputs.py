@@ -4,12 +4,17 @@ be given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
+from probemon.core.scores import Floats
 from probemon.errors import ConfigError
 
 # Squares this small (or eps, where it is larger) have lost digits of fp32: a state that leaves less cannot be
@@ -91,3 +96,90 @@ def described(tensor: Tensor) -> str:
         f"{str(tensor.dtype).removeprefix('torch.')}{unusual}"
         f" {list(tensor.shape) if not tensor.is_nested else 'nested'}{nowhere}"
     )
+
+
+# Why a state has no scores: what is no number, in the order in which it is noticed. SEEN: it has scores.
+SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
+# Inputs that were prepared already, by what they are and in which dtype.
+Prepared = dict[tuple[InputSpec, torch.dtype], Tensor]
+Normalise = Callable[[Tensor, InputSpec, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Prepared inputs `[I * N, D]` of N states, one block of N for each of the I specs that probes read.
+
+    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what
+    they were made of (`normalise_triton`): NaN of what was not finite, infinite of what became so.
+    """
+
+    values: Tensor
+    n: int
+    raw: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def take(self, which: Ints) -> Inputs:
+        """Some of the states."""
+        blocks = [_rows(x, which) for x in self.values.split(self.n)]
+        values = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return Inputs(values, len(which), tuple(_rows(x, which) for x in self.raw))
+
+    @cached_property
+    def largest(self) -> Floats:
+        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was
+        normalised or rounded, NaN where the hidden state was not finite. On a GPU the first access waits.
+        """
+        largest: Floats = largest_values(self.values).cpu().numpy()
+        if self.raw and not np.isfinite(largest).all():
+            raw = np.concatenate([torch.isfinite(x).all(dim=-1).cpu().numpy() for x in self.raw])
+            largest = np.where(np.isfinite(largest), largest, np.where(raw, np.inf, np.nan)).astype(np.float32)
+        return largest
+
+    @cached_property
+    def unseen(self) -> Ints:
+        """Of each state `[N]`, SEEN, NOT_FINITE or NOT_PREPARED."""
+        return unseen_inputs(self.largest, self.n)
+
+
+class InputMaker:
+    """Prepares hidden states for probes: `specs` says what they read, each spec once, and `dtype` what of.
+
+    `normalise` takes the place of `prepare_input` on a device; its values say of themselves what they were made of.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        normalise: Normalise | None = None,
+    ) -> None:
+        self.specs, self._dtype, self._device = list(specs), dtype, device
+        self._normalise, self._keeps_raw = normalise or prepare_input, normalise is None
+
+    def make(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
+        """Prepare hidden states `[N, D]` of every site. `prepared` holds what is there already, and takes the rest."""
+        prepared = {} if prepared is None else prepared
+        blocks = []
+        for spec in self.specs:
+            key = spec, self._dtype
+            if key not in prepared:
+                prepared[key] = self._normalise(hidden[spec.site].to(self._device), spec, self._dtype)
+            blocks.append(prepared[key])
+        raw = tuple(hidden[spec.site] for spec in self.specs) if self._keeps_raw else ()
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw)
+
+
+def unseen_inputs(largest: Floats, n: int) -> Ints:
+    """Of each of N states SEEN, NOT_FINITE or NOT_PREPARED, by the largest values `[I * N]` of its prepared inputs."""
+    if np.isfinite(largest).all():
+        return np.zeros(n, dtype=np.int64)
+    blocks = largest.reshape(-1, n)
+    not_prepared = np.where(np.isinf(blocks).any(axis=0), NOT_PREPARED, SEEN)
+    return np.where(np.isnan(blocks).any(axis=0), NOT_FINITE, not_prepared)
+
+
+def _rows(x: Tensor, which: Ints) -> Tensor:
+    return x.index_select(0, torch.from_numpy(which).to(x.device))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +24,20 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import NO_SCORE, SEEN, Inputs, Prepared
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.engine.cascade import Made, PairRequests
-from probemon.engine.engine import BATCH_CELLS, Choice, Engine, Outcome
+from probemon.engine.choice import Choice
+from probemon.engine.engine import BATCH_CELLS, Engine, Step
 from probemon.engine.memory.arena import Arena, ArenaStats
-from probemon.engine.pairs import NO_SCORE, SEEN, Inputs, Prepared
+from probemon.engine.outcome import Outcome
+from probemon.engine.ways import Way
 from probemon.errors import ConfigError
 from probemon.packs.group import PackGroup
 
 if TYPE_CHECKING:
-    from probemon.engine.device_steps import DeviceSteps
+    from probemon.engine.ways.on_device import OnDevice
 
 _AND = "+"  # between the strategies of packs
 
@@ -89,63 +92,50 @@ class JointEngine:
         if device.type == "cuda":
             side = torch.cuda.Stream(device)
             for engine in engines:
-                engine.side = side
+                if engine.on_device is not None:
+                    engine.on_device.side = side
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> JointInputs:
         """Normalised and rounded hidden states, `[N, D]` at every site; what several packs read is made once."""
         prepared: Prepared = {}
-        made = {id(scorer): scorer.inputs(hidden, prepared) for scorer in self._scorers}
-        return JointInputs(tuple(made[id(engine.scorer)] for engine in self.engines))
+        inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
+        return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 
     def everything(self, inputs: JointInputs) -> Floats:
         """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
-        asking = [engine.request_every_pair(part) for engine, part in zip(self.engines, inputs.parts, strict=True)]
-        found = self._in_step(asking, inputs, [None] * len(self.engines))
-        return self._laid_out(found, np.float32)
+        asking = [
+            engine.exhaustive.request_every_pair(part) for engine, part in zip(self.engines, inputs.parts, strict=True)
+        ]
+        return self._laid_out(self._in_step(asking, inputs, [None] * len(self.engines)), np.float32)
 
-    def begin(
-        self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
-    ) -> Outcome | Callable[[], Outcome]:
-        """A step of hidden states `[N, D]`: its outcome, or, where a GPU makes it beside the host model, what waits for
-        it and returns it.
-        """
-        before = [retained[:, number] for number in self._group.numbers]
-        steps = self._on_device(plan, len(retained), before, [engine.choice.step for engine in self.engines])
-        if steps is None:
+    def begin(self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Step:
+        """Begin a step of hidden states `[N, D]`; a GPU makes it beside the host model."""
+        before = self._split(retained)
+        ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])
+        if not self._all_on_device(ways):
             return self.evaluate(plan, self.inputs(hidden), retained, keep)
-        with steps[0].beside(*hidden.values()):
-            return self._enqueued(plan, steps, self.inputs(hidden), before, keep)
+        return self._begun(plan, lambda: self.inputs(hidden), list(hidden.values()), before, keep)
 
     def evaluate(
         self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None
     ) -> Outcome:
-        """N states that start from `retained` (None: memoryless), and what the states `keep` retain. `strategy`
-        overrides the choice.
+        """Evaluate N states that start from `retained` (None: memoryless); the states `keep` retain something.
+        `strategy` overrides the choice.
         """
-        n, numbers = len(inputs), self._group.numbers
-        before = [None if retained is None else retained[:, number] for number in numbers]
-        ways = (
-            [engine.strategy(n, part) for engine, part in zip(self.engines, before, strict=True)]
-            if strategy is None
-            else self._ways(strategy)
-        )
-        if (steps := self._on_device(plan, n, before, ways)) is not None:
-            zeros = [
-                np.zeros((n, len(number)), dtype=bool) if part is None else part
-                for number, part in zip(numbers, before, strict=True)
-            ]
-            with steps[0].beside():
-                waits = self._enqueued(plan, steps, inputs, zeros, keep)
-            return waits()
-        late = [engine.late(n, part) for engine, part in zip(self.engines, before, strict=True)]
+        n = len(inputs)
+        before = [None] * len(self.engines) if retained is None else self._split(retained)
+        strategies = [None] * len(self.engines) if strategy is None else self._strategies(strategy)
+        ways = self._ways(plan, n, before, strategies)
+        if self._all_on_device(ways):
+            own = self._split(np.zeros((n, self._group.n_probes), dtype=bool) if retained is None else retained)
+            return self._begun(plan, lambda: inputs, (), own, keep).wait()
+        late = [engine.scores.late(n, part) for engine, part in zip(self.engines, before, strict=True)]
         asking = [
-            engine.evaluating(own, part, start, keep, way, mask)
-            for engine, own, part, start, way, mask in zip(
-                self.engines, plan.plans, inputs.parts, before, ways, late, strict=True
-            )
+            way.requests(own, part, start, keep, mask)
+            for way, own, part, start, mask in zip(ways, plan.plans, inputs.parts, before, late, strict=True)
         ]
-        return self._together(self._in_step(asking, inputs, late), before, keep)
+        return self.join(self._in_step(asking, inputs, late), before, keep)
 
     def batch_size(self) -> int:
         """States worth evaluating at once."""
@@ -155,12 +145,13 @@ class JointEngine:
         """Set `choice`: for each pack as told, or as it is measured alone. Strategies that differ are joined,
         "descent+exhaustive".
         """
-        made = [
-            engine.choose(own, way)
-            for engine, own, way in zip(self.engines, plan.plans, self._ways(strategy), strict=True)
+        choices = [
+            engine.choose(own, one)
+            for engine, own, one in zip(self.engines, plan.plans, self._strategies(strategy), strict=True)
         ]
-        why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, made, strict=True))
-        self.choice = Choice(_joined([choice.step for choice in made]), _joined([choice.batch for choice in made]), why)
+        why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, choices, strict=True))
+        step, batch = ([getattr(choice, name) for choice in choices] for name in ("step", "batch"))
+        self.choice = Choice(_joined(step), _joined(batch), why)
         return self.choice
 
     def check_room(self, plan: JointPlan, what: str) -> None:
@@ -181,20 +172,35 @@ class JointEngine:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _ways(self, strategy: str) -> list[str]:
-        ways = strategy.split(_AND)
-        if len(ways) not in (1, len(self.engines)):
+    def _strategies(self, strategy: str) -> list[str]:
+        strategies = strategy.split(_AND)
+        if len(strategies) not in (1, len(self.engines)):
             raise ConfigError(
-                f"strategy {strategy!r} names {len(ways)} strategies, there are {len(self.engines)} packs: give one, or"
-                " one each"
+                f"strategy {strategy!r} names {len(strategies)} strategies, there are {len(self.engines)} packs: give"
+                " one, or one each"
             )
-        return ways * len(self.engines) if len(ways) == 1 else ways
+        return strategies * len(self.engines) if len(strategies) == 1 else strategies
+
+    def _split(self, retained: Mask) -> list[Mask]:
+        """The packs' own parts of retained sets `[N, P]`."""
+        return [retained[:, number] for number in self._group.numbers]
+
+    def _ways(
+        self, plan: JointPlan, n: int, before: Sequence[Mask | None], strategies: Sequence[str | None]
+    ) -> list[Way]:
+        return [
+            engine.way(own, n, part, strategy)
+            for engine, own, part, strategy in zip(self.engines, plan.plans, before, strategies, strict=True)
+        ]
+
+    def _all_on_device(self, ways: Sequence[Way]) -> bool:
+        return all(way is engine.on_device for way, engine in zip(ways, self.engines, strict=True))
 
     def _in_step(
         self, asking: Sequence[PairRequests[Made]], inputs: JointInputs, late: Sequence[Mask | None]
     ) -> list[Made]:
         """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
-        made: dict[int, Made] = {}
+        results: dict[int, Made] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
         while answers:
             asked: dict[int, tuple[Ints, Ints]] = {}
@@ -202,11 +208,11 @@ class JointEngine:
                 try:
                     asked[i] = asking[i].send(scores)
                 except StopIteration as done:
-                    made[i] = done.value
+                    results[i] = done.value
             answers = {}
             for scorer in self._scorers:
                 answers |= self._scored([i for i in asked if self.engines[i].scorer is scorer], asked, inputs, late)
-        return [made[i] for i in range(len(asking))]
+        return [results[i] for i in range(len(asking))]
 
     def _scored(
         self,
@@ -217,8 +223,8 @@ class JointEngine:
     ) -> dict[int, Floats]:
         """Own scores for packs of one scorer, by one call."""
         if len(members) < 2:
-            return {i: self.engines[i].own_scores(inputs.parts[i], *asked[i], late[i]) for i in members}
-        pairs = [self.engines[i].pairs(len(inputs), *asked[i]) for i in members]
+            return {i: self.engines[i].scores.of(inputs.parts[i], *asked[i], late[i]) for i in members}
+        pairs = [self.engines[i].scores.numbered(len(inputs), *asked[i]) for i in members]
         at, probes = (np.concatenate(column) for column in zip(*pairs, strict=True))
         ends = np.cumsum([len(rows) for rows, _ in pairs])[:-1]
         scorer, values = self.engines[members[0]].scorer, inputs.parts[members[0]].values
@@ -231,39 +237,26 @@ class JointEngine:
             mask[rows[here], own[here]] = True
         return dict(zip(members, np.split(scores, ends), strict=True))
 
-    def _on_device(
-        self, plan: JointPlan, n: int, before: Sequence[Mask | None], ways: Sequence[str]
-    ) -> list[DeviceSteps] | None:
-        """Steps of every pack on the device, or None where one cannot be made there."""
-        if any(way != "descent" for way in ways):
-            return None
+    def _begun(
+        self,
+        plan: JointPlan,
+        make_inputs: Callable[[], JointInputs],
+        hidden: Sequence[Tensor],
+        before: Sequence[Mask],
+        keep: Ints,
+    ) -> JointStep:
+        """Begin a step of every pack on the device, one after another on the stream that they share."""
+        inputs = cache(make_inputs)  # by the first of them, on that stream
         steps = [
-            engine.on_device(own, n, part) for engine, own, part in zip(self.engines, plan.plans, before, strict=True)
+            on_device.begin(own, partial(lambda i: inputs().parts[i], i), hidden, start, keep)
+            for i, (on_device, own, start) in enumerate(zip(self._on_device(), plan.plans, before, strict=True))
         ]
-        there = [step for step in steps if step is not None]
-        return there if len(there) == len(steps) else None
+        return JointStep(self, steps, before, keep)
 
-    def _enqueued(
-        self, plan: JointPlan, steps: Sequence[DeviceSteps], inputs: JointInputs, before: Sequence[Mask], keep: Ints
-    ) -> Callable[[], Outcome]:
-        """Begin a step of every pack; what waits for them."""
-        under_way = [
-            step.enqueue(part.values, start) for step, part, start in zip(steps, inputs.parts, before, strict=True)
-        ]
+    def _on_device(self) -> list[OnDevice]:
+        return [engine.on_device for engine in self.engines if engine.on_device is not None]
 
-        def waits() -> Outcome:
-            arrived = [step.wait() for step in under_way]
-            found = [
-                engine.arrived(own, part, results, start, keep)
-                for engine, own, part, results, start in zip(
-                    self.engines, plan.plans, inputs.parts, arrived, before, strict=True
-                )
-            ]
-            return self._together(found, before, keep)
-
-        return waits
-
-    def _together(self, found: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
+    def join(self, found: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
         """The packs' outcomes as one, in the numbers of the group."""
         unseen = _first([outcome.unseen for outcome in found])
         found = [_seen(outcome, unseen, start, keep) for outcome, start in zip(found, before, strict=True)]
@@ -289,6 +282,20 @@ class JointEngine:
         for number, part in zip(self._group.numbers, parts, strict=True):
             whole[:, number] = part
         return whole
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """A step of every pack that a device is at."""
+
+    engine: JointEngine
+    steps: Sequence[Step]
+    before: Sequence[Mask]
+    keep: Ints
+
+    def wait(self) -> Outcome:
+        """Wait for all of them, and return their outcomes as one; call it once."""
+        return self.engine.join([step.wait() for step in self.steps], self.before, self.keep)
 
 
 class JointArena:

@@ -1,7 +1,7 @@
 """PairScorer: scores of (hidden state, probe) pairs over one arena, wherever it holds the probes.
 
     scorer = PairScorer([pack], arena, device, impl, resident=True)
-    inputs = scorer.inputs({"resid_post.15": hidden})             # hidden [N, D]
+    inputs = scorer.inputs.make({"resid_post.15": hidden})        # hidden [N, D]
     scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
 
 Packs of one architecture and dtype may share an arena: their probes are numbered there one pack after another, what
@@ -10,16 +10,15 @@ they read is prepared once, and pairs of all of them are scored by one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import largest_values, prepare_input
+from probemon.core.inputs import InputMaker, Inputs
 from probemon.core.probes import InputSpec
 from probemon.core.scores import Floats
 from probemon.engine.kernels import score_probes
@@ -27,67 +26,6 @@ from probemon.engine.memory.arena import Arena, PagedArena
 from probemon.engine.memory.fetcher import Fetcher
 from probemon.errors import ArenaFull
 from probemon.packs.pack import ProbePack
-
-# What was normalised and rounded already, by what it is and to which dtype.
-Prepared = dict[tuple[InputSpec, torch.dtype], Tensor]
-
-
-# Why a state has no scores: what is no number, in the order in which it is noticed. SEEN: it has.
-SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Prepared inputs `[I * N, D]`, one block of N for each of the scorer's inputs.
-
-    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what
-    they were made of (`normalise_triton`): NaN of what was not finite, infinite of what became so.
-    """
-
-    values: Tensor
-    n: int
-    raw: tuple[Tensor, ...] = ()
-
-    def __len__(self) -> int:
-        return self.n
-
-    def take(self, which: Ints) -> Inputs:
-        """Some of the states."""
-        blocks = [_rows(x, which) for x in self.values.split(self.n)]
-        return Inputs(
-            blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(which), tuple(_rows(x, which) for x in self.raw)
-        )
-
-    @cached_property
-    def largest(self) -> Floats:
-        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was
-        normalised or rounded, NaN where the hidden state was not finite. Looked at when it is asked for, since on a GPU
-        that waits.
-        """
-        largest: Floats = largest_values(self.values).cpu().numpy()
-        if self.raw and not np.isfinite(largest).all():
-            raw = np.concatenate([torch.isfinite(x).all(dim=-1).cpu().numpy() for x in self.raw])
-            largest = np.where(np.isfinite(largest), largest, np.where(raw, np.inf, np.nan)).astype(np.float32)
-        return largest
-
-    @cached_property
-    def unseen(self) -> Ints:
-        """Of each state `[N]`, SEEN, NOT_FINITE or NOT_PREPARED."""
-        return unseen_inputs(self.largest, self.n)
-
-
-def unseen_inputs(largest: Floats, n: int) -> Ints:
-    """Of each of N states SEEN, NOT_FINITE or NOT_PREPARED, by the largest values `[I * N]` of its prepared inputs."""
-    if np.isfinite(largest).all():
-        return np.zeros(n, dtype=np.int64)
-    blocks = largest.reshape(-1, n)
-    return np.where(
-        np.isnan(blocks).any(axis=0), NOT_FINITE, np.where(np.isinf(blocks).any(axis=0), NOT_PREPARED, SEEN)
-    )
-
-
-def _rows(x: Tensor, which: Ints) -> Tensor:
-    return x.index_select(0, torch.from_numpy(which).to(x.device))
 
 
 class PairScorer:
@@ -108,40 +46,15 @@ class PairScorer:
     ) -> None:
         self.arena, self.device, self.impl = arena, device, impl
         self.resident, self.prefetch = resident, prefetch
-        self.specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
+        specs = list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
+        self.inputs = InputMaker(specs, packs[0].input_dtype, device, _normalise if impl == "triton" else None)
         self.n_probes = sum(pack.n_probes for pack in packs)
-        self._dtype = packs[0].input_dtype
         self.fetcher = Fetcher(arena.fetch, arena.locks) if isinstance(arena, PagedArena) and late else None
         self.prefetcher = (
             Fetcher(partial(arena.fetch, prefetched=True), arena.locks)
             if isinstance(arena, PagedArena) and prefetch
             else None
         )
-
-    def block_of(self, pack: ProbePack) -> Ints:
-        """Of each probe of a pack the block of the inputs that it reads, `[P]`."""
-        return np.asarray([self.specs.index(spec) for spec in pack.inputs], dtype=np.int64)[pack.input_index.numpy()]
-
-    def inputs(self, hidden: Mapping[str, Tensor], prepared: Prepared | None = None) -> Inputs:
-        """Normalised and rounded hidden states, `[N, D]` at every site. What is in `prepared` is not made again, what
-        is made is put there.
-        """
-        made: Prepared = {} if prepared is None else prepared
-        blocks = []
-        for spec in self.specs:
-            key = spec, self._dtype
-            if key not in made:
-                made[key] = self._prepare(hidden[spec.site].to(self.device), spec)
-            blocks.append(made[key])
-        raw = () if self.impl == "triton" else tuple(hidden[spec.site] for spec in self.specs)
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw)
-
-    def _prepare(self, hidden: Tensor, spec: InputSpec) -> Tensor:
-        if self.impl != "triton":
-            return prepare_input(hidden, spec, self._dtype)
-        from probemon.engine.kernels.triton_pairs import normalise_triton
-
-        return normalise_triton(hidden, spec.norm, spec.eps, self._dtype)
 
     def score(self, values: Tensor, at: Ints, probes: Ints) -> Floats:
         """Own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, probes as the arena numbers them."""
@@ -202,3 +115,58 @@ class PairScorer:
         rows_t, slots_t = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots).to(self.device)
         scores: Floats = score_probes(values, self.arena.weights, rows_t, slots_t, impl=self.impl).cpu().numpy()
         return scores
+
+
+class PackScores:
+    """Own scores of the probes of one pack, which the scorer's arena numbers from `first` on."""
+
+    def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
+        self._pack, self._scorer, self._first = pack, scorer, first
+        specs = scorer.inputs.specs
+        blocks = np.asarray([specs.index(spec) for spec in pack.inputs], dtype=np.int64)
+        self.block_of: Ints = blocks[pack.input_index.numpy()]
+        self.prefetches, self.prefetch_margin = scorer.prefetcher is not None, scorer.prefetch
+
+    def of(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask | None = None) -> Floats:
+        """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once.
+
+        With `late [N, P]` no weights are waited for: NaN where they are not there, marked in `late`.
+        """
+        at, numbers = self.numbered(len(inputs), rows, probes)
+        if late is None:
+            return self._scorer.score(inputs.values, at, numbers)
+        scores, missing = self._scorer.score_held(inputs.values, at, numbers)
+        late[rows[missing], probes[missing]] = True
+        return scores
+
+    def numbered(self, n: int, rows: Ints, probes: Ints) -> tuple[Ints, Ints]:
+        """Pairs of N states and this pack's probes, as the scorer numbers inputs and probes."""
+        at = self.block_of[probes] * n + rows if len(self._scorer.inputs.specs) > 1 else rows
+        return at, probes + self._first if self._first else probes
+
+    def late(self, n: int, retained: Mask | None) -> Mask | None:
+        """Where to mark what is late of N states. None where weights are waited for, as for a prompt: nothing of it
+        would be there yet.
+        """
+        waits = self._scorer.fetcher is None or retained is None
+        return None if waits else np.zeros((n, self._pack.n_probes), dtype=bool)
+
+    def prefetch(self, probes: Iterable[int]) -> None:
+        """Have these fetched, since they may be wanted next."""
+        self._scorer.prefetch_probes(sorted({self._first + int(probe) for probe in probes}))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The pack's weights, where the arena holds all of them."""
+        own = slice(self._first, self._first + self._pack.n_probes)
+        return {name: tensor[own] for name, tensor in self._scorer.arena.weights.items()}
+
+    def check_weights(self) -> None:
+        """Look at all weights of the pack, as at their first use."""
+        for _ in self._scorer.arena.waves(np.arange(self._pack.n_probes) + self._first):
+            pass
+
+
+def _normalise(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
+    from probemon.engine.kernels.triton_pairs import normalise_triton
+
+    return normalise_triton(hidden, spec.norm, spec.eps, dtype)

@@ -8,7 +8,7 @@ everything = scorer.score_all(hidden)                 # fp32 [T, P]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import check_states
+from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
-from probemon.engine.engine import Choice, Engine, Evaluator, Outcome
+from probemon.engine.choice import Choice
+from probemon.engine.engine import Engine, Evaluator, Step
 from probemon.engine.joint import JointArena, JointEngine, JointInputs, JointPlan
 from probemon.engine.kernels import check_device
 from probemon.engine.memory.arena import Arena
-from probemon.engine.pairs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs
+from probemon.engine.outcome import Outcome
 from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup, one_or_several
@@ -222,20 +223,17 @@ class Scorer:
         """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states
         `keep`.
         """
-        found = self.engine.evaluate(plan, inputs, retained, keep, strategy)
-        return self._told(found, None if audit is None else self._audited(inputs, found, audit))
+        outcome = self.engine.evaluate(plan, inputs, retained, keep, strategy)
+        return self.scores_of(outcome, None if audit is None else self._audited(inputs, outcome, audit))
 
-    def begin(
-        self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None
-    ) -> tuple[Scores, Mask] | Callable[[], tuple[Scores, Mask]]:
-        """A step of rows `[N, D]`: scores and next retained sets, or, where a GPU is at it, what waits for them and
-        returns them.
-        """
+    def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
+        """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
         keep = np.arange(len(retained))
-        if audit is not None:
-            return self.evaluate(plan, self.engine.inputs(hidden), retained, keep, audit)
-        outcome = self.engine.begin(plan, hidden, retained, keep)
-        return (lambda: self._told(outcome())) if callable(outcome) else self._told(outcome)
+        if audit is None:
+            return BegunStep(self, self.engine.begin(plan, hidden, retained, keep))
+        inputs = self.engine.inputs(hidden)
+        outcome = self.engine.evaluate(plan, inputs, retained, keep)
+        return BegunStep(self, outcome, self._audited(inputs, outcome, audit))
 
     def _audited(self, inputs: Inputs | JointInputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
         """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
@@ -250,34 +248,33 @@ class Scorer:
         counts["audited"][at] = 1
         return counts
 
-    def _told(self, found: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
-        p, none = self.pack.n_probes, np.zeros(len(found.unseen), dtype=np.int64)
-        not_reached, unseen = p - found.n_active - found.n_dropped, ("",) * len(found.unseen)
-        if found.unseen.any():
-            not_reached = np.where(found.unseen == SEEN, not_reached, 0)
-            unseen = tuple(self._reasons[why] for why in found.unseen.tolist())
+    def scores_of(self, outcome: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
+        """An outcome as scores, with what they cover, and the next retained sets."""
+        n, p = len(outcome.unseen), self.pack.n_probes
+        not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
+        if outcome.unseen.any():
+            not_reached = np.where(outcome.unseen == SEEN, not_reached, 0)
+            unseen = tuple(self._reasons[why] for why in outcome.unseen.tolist())
         coverage = Coverage(
             n_probes=p,
-            active=found.n_active,
-            dropped=found.n_dropped,
+            active=outcome.n_active,
+            dropped=outcome.n_dropped,
             not_reached=not_reached,
-            evaluated=found.n_evaluated,
-            released=found.n_released,
-            late=found.n_late,
+            evaluated=outcome.n_evaluated,
+            released=outcome.n_released,
+            late=outcome.n_late,
             unseen=unseen,
-            **(audited or dict.fromkeys(AUDITED, none)),
+            **(audited or dict.fromkeys(AUDITED, np.zeros(n, dtype=np.int64))),
         )
-        return (
-            Scores(
-                ptr=found.ptr,
-                probes=found.probes,
-                values=found.values,
-                fired_mask=found.fired,
-                coverage=coverage,
-                report_top_k=self.report_top_k,
-            ),
-            found.kept,
+        scores = Scores(
+            ptr=outcome.ptr,
+            probes=outcome.probes,
+            values=outcome.values,
+            fired_mask=outcome.fired,
+            coverage=coverage,
+            report_top_k=self.report_top_k,
         )
+        return scores, outcome.kept
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -307,6 +304,17 @@ class Scorer:
         if len(set(lengths.values())) != 1:
             raise ConfigError(f"hidden states of the sites have different lengths {lengths}: give as many at each")
         return {site: hidden[site].detach() for site in self.pack.sites}
+
+
+class BegunStep:
+    """A step of rows that was begun by `Scorer.begin`."""
+
+    def __init__(self, scorer: Scorer, step: Step, audited: Mapping[str, Ints] | None = None) -> None:
+        self._scorer, self._step, self._audited = scorer, step, audited
+
+    def wait(self) -> tuple[Scores, Mask]:
+        """Return scores and the next retained sets `[N, P]`, once they are there; call it once."""
+        return self._scorer.scores_of(self._step.wait(), self._audited)
 
 
 def _made_again(

@@ -459,13 +459,15 @@ class MonitorRun:
             recording.retained[rows] = recording.retained[origin]
             self._tell(generation, recording, placed, scores)
             return None
-        audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
+        audit = None
+        if self.manager.audit_rate:
+            audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         if placed.phase == PROMPT:
             return lambda report: self._prompt_ended(generation, recording, placed, states, audit) if report else None
         begun = self.manager.begin(self._plan, states, recording.retained[origin], audit)
 
         def step_ended(report: bool) -> None:
-            scores, kept = begun() if callable(begun) else begun
+            scores, kept = begun.wait()
             if report:
                 assert recording.retained is not None
                 recording.retained[rows] = kept

@@ -99,7 +99,7 @@ def _steps(pair: Pair, n_probes: int) -> dict[str, Any]:
 
     def scoring(at: int) -> None:
         other = (at + n // 2) % n
-        manager.engine.own_scores(
+        manager.engine.scores.of(
             manager.engine.inputs({site: states[other : other + 1]}),
             np.zeros(len(sets[other]), np.int64),
             sets[other].numpy(),

@@ -102,8 +102,8 @@ def prefetched(pack: ProbePack, states: torch.Tensor, margin: float) -> dict[str
     before = manager.arena.stats().misses
     for hidden in states.split(1):
         state, _ = manager.step(state, hidden)
-        if manager.engine.prefetcher is not None:
-            manager.engine.prefetcher.wait()
+        if manager.engine.scorer.prefetcher is not None:
+            manager.engine.scorer.prefetcher.wait()
     stats = manager.arena.stats()
     return {"misses": stats.misses - before, "fetched": stats.fetched}
 

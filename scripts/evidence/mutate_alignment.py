@@ -51,7 +51,7 @@ FIRST = {
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
     "tracking/copied_caches.py": "by_hand",
-    "engine/engine.py": "extreme",
+    "engine/outcome.py": "extreme",
     "packs/pack.py": "extreme",
 }
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
@@ -397,13 +397,13 @@ MUTATIONS = [
         "a corpus is scored whatever its layers give",
     ),
     (
-        "engine/engine.py",
-        "        without[rows[self._beyond(largest, n, rows, probes)]] = True\n",
+        "engine/outcome.py",
+        "        without[rows[self.beyond(largest, n, rows, probes)]] = True\n",
         "",
         "a score that may be no number is one",
     ),
     (
-        "engine/engine.py",
+        "engine/outcome.py",
         "unseen = unseen_inputs(largest, n)",
         "unseen = np.zeros(n, dtype=np.int64)",
         "states that are not finite are seen",

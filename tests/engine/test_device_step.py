@@ -36,7 +36,7 @@ def close(mine, theirs):
 
 
 def steps_of(manager):
-    [(_, steps)] = manager.engine._device.values()
+    [(_, steps)] = manager.engine.on_device._by_plan.values()
     return steps
 
 
@@ -65,9 +65,9 @@ def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model,
         close(here, there)
         assert np.array_equal(states[0].retained, states[1].retained)
     if "max_loaded_probes" in settings:
-        assert mine.engine.n_overflowed > 0  # the exact path's retained sets had to be brought there
+        assert mine.engine.on_device.n_overflowed > 0  # the exact path's retained sets had to be brought there
     else:
-        assert mine.engine.n_overflowed == 0 and steps_of(mine).n_uploaded == 0
+        assert mine.engine.on_device.n_overflowed == 0 and steps_of(mine).n_uploaded == 0
 
 
 def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
@@ -160,6 +160,6 @@ def test_two_steps_under_way_at_once_have_their_own_results(pack):
     mine, _ = managers(pack)
     hidden = torch.randn(2, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
     none = np.zeros((1, pack.n_probes), bool)
-    late = [mine.begin(mine.plan, {"resid_post.1": x}, none) for x in hidden]
-    for x, outcome in zip(hidden, late, strict=True):
-        assert same(outcome()[0], mine.step(None, x)[1])
+    begun = [mine.begin(mine.plan, {"resid_post.1": x}, none) for x in hidden]
+    for x, step in zip(hidden, begun, strict=True):
+        assert same(step.wait()[0], mine.step(None, x)[1])

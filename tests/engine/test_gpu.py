@@ -62,8 +62,8 @@ def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     mine, theirs = here.score_tokens(states, prompt_len=10), there.score_tokens(states.cuda(), prompt_len=10)
     assert np.array_equal(mine.ptr, theirs.ptr) and np.array_equal(mine.probes, theirs.probes)
     assert np.abs(mine.values - theirs.values).max() < 1e-5
-    [(_, steps)] = there.engine._device.values()
-    assert steps.n_captured == 1 and steps.n_uploaded <= 1 and there.engine.n_overflowed == 0
+    [(_, steps)] = there.engine.on_device._by_plan.values()
+    assert steps.n_captured == 1 and steps.n_uploaded <= 1 and there.engine.on_device.n_overflowed == 0
 
 
 def test_an_eager_host_is_watched_beside_itself(tmp_path):
@@ -99,8 +99,8 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
             and np.array_equal(mine.probes, theirs.probes)
             and np.abs(mine.values - theirs.values).max() < 1e-5
         )
-        if there.engine.prefetcher is not None:
-            there.engine.prefetcher.wait()
+        if there.engine.scorer.prefetcher is not None:
+            there.engine.scorer.prefetcher.wait()
         there.arena.check_integrity()
     late = DynamicProbeManager(pack, device="cuda", arena_bytes=17 * one, late=True)
     scores, exact = late.score_tokens(states.cuda(), prompt_len=10), late.score_all(states.cuda())

@@ -124,7 +124,7 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
     links = (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx)
     rest = {"path_rule": True, "max_rounds": None, "max_active": 500, "everything": False}
     both, none = torch.cat([STATES, STATES]), np.zeros((4, tree.n), bool)
-    cascade = DeviceCascade(plan, two_sites.weights, engine._input)
+    cascade = DeviceCascade(plan, two_sites.weights, engine.scores.block_of)
     for n, x, retained in (
         (4, STATES, none),
         (5, both, none[:0]),
@@ -134,7 +134,9 @@ def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
         (4, both.to("meta"), none),
     ):
         with pytest.raises(ConfigError):
-            engine._net.descend(links, engine._input, 2, x, n, plan.start, retained, plan.expand_threshold, **rest)
+            engine._ways["descent"]._net.descend(
+                links, engine.scores.block_of, 2, x, n, plan.start, retained, plan.expand_threshold, **rest
+            )
     kept = torch.full((4, 2), -1, dtype=torch.int32)
     for n, x, retained in (
         (4, STATES, kept),

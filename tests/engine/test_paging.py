@@ -110,8 +110,8 @@ def test_siblings_are_one_copy():
 
 
 def settled(manager):
-    manager.engine.fetcher.wait()
-    manager.engine.fetcher.raise_error()
+    manager.engine.scorer.fetcher.wait()
+    manager.engine.scorer.fetcher.raise_error()
 
 
 @pytest.mark.parametrize("n_slots", [30, 60, 200])
@@ -125,7 +125,7 @@ def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
         state, mine = plain.step(state, hidden)
         other, theirs = ahead.step(other, hidden)
         assert same(mine, theirs)
-        ahead.engine.prefetcher.wait()
+        ahead.engine.scorer.prefetcher.wait()
         ahead.arena.check_integrity()
     assert (ahead.arena.stats().fetched > 0) == (
         n_slots > 30
@@ -215,7 +215,7 @@ def test_what_goes_wrong_in_the_background_is_raised_at_the_next_step():
     manager = DynamicProbeManager(PACK, arena_bytes=200 * ONE, late=True, load_threshold=0.3)
     manager.arena._store = ProbeStore(Source(PACK), max_bytes=0)
     manager.step(None, STATES[3:4])
-    manager.engine.fetcher.wait()
+    manager.engine.scorer.fetcher.wait()
     with pytest.raises(ProbeLoadError, match="probe 33"):
         manager.step(None, STATES[3:4])
 

@@ -16,9 +16,10 @@ from nets import weights
 from probemon import DynamicProbeManager
 from probemon.cli.app import app
 from probemon.core.hierarchy import ConceptTree
+from probemon.core.inputs import prepare_input
 from probemon.core.scores import COUNTS
 from probemon.engine import pairs as scoring
-from probemon.engine.engine import Engine
+from probemon.engine.choice import Trial
 from probemon.engine.memory.arena import PagedArena
 from probemon.errors import ArenaFull, ConfigError, HostMismatch, UnknownConcept, UnknownSetting
 from probemon.offline.analysis_folder import Analysis
@@ -172,7 +173,7 @@ def test_in_tritons_interpreter_each_gives_what_it_gives_alone(packs, names, str
             for number, own in zip(together.pack.numbers, states, strict=True)
         )
     if strategy == "descent":
-        assert all(len(engine._device) == 1 for engine in together.engine.engines)
+        assert all(len(engine.on_device._by_plan) == 1 for engine in together.engine.engines)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
@@ -194,7 +195,7 @@ def test_paged_packs_give_what_they_give_alone_within_the_bytes_of_all(packs, im
 def test_strategies_may_differ_by_pack_and_are_told_in_words_that_can_be_given_again(packs, monkeypatch):
     chosen = packs(names="abd")
     monkeypatch.setattr(
-        Engine,
+        Trial,
         "_faster",
         lambda self, plan, inputs: ("exhaustive" if self.pack.name == "b" else "descent", "as the test says"),
     )
@@ -226,7 +227,7 @@ def test_weights_that_come_late_are_counted_and_then_all_is_as_alone(packs):
         and (cover.active + cover.dropped + cover.not_reached == together.pack.n_probes).all()
     )
     for _ in range(6):
-        for fetcher in {engine.fetcher for engine in together.engine.engines}:
+        for fetcher in {engine.scorer.fetcher for engine in together.engine.engines}:
             fetcher.wait()
         _, scores = together.step(None, hidden)
     check(together.pack, scores, [manager.step(None, only(manager.pack, hidden))[1] for manager in alone])
@@ -309,12 +310,13 @@ def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
 
 def test_what_two_packs_read_alike_is_prepared_once(packs, monkeypatch):
     chosen, made = packs(names="abcde"), []
-    together, prepare = DynamicProbeManager(chosen, impl="cpu", strategy="descent"), scoring.prepare_input
-    monkeypatch.setattr(
-        scoring,
-        "prepare_input",
-        lambda hidden, spec, dtype: made.append((spec.site, spec.norm, dtype)) or prepare(hidden, spec, dtype),
-    )
+
+    def prepare(hidden, spec, dtype):
+        made.append((spec.site, spec.norm, dtype))
+        return prepare_input(hidden, spec, dtype)
+
+    monkeypatch.setattr("probemon.core.inputs.prepare_input", prepare)
+    together = DynamicProbeManager(chosen, impl="cpu", strategy="descent")
     together.step(None, random_states(2))
     assert sorted(made) == [(site, "rmsnorm", torch.float32) for site in SITES]
 
@@ -766,7 +768,7 @@ def test_on_a_gpu_each_gives_what_it_gives_alone(packs, more):
     together.arena.check_integrity()
     assert len(together.arena.arenas) == 3
     if not more:
-        steps = [step for engine in together.engine.engines for _, step in engine._device.values()]
+        steps = [step for engine in together.engine.engines for _, step in engine.on_device._by_plan.values()]
         assert (
             len(steps) == 5
             and len({id(step._side) for step in steps}) == 1

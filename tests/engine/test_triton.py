@@ -208,7 +208,7 @@ def test_a_manager_descends_on_the_device_as_on_the_host_and_counts_what_overflo
             np.array_equal(mine.coverage.dropped, theirs.coverage.dropped)
             and bool(mine.coverage.dropped.any()) == overflows
         )
-        assert (there.engine.n_overflowed > 0) == overflows
+        assert (there.engine.on_device.n_overflowed > 0) == overflows
 
 
 def chain_plan(parents, rule, thresholds, **settings_):
@@ -264,5 +264,5 @@ def test_a_score_of_zero_is_kept_before_what_is_no_number():
 def test_two_plans_of_one_engine_keep_their_own_cascades(pack):
     manager = DynamicProbeManager(pack, impl="triton", strategy="descent")
     other = manager.plan_with(["c39"])
-    plans = [manager.engine.on_device(plan, 1, None).cascade._plan for plan in (manager.plan, other, manager.plan)]
+    plans = [manager.engine.on_device.steps(plan).cascade._plan for plan in (manager.plan, other, manager.plan)]
     assert plans[0] is manager.plan and plans[1] is other and plans[2] is manager.plan

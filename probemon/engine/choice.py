@@ -1,0 +1,106 @@
+"""Which strategy evaluates states faster here: measured, since it depends on the machine, the pack and the rule.
+
+    choice = measured(trial, plan, exhaustive_pays)
+    choice.step, choice.batch, choice.why      # "descent", "exhaustive", "measured on golden states: ..."
+
+`descent` scores a probe when the hierarchy reaches it, `exhaustive` scores every probe and applies the rule to the
+scores. Scores are bitwise the same either way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.inputs import InputMaker, Inputs
+from probemon.core.plan import CascadePlan
+from probemon.engine.cascade import apply_rule
+from probemon.engine.pairs import PackScores
+from probemon.packs.pack import ProbePack
+
+STRATEGIES = ("auto", "descent", "exhaustive")
+BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
+_REPEATS = 7
+_EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation; a larger pack's time is scaled up
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How states are evaluated: `step` for a token of a few rows, `batch` for many tokens, `why` in words."""
+
+    step: str
+    batch: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is measured: a pack, its inputs and scores, and `descend(plan, inputs)`, which evaluates by descent."""
+
+    pack: ProbePack
+    inputs: InputMaker
+    scores: PackScores
+    descend: Callable[[CascadePlan, Inputs], object]
+
+    def choose(self, plan: CascadePlan) -> Choice:
+        """Time both strategies on the pack's golden states (on random ones where it has none)."""
+        states, kind = self._states()
+        step, step_why = self._faster(plan, self.inputs.make({site: x[:1] for site, x in states.items()}))
+        batch, batch_why = self._faster(plan, self.inputs.make(states))
+        return Choice(step, batch, f"measured on {kind} states: one token {step_why}; {BATCH} tokens {batch_why}")
+
+    def _states(self) -> tuple[dict[str, Tensor], str]:
+        golden, sites = self.pack.golden_hidden, self.pack.sites
+        if golden is not None and len(golden):
+            repeated = golden[torch.arange(BATCH, device="cpu") % len(golden)]
+            states, kind = {site: repeated[:, i] for i, site in enumerate(sites)}, "golden"
+        else:
+            generator = torch.Generator().manual_seed(0)
+            size = (BATCH, self.pack.architecture.hidden_size)
+            random = [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in sites]
+            states, kind = dict(zip(sites, random, strict=True)), "random"
+        # What other packs of the arena read has to be there, and is not asked for.
+        return {spec.site: next(iter(states.values())) for spec in self.inputs.specs} | states, kind
+
+    def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
+        n, n_probes = len(inputs), self.pack.n_probes
+        part = min(1.0, _EXHAUSTIVE_BYTES / max(1, self.pack.weight_bytes()))
+        some = np.arange(max(1, int(n_probes * part)))
+        everything = np.zeros((n, n_probes), dtype=np.float32)
+
+        def exhaustive() -> None:
+            scores = self.scores.of(inputs, np.repeat(np.arange(n), len(some)), np.tile(some, n))
+            everything[:, some] = scores.reshape(n, len(some))
+
+        def rule() -> None:
+            scores = self.pack.tree.times_best_parent(everything.copy()) if plan.path_rule else everything
+            apply_rule(plan, scores, None)
+
+        def descent() -> None:
+            self.descend(plan, inputs)
+
+        times = _interleaved([exhaustive, rule, descent])
+        scaled = times[0] * n_probes / len(some) + times[1]
+        name = "exhaustive" if scaled < times[2] else "descent"
+        return name, f"{name} (all probes {scaled * 1e3:.2f} ms, a descent {times[2] * 1e3:.2f} ms)"
+
+
+def _interleaved(trials: list[Callable[[], None]]) -> list[float]:
+    """Median seconds of each, in one round-robin run after a warm-up; fewer rounds where a round is slow."""
+    taken: list[list[float]] = [[] for _ in trials]
+    begin = time.perf_counter()
+    for repeat in range(_REPEATS + 1):
+        for trial, times in zip(trials, taken, strict=True):
+            start = time.perf_counter()
+            trial()
+            if repeat:
+                times.append(time.perf_counter() - start)
+        if repeat and time.perf_counter() - begin > 0.5:
+            break
+    return [statistics.median(times) for times in taken]

@@ -1,0 +1,132 @@
+"""Outcome: what comes of evaluating N states, and how a descent becomes one.
+
+    maker = OutcomeMaker(pack, block_of)
+    outcome = maker.of(plan, step, inputs.largest, retained, keep)     # step: a Descent of N states
+    for i in range(N): outcome.probes[outcome.ptr[i] : outcome.ptr[i + 1]]
+
+A state without a number for every active probe is unseen: it shows nothing and retains what it had.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import NO_SCORE, SEEN, unseen_inputs
+from probemon.core.plan import CascadePlan
+from probemon.core.scores import Floats
+from probemon.engine.cascade import Descent, collect, retain
+from probemon.packs.pack import ProbePack
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and
+    the next retained sets `kept`.
+
+    `unseen [N]`: SEEN, or why a state has no scores (`probemon.core.inputs`); it has no active probes then.
+    """
+
+    ptr: Ints
+    probes: Any
+    values: Floats
+    fired: Mask
+    n_active: Ints
+    n_dropped: Ints
+    n_evaluated: Ints
+    n_released: Ints
+    n_late: Ints
+    unseen: Ints
+    kept: Mask
+
+    def wait(self) -> Outcome:
+        """Return this outcome: a step that was made at once is waited for like one that is under way."""
+        return self
+
+
+class OutcomeMaker:
+    """Makes outcomes of the descents of one pack. `block_of [P]`: the block of the inputs that each probe reads."""
+
+    def __init__(self, pack: ProbePack, block_of: Ints) -> None:
+        self._pack, self._block_of = pack, block_of
+        self._alert = pack.alert_threshold.numpy()
+
+    def of(
+        self,
+        plan: CascadePlan,
+        step: Descent,
+        largest: Floats,
+        retained: Mask | None,
+        keep: Ints,
+        *,
+        late: Mask | None = None,
+        everything: bool = False,
+    ) -> Outcome:
+        """The outcome of a descent of states with these largest inputs, and what the states `keep` retain.
+
+        `late [N, P]`: probes whose weights were not there. `everything`: every probe was evaluated.
+        """
+        n = len(step.active)
+        if late is not None:
+            # What is scored by a parent whose weights are not there is late as well.
+            late = np.asarray(late | (step.active & np.isnan(step.scores) & late.any(axis=1, keepdims=True)))
+            step.active[late], step.scores[late] = False, 0
+        unseen = self.take_out_unseen(step, largest)
+        seen = unseen == SEEN
+        ptr, probes, values, fired, n_dropped = collect(step, self._alert)
+        released = np.zeros(n, dtype=np.int64)
+        kept, released[keep] = retain(plan, step, keep)
+        keep_what_it_had(kept, retained, seen[keep], keep)
+        n_active = ptr[1:] - ptr[:-1]
+        n_evaluated = np.where(seen, self._pack.n_probes, 0) if everything else n_active
+        n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
+        return Outcome(
+            ptr, probes, values, fired, n_active, n_dropped + n_late, n_evaluated, released, n_late, unseen, kept
+        )
+
+    def fired(self, probes: Any, values: Floats) -> Mask:
+        """Which of these scores are over their alert thresholds."""
+        return np.asarray(values > self._alert[probes])
+
+    def beyond(self, largest: Floats, n: int, rows: Ints, probes: Ints) -> Mask:
+        """Of pairs `[M]` of N states and probes whose weights were looked at: where sums may overflow, so that there is
+        no score.
+
+        `largest [I * N]` of the prepared inputs. It follows from the input and the weights alone, not from what came
+        out: implementations add up in different orders, and what overflows in one order need not in another.
+        """
+        return np.asarray(largest[self._block_of[probes] * n + rows] > self._pack.input_limit[probes])
+
+    def is_small(self, largest: Floats) -> bool:
+        """Whether all inputs are so small that no probe that was looked at can overflow."""
+        # In fp64: rounded to fp32 a limit may be infinite, or 0. NaN is not small.
+        return float(largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf
+
+    def take_out_unseen(self, step: Descent, largest: Floats) -> Ints:
+        """Why each state has no scores, if it has none: by its input, or because an active probe has none. Such states
+        lose their active and dropped probes.
+
+        A descent goes wrong only after such a probe has become active, and what is active stays so: all ways of
+        evaluating agree on the states.
+        """
+        n = len(step.active)
+        if self.is_small(largest):
+            return np.zeros(n, dtype=np.int64)
+        unseen = unseen_inputs(largest, n)
+        rows, probes = np.nonzero(step.active)
+        without = np.zeros(n, dtype=bool)
+        without[rows[self.beyond(largest, n, rows, probes)]] = True
+        unseen = np.where((unseen == SEEN) & without, NO_SCORE, unseen)
+        step.active[unseen != SEEN] = False
+        step.dropped[unseen != SEEN] = False
+        return unseen
+
+
+def keep_what_it_had(kept: Mask, retained: Mask | None, seen: Mask, keep: Ints) -> None:
+    """Give states `keep` that were not seen the retained sets that they had: they change nothing."""
+    if retained is not None and not seen.all():
+        kept[~seen] = retained[keep][~seen]

@@ -1,0 +1,129 @@
+"""OnDevice: a step of few rows on a GPU, beside the host model, by the steps of `probemon.engine.device_steps`.
+
+way = OnDevice(pack, scorer, scores, outcomes)
+if way.fits(plan, n, retained):
+    step = way.begin(plan, make_inputs, hidden.values(), retained, keep)     # waits for nothing
+    outcome = step.wait()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.inputs import SEEN, Inputs, unseen_inputs
+from probemon.core.plan import CascadePlan
+from probemon.engine.cascade import Descent, PairRequests, answer, descend_in_rounds
+from probemon.engine.device_steps import Arrived, DeviceSteps, UnderWay
+from probemon.engine.kernels.triton_cascade import DeviceCascade
+from probemon.engine.outcome import Outcome, OutcomeMaker
+from probemon.engine.pairs import PackScores
+from probemon.packs.pack import ProbePack
+
+_PLANS = 4  # of runs with rules of their own, ready on the device at once
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that a device is at, and what is needed to make an outcome of its results."""
+
+    way: OnDevice
+    plan: CascadePlan
+    inputs: Inputs
+    results: UnderWay
+    retained: Mask
+    keep: Ints
+
+    def wait(self) -> Outcome:
+        """Wait for the results, and return the outcome; call it once."""
+        return self.way.outcome(self.plan, self.inputs, self.results.wait(), self.retained, self.keep)
+
+
+class OnDevice:
+    """Descends on the device that holds all weights. Steps of several packs share the stream `side`."""
+
+    def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
+        self._pack, self._scores, self._outcomes = pack, scores, outcomes
+        self.side: Any = None
+        self.n_overflowed = 0  # states that the device could not finish
+        self._by_plan: dict[int, tuple[CascadePlan, DeviceSteps | None]] = {}
+
+    def fits(self, plan: CascadePlan, retained: Mask | None) -> bool:
+        """Whether the active probes of this plan and the probes of these retained sets are few enough."""
+        steps = self.steps(plan)
+        if steps is None:
+            return False
+        return retained is None or int(retained.sum(axis=1).max(initial=0)) <= steps.cascade.n_kept
+
+    def steps(self, plan: CascadePlan) -> DeviceSteps | None:
+        """The steps of a plan, made when it is first used; None where it does not fit on the device."""
+        known = self._by_plan.get(id(plan))  # the plan is kept with them, so that its id is its own
+        if known is None:
+            steps = None
+            if DeviceCascade.fits(plan):
+                cascade = DeviceCascade(plan, self._scores.weights(), self._scores.block_of)
+                steps = DeviceSteps(cascade, self._pack.n_probes, self.side)
+            self._scores.check_weights()  # whatever will be reached: weights are looked at before their first use
+            if len(self._by_plan) >= _PLANS:
+                self._by_plan.pop(next(iter(self._by_plan)), None)
+            known = self._by_plan[id(plan)] = (plan, steps)
+        return known[1]
+
+    def begin(
+        self,
+        plan: CascadePlan,
+        make_inputs: Callable[[], Inputs],
+        hidden: Iterable[Tensor],
+        retained: Mask,
+        keep: Ints,
+    ) -> StepUnderWay:
+        """Begin a step of hidden states that the host model may still be computing; it waits for nothing."""
+        steps = self.steps(plan)
+        assert steps is not None, "asked of a plan that does not fit"
+        with steps.beside(*hidden):
+            inputs = make_inputs()
+            return StepUnderWay(self, plan, inputs, steps.enqueue(inputs.values, retained), retained, keep)
+
+    def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
+        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
+        if retained is None:
+            retained = np.zeros((len(inputs), self._pack.n_probes), dtype=bool)
+        return self.begin(plan, lambda: inputs, (), retained, keep).wait()
+
+    def requests(
+        self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
+    ) -> PairRequests[Outcome]:
+        """`evaluate`: what is on the device already asks for nothing."""
+        yield from ()
+        return self.evaluate(plan, inputs, retained, keep)
+
+    def outcome(self, plan: CascadePlan, inputs: Inputs, results: Arrived, retained: Mask, keep: Ints) -> Outcome:
+        """Make the outcome of a step's results. States that overflowed on the device are descended again, by the exact
+        path, and counted in `n_overflowed`.
+        """
+        n = len(inputs)
+        # They were looked at on the device: `inputs.largest` would wait for the host model.
+        unseen = unseen_inputs(results.largest, n)
+        again = np.flatnonzero(results.overflowed & (unseen == SEEN))
+        if not unseen.any() and not len(again) and self._outcomes.is_small(results.largest):
+            ptr, probes, values = results.ptr, results.probes, results.values
+            n_active, none = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
+            fired, kept = self._outcomes.fired(probes, values), results.kept[keep]
+            return Outcome(ptr, probes, values, fired, n_active, none, n_active, none, none, unseen, kept)
+        shape = (n, self._pack.n_probes)
+        step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
+        rows = np.repeat(np.arange(n), np.diff(results.ptr))
+        step.active[rows, results.probes], step.scores[rows, results.probes] = True, results.values
+        if len(again):
+            self.n_overflowed += len(again)
+            exact = answer(
+                descend_in_rounds(plan, len(again), retained[again]),
+                lambda rows, probes: self._scores.of(inputs, again[rows], probes),
+            )
+            step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
+        return self._outcomes.of(plan, step, results.largest, retained, keep)

@@ -26,7 +26,7 @@ from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import MissingExtra
 from probemon.sinks import _FileSink
-from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy, norms
+from probemon.telemetry.decisions import Changes, Decisions, Singles, Stream, entropy, norms
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RoutingRecord:
     def of(
         cls,
         decisions: Decisions,
-        told: Told,
+        changes: Changes,
         streams: Sequence[Stream],
         *,
         rows: Ints,
@@ -141,7 +141,7 @@ class RoutingRecord:
             delta_rel_norm=decisions.delta_rel_norm[token],
             sigma1=decisions.sigma1[token],
             confidence=decisions.confidence[token],
-            flip=told.flips[stream, token] == 1,
+            flip=changes.flips[stream, token] == 1,
             reused=~decided,
             fallback=decisions.fallback[token],
             **scalars,

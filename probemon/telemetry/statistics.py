@@ -1,7 +1,7 @@
 """RoutingStatistics: how a set of routers behaved over a stream of tokens, in sums that are exact.
 
     statistics = RoutingStatistics(n_streams=32, n_experts=8, n_chosen=2)
-    statistics.add(decisions, told)                     # any number of tokens at a time
+    statistics.add(decisions, changes)                     # any number of tokens at a time
     statistics.merge(others)                            # as if both had been one stream
     statistics.metric("mutual_information")             # [S]
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy, norms
+from probemon.telemetry.decisions import Changes, Decisions, Numbers, entropy, norms
 from probemon.telemetry.sketch import LogSketch
 
 _SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
@@ -86,7 +86,7 @@ class RoutingStatistics:
 
     # -- adding ----------------------------------------------------------------------------------
 
-    def add(self, decisions: Decisions, told: Told) -> None:
+    def add(self, decisions: Decisions, changes: Changes) -> None:
         """Tokens, in any number."""
         good = decisions.finite
         n_good, sums = good.sum(axis=1), self._sums
@@ -95,9 +95,9 @@ class RoutingStatistics:
         steering = good if decisions.steering is None else good & decisions.steering
         sums["n_steering"] += steering.sum(axis=1)
         sums["n_reused"] += (steering & ~decisions.decided).sum(axis=1)
-        sums["n_pairs"] += (good & (told.flips >= 0)).sum(axis=1)
-        sums["n_flips"] += (good & (told.flips == 1)).sum(axis=1)
-        sums["n_invalidated"] += (good & told.changed).sum(axis=1)
+        sums["n_pairs"] += (good & (changes.flips >= 0)).sum(axis=1)
+        sums["n_flips"] += (good & (changes.flips == 1)).sum(axis=1)
+        sums["n_invalidated"] += (good & changes.invalidated).sum(axis=1)
         sums["n_fallback"] += (good & decisions.fallback).sum(axis=1)
         confident = good & np.isfinite(decisions.confidence)
         sums["n_confident"] += confident.sum(axis=1)

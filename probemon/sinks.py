@@ -107,7 +107,7 @@ class CallbackSink:
         pass
 
 
-class _FileSink(ABC):
+class FileSink(ABC):
     """A file that appears whole or not at all: what raises on the way removes it.
 
     `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has none to stand in. Where another file
@@ -115,7 +115,7 @@ class _FileSink(ABC):
     name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.path = Path(path)
         self._overwrite = check_bool("overwrite", overwrite)
         self._partial: Path | None = None
@@ -185,7 +185,7 @@ class _FileSink(ABC):
         """Write what is still held; close the writer."""
 
 
-class JsonLinesSink(_FileSink):
+class JsonLinesSink(FileSink):
     """One JSON object a token and line: `{"generation": 0, "row": 0, "position": 7, "token_id": 262, "phase":
     "generated", ...}`.
 
@@ -226,7 +226,7 @@ class JsonLinesSink(_FileSink):
         }
 
 
-class ParquetSink(_FileSink):
+class ParquetSink(FileSink):
     """A line for each token and active concept, in row groups of `rows_per_group`. Needs the extra `corpus`.
 
         table = pyarrow.parquet.read_table(path, read_dictionary=["concept", "phase"])

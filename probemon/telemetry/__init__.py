@@ -1,4 +1,4 @@
-"""Telemetry: it asks what it measures; what is measured does not know of it.
+"""Telemetry: measures routers and runs, which do not know of it.
 
 from probemon.telemetry import RoutingMonitor, RoutingParquet         # routers
 from probemon.telemetry.metrics import RunMetrics                     # a run of probes

@@ -95,7 +95,7 @@ class RoutingSettings:
 
 @dataclass(frozen=True)
 class _PendingDecisions:
-    """Decisions about tokens of beams, which may not be in the output; `entries [n]` are their numbers in the recording."""
+    """Decisions about tokens of beams, which may not be in the output; `entries [n]`: numbers in the recording."""
 
     placed: PlacedTokens
     entries: Ints
@@ -311,7 +311,7 @@ class RoutingRecorder:
         return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
-        """What takes tokens for routing, then hands them to `score`."""
+        """Return what takes tokens for routing, then hands them to `score`."""
 
         def both(
             generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str

@@ -275,7 +275,7 @@ def test_sketches_merge_and_count_to_the_same_in_any_order():
     repeated = LogSketch()
     repeated.add(5.0, count=7)
     assert repeated.n == 7 and repeated.quantile(0.9) == pytest.approx(5, rel=0.01)
-    assert whole.n_buckets < 900
+    assert len(whole._counts) < 900
 
 
 def test_sketch_takes_zero_and_refuses_what_is_no_latency():

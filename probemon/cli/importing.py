@@ -90,7 +90,7 @@ def hatcat(
     overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """A lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
+    """Import a lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
     from probemon.importers.hatcat import import_pack
 
     with progress_bar("import", unit="probe") as bar:
@@ -140,9 +140,9 @@ def _command_of_states(module: str, function: str) -> Callable[..., None]:
 
 
 importing.command(
-    "probelab", help="Probes that probelab saved: a .pt file, or a folder of them, each named by its file."
+    "probelab", help="Import probes that probelab saved: a .pt file, or a folder of them, each named by its file."
 )(_command_of_states("probelab", "import_files"))
-importing.command("probekit", help="Probes of probekit: a JSON file of their to_dict(), by name.")(
+importing.command("probekit", help="Import probes of probekit: a JSON file of their to_dict(), by name.")(
     _command_of_states("probekit", "import_file")
 )
 
@@ -166,7 +166,7 @@ def steerkit(
     overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
+    """Import probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
     from probemon.importers.steerkit import import_files
 
     _report_manifest(
@@ -213,7 +213,7 @@ def saelens(
     overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Features of a sparse autoencoder: the folder that SAELens saved. Each fires where the feature is active."""
+    """Import features of a sparse autoencoder from the folder that SAELens saved. Each fires where it is active."""
     from probemon.importers.saelens import import_sae
 
     more: dict[str, Any] = {"model": model} if model is not None else {}
@@ -246,7 +246,7 @@ def hallucination(
     overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """A hallucination head: the folder with probe_config.json and probe_head.bin."""
+    """Import a hallucination head from the folder with probe_config.json and probe_head.bin."""
     from probemon.importers.hallucination import import_head
 
     _report_manifest(
@@ -279,7 +279,7 @@ def safetensors(
     overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Probes in any safetensors file, with a small mapping of yours."""
+    """Import probes from any safetensors file, with a small mapping of yours."""
     from probemon.importers.generic import import_safetensors
 
     _report_manifest(

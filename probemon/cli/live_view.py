@@ -40,10 +40,8 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def show(self, event: TokenEvent) -> None:
         """Show one more token."""

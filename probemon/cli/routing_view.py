@@ -51,10 +51,8 @@ class PlainRouting:
     def __enter__(self) -> PlainRouting:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
         """Print a line for each token: what the first routers chose, with their weights and entropy."""

@@ -32,6 +32,7 @@ MEMORY = "memory_share"  # a metric of the machine, not of routers
 _BASELINE = 5
 _PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
+_VARYING = ("chunk", "token")  # levels whose codes change within a sequence
 Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
 
 
@@ -118,20 +119,19 @@ class Rule:
 
 
 DEFAULT_RULES = (
+    # One decision is enough; a window without any clears the alert.
     Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
-     # one is enough; a window without any clears it
     Rule("collapse", "spread", 0.2, 0.35),
     Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
-    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
-    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=("chunk", "token")),
+    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=_VARYING),
+    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=_VARYING),
     Rule("indifference", "decision_entropy", 0.98, 0.96),
     Rule("indifference", "code_norm", 0.02, 0.04, sources=(BEM,)),
     Rule("dead expert", "least_load", 0.01, 0.05, each_expert=True, sources=(MOE,)),
     Rule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
     Rule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
     Rule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
-    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=("chunk",
-    "token")),
+    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=_VARYING),
     Rule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
     Rule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
     Rule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),

@@ -16,7 +16,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,9 +65,7 @@ class RunMetrics:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._registry.unregister(self)
 
     def _add(self, placed: PlacedTokens, scores: Scores) -> None:

@@ -37,8 +37,6 @@ _CODES = (
     ("sure", "confidence", ".2f"),
     ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
 )  # fmt: skip
-
-
 Report = Callable[[], Mapping[str, Any]]
 
 

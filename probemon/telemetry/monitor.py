@@ -25,7 +25,8 @@ from typing import Any
 from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
 from probemon.host.model import unwrap
-from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings, as_exception
+from probemon.telemetry.recorder import RoutingRecorder, as_exception
+from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording, keep_newest

@@ -16,27 +16,25 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import GENERATED, PHASES, PROMPT
-from probemon.errors import ConfigError, UnknownSetting, closest
-from probemon.host.tap import Site
+from probemon.errors import ConfigError
 from probemon.monitor.delivery import Delivery
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.baseline import check_baseline, entries, read_baseline, write_baseline
+from probemon.telemetry.captures import timed, to_host
 from probemon.telemetry.decisions import MOE, Changes, Decisions, History, Singles, Stream
 from probemon.telemetry.records import RoutingRecord
 from probemon.telemetry.routers import Source, find_sources
+from probemon.telemetry.settings import RoutingSettings
 from probemon.telemetry.sketch import LogSketch
 from probemon.telemetry.statistics import QUANTILES, RoutingStatistics
-from probemon.telemetry.tally import WINDOW, Memory, Tally, memory_of
+from probemon.telemetry.tally import Memory, Tally, memory_of
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report, ScoreTokens
 from probemon.tracking.generation import Generation, States
@@ -45,52 +43,6 @@ from probemon.tracking.recording import Recording
 Listener = Callable[[PlacedTokens, Decisions, RoutingRecord], object]
 LOG = logging.getLogger("probemon")
 _CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of many experts is taken in parts
-
-
-@dataclass(frozen=True)
-class RoutingSettings:
-    """How routing is watched.
-
-    - `rules`: for alerts.
-    - `window`: tokens of their smallest windows.
-    - `bem`: what `attach_bem` returned, or its controller.
-    - `run_id`: stands in every record; else one is made.
-    - `memory`: a function that returns bytes in use and bytes there are; else the GPU's or the process's.
-    - `baseline`: what drifts are measured from: the report of an earlier run, or the file that `save_baseline` wrote.
-      A drift without one, or after `reset_baseline`, is measured from the first windows without alerts.
-    """
-
-    rules: tuple[Rule, ...] = DEFAULT_RULES
-    window: int = WINDOW
-    bem: Any = None
-    run_id: str = ""
-    memory: Memory | None = None
-    baseline: Any = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more")
-        )
-        if self.memory is not None and not callable(self.memory):
-            raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
-        if not isinstance(self.rules, (tuple, list)):
-            raise ConfigError(f"rules is {self.rules!r}: give a tuple of rules")
-        for rule in self.rules:
-            if not isinstance(rule, Rule):
-                raise ConfigError(
-                    f"{rule!r} is no rule: give Rule(...) of probemon.telemetry.alerts, or leave rules out"
-                )
-
-    @classmethod
-    def by_name(cls, **settings: Any) -> RoutingSettings:
-        """Return settings by keyword. Raises `UnknownSetting`, which names all that there are."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise UnknownSetting(
-                    f"there is no setting {name!r} of routing{closest(name, known)}: there are {', '.join(known)}"
-                )
-        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -142,7 +94,7 @@ class RoutingRecorder:
         self._on_alert: list[Callable[[Alert], object]] = []
         self._lock, self._closed = threading.RLock(), False
         self._reading = threading.local()
-        self.sites = [_timed(site, self._reading) for source in self.sources for site in source.sites]  # for a Watcher
+        self.sites = [timed(site, self._reading) for source in self.sources for site in source.sites]  # for a Watcher
 
     # -- the face --------------------------------------------------------------------------------
 
@@ -305,7 +257,7 @@ class RoutingRecorder:
                 for state in self._states.get(recording, {}).values():
                     state.history.forget(placed.rows)
             return None
-        arrays = _to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
+        arrays = to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
         spent = time.perf_counter() - begin + getattr(self._reading, "seconds", 0.0)
         self._reading.seconds = 0.0
         return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
@@ -478,35 +430,3 @@ def as_exception(error: BaseException) -> Exception:
 def _check_callable(name: str, function: object) -> None:
     if not callable(function):
         raise ConfigError(f"{name} is given {function!r}: give a function to call")
-
-
-def _timed(site: Site, reading: Any) -> Site:
-    """Return the site such that `reading.seconds` adds up the time that reading takes."""
-
-    def read(output: Any) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            return site.read(output)
-        begin = time.perf_counter()
-        state = site.read(output)
-        reading.seconds = getattr(reading, "seconds", 0.0) + time.perf_counter() - begin
-        return state
-
-    return Site(site.name, site.module, read, site.width, site.flat, site.early)
-
-
-def _to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:
-    """Return states as arrays; for those on a GPU, return what waits for the arrays and returns them."""
-    device = next((x.device for x in states.values() if x.is_cuda), None)
-    if device is None:
-        return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
-    joined = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy for all sites
-    pinned = torch.empty(joined.shape, dtype=torch.float32, device="cpu", pin_memory=True)
-    copy = pinned.copy_(joined, non_blocking=True)
-    arrived = torch.cuda.current_stream(device).record_event()
-
-    def wait() -> dict[str, Singles]:
-        arrived.synchronize()
-        parts = copy.split([x.shape[1] for x in states.values()], dim=1)
-        return {site: part.numpy() for site, part in zip(states, parts, strict=True)}
-
-    return wait

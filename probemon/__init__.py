@@ -10,7 +10,7 @@ __all__ = ["DynamicProbeManager", "ProbePack"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: transformers takes seconds, and who inspects a pack needs none of it.
+    # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
     if name == "DynamicProbeManager":
         from probemon.manager import DynamicProbeManager
 

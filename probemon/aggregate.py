@@ -1,14 +1,14 @@
-"""Aggregators: what the scores of the tokens so far say together, online and offline bit for bit the same.
+"""Aggregators: running scores over the tokens so far, bit for bit the same online and offline.
 
     aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), parse("ema:0.3"), ...
     state = aggregator.begin()
     state, values = aggregator.add(state, scores)           # scores [K] of one token of one row -> values [K] float64
     running = over(aggregator, scores)                      # scores [T, K] -> [T, K] float64, by the same steps
 
-A state is a value: no array in it is ever written (all are read-only), so a copied beam shares it and a rejected draft
-is undone by going back to the older one. It is O(K), for the rolling ones O(n * K), and does not grow with the tokens.
+A state is a value: its arrays are read-only. A copied beam may therefore share it, and a rejected draft is undone by
+going back to the older state. It takes O(K) memory, O(n * K) in the rolling aggregators, however many the tokens.
 A token that was not seen has no score: leave it out. An inactive probe's score is 0, which is a score.
-Every operation is element by element, so a concept's values do not depend on the concepts beside it.
+Every operation is element by element, so that a concept's values do not depend on the concepts beside it.
 """
 
 from __future__ import annotations
@@ -31,30 +31,26 @@ Doubles = npt.NDArray[np.float64]
 
 @runtime_checkable
 class Aggregator(Protocol):
-    """Running score of K concepts; `str()` of it is the stable name under which its thresholds are kept."""
+    """A running score of K concepts; `str()` gives the stable name under which its thresholds are kept."""
 
     def begin(self) -> State:
-        """The state before any token."""
+        """Return the state before any token."""
 
     def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
-        """The state after one more token, and the running score [K] float64, of scores [K]; `state` is left as
-        it was.
-        """
+        """Return the state after a token with scores [K], and the running score [K] float64; `state` stays as it is."""
 
 
 class _Stepped:
-    """An aggregator by its `_step`: from a state and new scores [K] float64, its own copy, to the next state and
-    values.
-    """
+    """An aggregator by its `_step`: from a state and a copy of new scores [K] float64 to the next state and values."""
 
     def begin(self) -> State:
         return ()
 
     def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
         new, values = self._step(state, _checked(state, scores))
-        for part in (values, *new):
-            if isinstance(part, np.ndarray):
-                part.flags.writeable = False
+        for array in (values, *new):
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
         return new, values
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
@@ -122,18 +118,24 @@ class Ema(_Stepped):
 
 
 @dataclass(frozen=True)
-class RollingMean(_Stepped):
-    """Mean of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
+class _Rolling(_Stepped):
+    """An aggregator of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
 
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", _count(self.n))
+        n = check_count("n", self.n, least=1, remedy="it counts tokens, so give 1 or more")
+        object.__setattr__(self, "n", n)
+
+
+@dataclass(frozen=True)
+class RollingMean(_Rolling):
+    """Mean of the newest n tokens, of fewer at the start."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, x)[-self.n :]
-        # Anew from the oldest on: a sum carried along would drift. Not np.sum, which adds in another order where K is
-        # 1.
+        # From the oldest on each time: a sum carried along would drift. Not np.sum: for one concept it adds in another
+        # order.
         return window, reduce(np.add, window) / len(window)
 
     def __str__(self) -> str:
@@ -141,13 +143,8 @@ class RollingMean(_Stepped):
 
 
 @dataclass(frozen=True)
-class RollingMax(_Stepped):
-    """Maximum of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
-
-    n: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "n", _count(self.n))
+class RollingMax(_Rolling):
+    """Maximum of the newest n tokens, of fewer at the start."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, x)[-self.n :]
@@ -159,12 +156,11 @@ class RollingMax(_Stepped):
 
 @dataclass(frozen=True)
 class Attention(_Stepped):
-    """Mean of the scores so far, weighted by softmax(score / temperature): the maximum as it nears 0, the mean as it
-    grows.
+    """Mean of the scores so far, weighted by softmax(score / temperature).
 
-    Auto-pool with alpha = 1 / temperature: McFee, Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled
-    sound event detection" (arXiv:1804.10070). State: maximum m [K], sums [K] of w and w * score, w = exp((score - m) /
-    temperature).
+    A temperature near 0 gives the maximum, a large one the mean. It is auto-pool with alpha = 1 / temperature: McFee,
+    Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled sound event detection" (arXiv:1804.10070).
+    State: maximum m [K], sums [K] of w and w * score, where w = exp((score - m) / temperature).
     """
 
     temperature: float = 0.1
@@ -194,7 +190,7 @@ class Attention(_Stepped):
 
 
 def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
-    """Running scores [T, K] float64 of scores [T, K], the tokens of one row in order: `add`, token by token."""
+    """Return running scores [T, K] float64 of scores [T, K], the tokens of one row in order."""
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts")
     running = np.empty(scores.shape)
@@ -225,9 +221,7 @@ _CHOICES = (
 
 
 def named(aggregate: Aggregator | str | None) -> Aggregator:
-    """The aggregator meant by `None` (each token's own score), a text that `parse` reads, or an aggregator itself.
-    Raises `ConfigError`.
-    """
+    """Return an aggregator as it is, that of a text by `parse`, or `Each` for None. Raises `ConfigError`."""
     if aggregate is None:
         return Each()
     if isinstance(aggregate, str):
@@ -238,13 +232,13 @@ def named(aggregate: Aggregator | str | None) -> Aggregator:
 
 
 def parse(text: str) -> Aggregator:
-    """The aggregator of a text: "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N",
-    "rolling_max:N", or what `str()` gives.
+    """Return the aggregator of a text, which is one of these, or what `str()` of an aggregator gives.
 
-    W is the newest token's share, T the temperature, N counts tokens. Raises `ConfigError`.
+    "none", "mean", "max", "attention", "attention:T", "ema:W", "rolling_mean:N", "rolling_max:N": T is the temperature,
+    W the newest token's share, N the number of tokens. Raises `ConfigError`.
     """
-    found = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
-    name, parameter = (found[1], found[2] or found[3]) if found else ("", None)
+    match = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
+    name, parameter = (match[1], match[2] or match[3]) if match else ("", None)
     if parameter is None and name in _NAMES:
         return _NAMES[name]()
     if parameter is not None and name in _PARSED:
@@ -261,7 +255,7 @@ def parse(text: str) -> Aggregator:
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
-    """Scores [K] as float64 in memory of their own: a view would keep a whole document, and change with its owner."""
+    """Copy scores [K] to float64: a view would keep a whole document in memory, and change with its owner."""
     x: Doubles = np.array(scores, dtype=np.float64, order="C")
     if x.ndim != 1:
         raise ConfigError(f"scores have shape {x.shape}: give [K], the concepts of one row at one token")
@@ -277,7 +271,3 @@ def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
         )
     x += 0.0  # -0.0 becomes 0.0: which of the two a maximum returns is not defined
     return x
-
-
-def _count(n: object) -> int:
-    return check_count("n", n, least=1, remedy="it counts tokens, so give 1 or more")

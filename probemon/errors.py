@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 class ProbemonError(Exception):
-    """Everything probemon raises on purpose."""
+    """The base of all errors that probemon raises on purpose."""
 
     def __str__(self) -> str:  # KeyError would print its message in quotes
         return str(self.args[0]) if self.args else ""
@@ -27,11 +27,11 @@ class ConfigError(ProbemonError, ValueError):
 
 
 class CalibrationError(ProbemonError, ValueError):
-    """The data are too few for the rate or recall asked for, or cannot show it; says how many are needed."""
+    """The data are too few for the rate or recall asked for, or cannot show it; the message says how many it takes."""
 
 
 class UnknownSetting(ConfigError, TypeError):
-    """A setting that does not exist (usually a typo)."""
+    """A setting does not exist (usually a typo)."""
 
 
 class UnknownConcept(ProbemonError, KeyError):
@@ -59,9 +59,7 @@ class PackChanged(PackError):
 
 
 class ImportRefused(PackError):
-    """A file of another project is not read: it holds code, leaves its folder, is larger than the bound, or is no
-    probe.
-    """
+    """A file of another project is not read: it holds code, leaves its folder, is too large, or is no probe."""
 
 
 class HostMismatch(ProbemonError, ValueError):
@@ -69,7 +67,7 @@ class HostMismatch(ProbemonError, ValueError):
 
 
 class ProbeLoadError(ProbemonError, RuntimeError):
-    """A probe's weights could not be loaded or are not finite; names the concept."""
+    """A probe's weights cannot be loaded or are not finite; the message names the concept."""
 
 
 class ArenaFull(ProbemonError, RuntimeError):
@@ -77,11 +75,11 @@ class ArenaFull(ProbemonError, RuntimeError):
 
 
 class NotSupportedDecoding(ProbemonError, NotImplementedError):
-    """A decoding mode in which probemon cannot yet say which token a hidden state belongs to."""
+    """In this decoding mode probemon cannot say which token a hidden state belongs to."""
 
 
 class NotSupportedHost(ProbemonError, NotImplementedError):
-    """A host model, or a site in it, that probemon cannot tap."""
+    """The host model, or a site in it, cannot be tapped."""
 
 
 class KernelUnavailable(ProbemonError, RuntimeError):
@@ -93,7 +91,7 @@ class AlignmentError(ProbemonError, RuntimeError):
 
 
 class ConceptRaised(ProbemonError, RuntimeError):
-    """A rule with action="raise" was met; `.event` says which concept at which token."""
+    """A rule with action="raise" was met; `.event` has the concept and the token."""
 
     def __init__(self, message: str, event: object) -> None:
         super().__init__(message)
@@ -101,7 +99,7 @@ class ConceptRaised(ProbemonError, RuntimeError):
 
 
 class CallbackFailed(ProbemonError, RuntimeError):
-    """Callbacks or sinks raised while a run watched; the generation went on. `.failures` has every one of them."""
+    """Callbacks or sinks raised while a run watched; the generation went on. `.failures` has their errors."""
 
     def __init__(self, message: str, failures: list[Exception]) -> None:
         super().__init__(message)
@@ -109,15 +107,15 @@ class CallbackFailed(ProbemonError, RuntimeError):
 
 
 class SinkFailed(ProbemonError, RuntimeError):
-    """A sink is stuck, used out of turn, or cannot put its file in place; says where what it has is."""
+    """A sink is stuck, used out of turn, or cannot put its file in place; the message says where its data are."""
 
 
 class BemError(ProbemonError, RuntimeError):
-    """A routed adapter cannot do here what it promises; nothing is steered rather than something wrongly."""
+    """A routed adapter cannot do here what it promises, so it steers nothing rather than something wrong."""
 
 
 class BemStateError(BemError):
-    """The controller has not read what a cache holds, so the codes that go on from there are unknown."""
+    """The controller has not read what a cache holds, so the codes that follow from it are unknown."""
 
 
 class BemFileError(BemError, ValueError):
@@ -125,10 +123,10 @@ class BemFileError(BemError, ValueError):
 
 
 class MissingExtra(ProbemonError, ImportError):
-    """An optional dependency is needed; names the extra to install."""
+    """An optional dependency is needed; the message names the extra to install."""
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """`", did you mean 'x'?"` for the nearest of `names`, or an empty string."""
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f", did you mean {found[0]!r}?" if found else ""
+    """Return `", did you mean 'x'?"` for the nearest of `names`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {matches[0]!r}?" if matches else ""

@@ -24,7 +24,8 @@ from probemon.monitor.stream import TokenEvent, stream, stream_async
 if TYPE_CHECKING:
     from probemon.offline.analysis_folder import Analysis
     from probemon.offline.documents import Source
-    from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
+    from probemon.telemetry.recorder import RoutingRecorder
+    from probemon.telemetry.settings import RoutingSettings
 
 
 class DynamicProbeManager(Scorer):

@@ -5,8 +5,8 @@
     run.add_sink(MemorySink(max_tokens=10_000))
     run.add_sink(CallbackSink(print))
 
-A sink is anything with the three methods of `Sink`. The files here appear under their name whole, at `close`, or
-not at all: until then they stand beside it under a hidden one.
+A sink is anything with the three methods of `Sink`. A file appears under its name at `close`, whole, or not at all;
+until then it stands beside that name under a hidden one.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from probemon.errors import ConfigError, MissingExtra, SinkFailed
 
 
 class Sink(Protocol):
-    """Receives scores. All three are called from one thread; after `open` or `write` raised, only `close` is."""
+    """Receives scores. One thread calls all methods; after `open` or `write` raised it calls only `close`."""
 
     def open(self, concepts: Sequence[str]) -> None:
-        """Once, before anything is written. `concepts`: ids by probe number."""
+        """Begin; called once, before anything is written. `concepts`: ids by probe number."""
 
     def write(self, batch: TokenBatch) -> None:
-        """Tokens of one generation, in the order they were scored."""
+        """Take tokens of one generation, in the order they were scored."""
 
     def close(self) -> None:
-        """Finish; harmless when it is not open."""
+        """Finish; harmless when the sink is not open."""
 
 
 class MemorySink:
-    """The newest tokens, at most `max_tokens`: `sink.batches`, `len(sink)`; older ones are counted in
-    `sink.n_forgotten`.
+    """Keeps the newest tokens, at most `max_tokens`, in `sink.batches`; older ones are counted in `sink.n_forgotten`.
 
-    Holds less than twice `max_tokens` at any time; may be read from other threads while it is written.
+    It never holds twice `max_tokens`, and may be read from other threads while it is written.
     """
 
     def __init__(self, max_tokens: int = 10_000) -> None:
@@ -58,7 +57,7 @@ class MemorySink:
 
     @property
     def batches(self) -> list[TokenBatch]:
-        """What is kept, oldest first; the oldest batch is cut to the bound."""
+        """The batches that are kept, oldest first; the oldest is cut to the bound."""
         with self._lock:
             held, surplus = list(self._held), max(0, self._n_held - self.max_tokens)
         return [_without(held[0], surplus), *held[1:]] if surplus else held
@@ -107,15 +106,15 @@ class CallbackSink:
         pass
 
 
-class _FileSink(ABC):
-    """A file that appears whole or not at all: what raises on the way removes it.
+class FileSink(ABC):
+    """A sink whose file appears whole or not at all: an error on the way removes it.
 
-    `ConfigError` where `path` exists (unless `overwrite`), is a folder, or has none to stand in. Where another file
-    took the name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under its hidden
-    name.
+    Raises `ConfigError` where `path` exists (unless `overwrite`), is a folder, or its folder does not exist. Where
+    another file took the name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under
+    its hidden name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.path = Path(path)
         self._overwrite = check_bool("overwrite", overwrite)
         self._partial: Path | None = None
@@ -133,19 +132,19 @@ class _FileSink(ABC):
         handle, name = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
         self._partial = Path(name)
         os.close(handle)
-        with self._or_nothing():
+        with self._removed_on_error():
             self._writer = self._begin(self._partial, list(concepts))
 
     def write(self, batch: TokenBatch) -> None:
         if self._partial is None:
             raise SinkFailed(f"{self.path} is not open (not yet, or closed, or failed): open a new sink")
-        with self._or_nothing():
+        with self._removed_on_error():
             self._append(batch)
 
     def close(self) -> None:
         if self._partial is None:
             return
-        with self._or_nothing():
+        with self._removed_on_error():
             self._finish()
             self._partial.chmod(0o644)
         finished, self._partial = self._partial, None
@@ -161,7 +160,7 @@ class _FileSink(ABC):
             ) from error
 
     @contextmanager
-    def _or_nothing(self) -> Iterator[None]:
+    def _removed_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -175,7 +174,7 @@ class _FileSink(ABC):
 
     @abstractmethod
     def _begin(self, partial: Path, concepts: list[str]) -> Any:
-        """A writer with `close()`."""
+        """Return a writer with `close()`."""
 
     @abstractmethod
     def _append(self, batch: TokenBatch) -> None: ...
@@ -185,13 +184,16 @@ class _FileSink(ABC):
         """Write what is still held; close the writer."""
 
 
-class JsonLinesSink(_FileSink):
-    """One JSON object a token and line: `{"generation": 0, "row": 0, "position": 7, "token_id": 262, "phase":
-    "generated", ...}`.
+class JsonLinesSink(FileSink):
+    """Writes one JSON object a line for each token.
 
-    Then `provisional`; `scores`, `[concept id, score]` of the active probes best first, at most `top_k` (None: all),
-    each the fp32 value exactly, null for NaN; `fired`, ids of all that fired; `coverage` (active, dropped, not_reached,
-    evaluated); `unseen`, "" or why the token has no scores. `request` only where there is one.
+    - `generation`, `row`, `position`, `token_id`, `phase` ("prompt" or "generated"), `provisional`.
+    - `request`: only where there is one.
+    - `scores`: `[concept id, score]` of the active probes, best first, at most `top_k` (None: all). A score is the fp32
+      value exactly, null for NaN.
+    - `fired`: ids of all that fired.
+    - `coverage`: counts of active, dropped, not_reached and evaluated probes.
+    - `unseen`: "", or why the token has no scores.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
@@ -226,15 +228,15 @@ class JsonLinesSink(_FileSink):
         }
 
 
-class ParquetSink(_FileSink):
-    """A line for each token and active concept, in row groups of `rows_per_group`. Needs the extra `corpus`.
+class ParquetSink(FileSink):
+    """Writes a row for each token and active concept, in row groups of `rows_per_group`. Needs the extra `corpus`.
 
         table = pyarrow.parquet.read_table(path, read_dictionary=["concept", "phase"])
         about = json.loads(table.schema.metadata[b"probemon"])
 
-    Columns generation, request, row, position, token_id, phase, provisional, concept, score. Tokens without scores have
-    no line: `about["coverage"]` has the totals of all tokens, `about["unseen"]` the first `max_unseen` tokens that
-    were not seen, with reasons (a footer of millions could not be read back; the totals count them all).
+    Its columns are generation, request, row, position, token_id, phase, provisional, concept, score. Tokens without
+    scores have no row: `about["coverage"]` has the totals of all tokens, `about["unseen"]` the first `max_unseen`
+    tokens that were not seen, with reasons (a footer of millions could not be read back).
     """
 
     max_unseen = 100_000
@@ -270,8 +272,7 @@ class ParquetSink(_FileSink):
                 "score": pa.float32(),
             }
         )
-        # store_schema: where an Arrow schema is stored, readers take the metadata from it and miss what is added at the
-        # end.
+        # Where an Arrow schema is stored, readers take the metadata from it and miss what is added at the end.
         return pq.ParquetWriter(partial, self._schema, store_schema=False)
 
     def _append(self, batch: TokenBatch) -> None:
@@ -280,12 +281,10 @@ class ParquetSink(_FileSink):
         self._totals.update(coverage.totals())
         for t, reason in enumerate(coverage.unseen):
             if reason and len(self._unseen) < self.max_unseen:
-                where = {
-                    "generation": int(batch.generation),
-                    "row": int(batch.row[t]),
-                    "position": int(batch.position[t]),
-                }
-                self._unseen.append(where | {"reason": reason})
+                row, position = int(batch.row[t]), int(batch.position[t])
+                self._unseen.append(
+                    {"generation": int(batch.generation), "row": row, "position": position, "reason": reason}
+                )
         if not n:
             return
         self._columns.append(
@@ -306,7 +305,7 @@ class ParquetSink(_FileSink):
             self._write_groups(self._n_held - self._n_held % self._rows_per_group)
 
     def _write_groups(self, n: int) -> None:
-        """Write the first `n` lines held."""
+        """Write the first `n` rows held."""
         import pyarrow as pa
 
         columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
@@ -324,7 +323,7 @@ class ParquetSink(_FileSink):
 
 
 def _without(batch: TokenBatch, n: int) -> TokenBatch:
-    """A batch without its first `n` tokens, holding nothing of them."""
+    """Return a batch without its first `n` tokens, which holds nothing of them."""
     if not n:
         return batch
     kept = np.arange(n, len(batch))

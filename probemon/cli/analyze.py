@@ -1,4 +1,4 @@
-"""Commands on corpora: analyze.
+"""The command analyze.
 
 probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
 probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --pack probes/wordnet-smollm2-135m-mlp --out both/
@@ -13,10 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from probemon.cli.common import MORE_PACKS, load_aloud, use_threads, window_of
-from probemon.cli.terminal import answer, say, terminal
+from probemon.cli.common import load_aloud, progress_bar, use_threads, window_of
+from probemon.cli.options import (
+    AsJson,
+    AuditRate,
+    Device,
+    Dtype,
+    IdField,
+    Model,
+    MorePacks,
+    Overlap,
+    Pack,
+    Strict,
+    TextField,
+    Threads,
+    WindowTokens,
+)
+from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.offline.documents import MAX_CHARS
 from probemon.offline.windows import Reading
@@ -29,13 +43,8 @@ _SHOWN = 10
 
 
 def analyze(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct."
-        ),
-    ],
-    pack: Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")],
+    model: Model,
+    pack: Pack,
     source: Annotated[
         str,
         typer.Argument(
@@ -46,36 +55,26 @@ def analyze(
     out: Annotated[
         Path,
         typer.Option(
-            help=(
-                "Where the analysis is written. One that is not finished, of the same input and settings, is gone on"
-                " with."
-            )
+            help="Where the analysis is written. An unfinished one of the same input and settings is continued."
         ),
     ],
-    more_packs: Annotated[list[str] | None, typer.Option("--pack", metavar="PACK", help=MORE_PACKS)] = None,
+    more_packs: MorePacks = None,
     floor: Annotated[
         str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")
     ] = "fired",
-    window: Annotated[int, typer.Option(help="Longest input of the model in tokens; 0: 1024, or what it takes.")] = 0,
-    overlap: Annotated[
-        int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")
-    ] = -1,
+    window: WindowTokens = 0,
+    overlap: Overlap = -1,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, with padding.")] = Reading.batch_tokens,
     special_tokens: Annotated[
         str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")
     ] = Reading.special_tokens,
     parse_special: Annotated[
-        bool, typer.Option("--parse-special", help="Special tokens written in the texts are such, not characters.")
+        bool, typer.Option("--parse-special", help="Read special tokens in the texts as such, not as characters.")
     ] = False,
-    text_field: Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")] = "text",
-    id_field: Annotated[str, typer.Option(help="Name of the document's id there.")] = "id",
+    text_field: TextField = "text",
+    id_field: IdField = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
-    audit_rate: Annotated[
-        float,
-        typer.Option(
-            help="Share of the tokens on which every probe is evaluated too, to count what the descent missed."
-        ),
-    ] = 0.0,
+    audit_rate: AuditRate = 0.0,
     no_text: Annotated[
         bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")
     ] = False,
@@ -83,20 +82,16 @@ def analyze(
         int,
         typer.Option(help="Workers of a Ray cluster (or of this machine) to share the work; 0: this process alone."),
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Of the model: bfloat16, float32, float16 or auto (what its files have).")
-    ] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")] = 0,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    strict: Strict = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet; with --pack
-    those of several packs.
+    """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet.
 
-    With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
+    With --pack it writes those of several packs. With RANK and WORLD_SIZE in the environment, processes on one file
+    system share the work.
     """
     from probemon.engine.kernels import check_device
     from probemon.manager import DynamicProbeManager
@@ -127,13 +122,12 @@ def analyze(
             not no_text,
             strict,
         )
-        _told(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
+        _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
     opened = open_packs([pack, *(more_packs or ())])
-    read_documents(
-        source, text_field=text_field, id_field=id_field, max_chars=max_chars
-    )  # a wrong name is to be told before the model is loaded
-    Tables(opened, least, not no_text)  # and so is a wrong floor
+    # A wrong name or floor shows before the model is loaded.
+    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    Tables(opened, least, not no_text)
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype)
     with _progress(source) as progress:
@@ -154,7 +148,7 @@ def analyze(
             world_size=world_size,
             progress=progress,
         )
-    _told(analysis, out, as_json)
+    _report(analysis, out, as_json)
 
 
 def _with_ray(job: Job, source: str, workers: int, text_field: str, id_field: str, max_chars: int) -> Analysis:
@@ -178,14 +172,10 @@ def _with_ray(job: Job, source: str, workers: int, text_field: str, id_field: st
 @contextmanager
 def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
     """A bar on standard error: documents, with the rate of tokens and the remaining time."""
-    from tqdm import tqdm
-
     from probemon.offline.documents import count_documents
 
     n_tokens = 0
-    with tqdm(
-        total=count_documents(source), unit="doc", desc="analyze", disable=None, dynamic_ncols=True, bar_format=_BAR
-    ) as bar:
+    with progress_bar("analyze", total=count_documents(source), postfix="{postfix}") as bar:
 
         def progress(documents: float, tokens: int) -> None:
             nonlocal n_tokens
@@ -201,7 +191,7 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
             raise
 
 
-def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
+def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
     if not analysis.complete:
         if as_json:
             answer({"directory": str(out), "complete": False})
@@ -217,9 +207,6 @@ def _told(analysis: Analysis, out: Path, as_json: bool) -> None:
             f"none of the {totals['documents']} documents could be scored; the first:"
             f" {analysis.documents().column('reason')[0]}"
         )
-
-
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def _show(analysis: Analysis) -> None:
@@ -245,7 +232,7 @@ def _show(analysis: Analysis) -> None:
     if not totals["rows"]:
         say(f"no score was over the floor ({analysis.manifest['identity']['floor']})")
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     for name, side in (("concept", "left"), ("documents", "right"), ("tokens", "right"), ("highest", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     rows: list[dict[str, Any]] = (
@@ -259,14 +246,12 @@ def _show(analysis: Analysis) -> None:
 
 
 def _ranks() -> tuple[int, int]:
-    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    if given["WORLD_SIZE"] is None and given["RANK"] is None:
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
         return 0, 1
-    if not all(text is not None and text.isdigit() for text in given.values()):
-        raise ConfigError(
-            f"RANK is {given['RANK']!r} and WORLD_SIZE {given['WORLD_SIZE']!r}: give both as numbers, or neither"
-        )
-    return int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
+    if rank is None or world_size is None or not (rank.isdigit() and world_size.isdigit()):
+        raise ConfigError(f"RANK is {rank!r} and WORLD_SIZE {world_size!r}: give both as numbers, or neither")
+    return int(rank), int(world_size)
 
 
 def _number(name: str, text: str) -> float:

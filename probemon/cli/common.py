@@ -1,7 +1,8 @@
-"""What the commands that run a host have in common: its threads, its windows, and the host by name.
+"""What several commands do alike: they run a host with threads, windows and a prompt, and show progress.
 
 use_threads(2)
 model, tokenizer = load_aloud("demo", "cpu")
+with progress_bar("import", unit="probe") as bar: ...
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from probemon.errors import ConfigError
 from probemon.host.loading import load_model
 from probemon.offline.windows import Window
 
-MORE_PACKS = (
-    "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two have the"
-    " same."
-)
+
+def check_generation(prompt: str, max_new_tokens: int) -> None:
+    """Raise `ConfigError` where there is nothing to say to the model, or nothing to generate."""
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty: say something with --prompt")
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
+
+
+def chat_messages(tokenizer: Any, prompt: str) -> Any:
+    """Return the prompt as a chat of one message, or as it is where the tokenizer has no chat template."""
+    return [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
 
 
 def use_threads(threads: int) -> None:
@@ -31,7 +40,7 @@ def use_threads(threads: int) -> None:
 
 
 def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """`load_model` that says on standard error what takes long."""
+    """Call `load_model`, and say on standard error what takes long."""
     from rich.text import Text
 
     aside = terminal(error=True)
@@ -40,9 +49,24 @@ def load_aloud(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def window_of(n_tokens: int, overlap: int) -> Window | None:
-    """The window that --window and --overlap ask for; None for the default one. Raises `ConfigError`."""
+    """Return the window that --window and --overlap ask for, None for the default one. Raises `ConfigError`."""
     if n_tokens == 0:
         if overlap >= 0:
             raise ConfigError(f"--overlap is {overlap}: give --window too")
         return None
     return Window(n_tokens, n_tokens // 8 if overlap == -1 else overlap)
+
+
+def progress_bar(label: str, *, total: float | None = None, unit: str = "doc", postfix: str = "") -> Any:
+    """Return a tqdm bar on standard error, shown on a terminal alone; `postfix` is "{postfix}" to show one."""
+    from tqdm import tqdm
+
+    counts = "{n:.0f}/{total_fmt} {unit} " if unit else ""
+    return tqdm(
+        total=total,
+        unit=unit,
+        desc=label,
+        disable=None,
+        dynamic_ncols=True,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| " + counts + "[{elapsed}<{remaining}" + postfix + "]",
+    )

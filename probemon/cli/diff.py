@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from probemon.cli.terminal import answer, say, terminal
+from probemon.cli.common import progress_bar
+from probemon.cli.terminal import answer, plain_table, say, shorten_path, terminal
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from probemon.offline.compare import Comparison, ConceptDifference, Corpus
 
 _PATH = 50  # columns of a path
 _WIDTH = 140  # of a table where the terminal is narrower, or there is none: a cut number would be a wrong one
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
 def diff(
@@ -38,9 +39,9 @@ def diff(
     fdr: Annotated[
         float, typer.Option(help="The false-discovery rate: the most of what is listed that may be chance.")
     ] = 0.05,
-    resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = 1000,
-    confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Confidence of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     rows: Annotated[int, typer.Option(help="Concepts shown of each direction, the largest effects first.")] = 20,
     out: Annotated[
         Path | None, typer.Option(help="Write a row for every concept tested: a parquet file that is not there yet.")
@@ -48,8 +49,6 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every concept tested.")] = False,
 ) -> None:
     """List the concepts that differ between two analyzed corpora: how much more of them B has than A."""
-    from tqdm import tqdm
-
     from probemon.offline.analysis_folder import Analysis
     from probemon.offline.compare import check_new, compare
 
@@ -58,47 +57,48 @@ def diff(
     if out is not None:
         check_new(out)  # before the work
     first, second = Analysis.open(a), Analysis.open(b)
-    with tqdm(total=resamples, desc="diff", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
-        found = compare(
+    with progress_bar("diff", total=resamples, unit="") as bar:
+        comparison = compare(
             first, second, by=by, fdr=fdr, resamples=resamples, confidence=confidence, seed=seed, progress=bar.update
         )
     if out is not None:
-        found.write(out)
+        comparison.write(out)
     if as_json:
-        answer(found.stated())
+        answer(comparison.stated())
     else:
-        _show(found, rows)
+        _show(comparison, rows)
 
 
-def _show(found: Comparison, most: int) -> None:
+def _show(comparison: Comparison, most: int) -> None:
     console = terminal(width=max(_WIDTH, terminal().width))
-    say(_corpus("A", found.a))
-    say(_corpus("B", found.b))
-    if found.a.n_dropped or found.b.n_dropped:
+    say(_corpus("A", comparison.a))
+    say(_corpus("B", comparison.b))
+    if comparison.a.n_dropped or comparison.b.n_dropped:
         say(
-            f"a limit dropped a probe at a token {found.a.n_dropped} times in A and {found.b.n_dropped} times in B;"
-            " what they would have shown is not in this (raise max_loaded_probes)"
+            f"a limit dropped a probe at a token {comparison.a.n_dropped} times in A and {comparison.b.n_dropped} times"
+            " in B; what they would have shown is not in this (raise max_loaded_probes)"
         )
-    over = "its alert threshold" if found.floor == "fired" else f"{found.floor:g}"
+    over = "its alert threshold" if comparison.floor == "fired" else f"{comparison.floor:g}"
     what = {
         "share": f"share of a document's tokens with a score over {over}",
         "max": f"whether any token of a document has a score over {over}",
-    }[found.by]
-    say(f"compared: {what}; mean over documents in %, B minus A, with {100 * found.confidence:g} % bootstrap intervals")
-    listed, tested = (
-        found.differing,
-        f"{len(found.rows)} concepts tested, {found.n_never_over} never over the floor in either",
+    }[comparison.by]
+    say(
+        f"compared: {what}; mean over documents in %, B minus A, with {100 * comparison.confidence:g} % bootstrap"
+        " intervals"
     )
+    listed = comparison.differing
+    tested = f"{len(comparison.rows)} concepts tested, {comparison.n_never_over} never over the floor in either"
     if not listed:
-        lowest = f"; the lowest q is {found.rows[0].q:.3g}" if found.rows else ""
+        lowest = f"; the lowest q is {comparison.rows[0].q:.3g}" if comparison.rows else ""
         say(
-            f"no concept differs at a false-discovery rate of {found.fdr:g} ({tested}{lowest}). That does not show that"
-            " the corpora are alike"
+            f"no concept differs at a false-discovery rate of {comparison.fdr:g} ({tested}{lowest}). That does not show"
+            " that the corpora are alike"
         )
         return
     say(f"{len(listed)} concepts differ ({tested})")
     say(
-        f"of those that differ, {100 * found.fdr:g} % at most are expected to be chance (false-discovery rate,"
+        f"of those that differ, {100 * comparison.fdr:g} % at most are expected to be chance (false-discovery rate,"
         " Benjamini-Hochberg)"
     )
     explained = False
@@ -127,7 +127,7 @@ def _corpus(letter: str, corpus: Corpus) -> str:
 
 def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
     of = f"{title}: {n}" + (f", the largest {len(rows)} effects" if len(rows) < n else "")
-    table = Table(box=None, pad_edge=False, header_style="dim", title=of, title_justify="left", title_style="bold")
+    table = plain_table(title=of, title_justify="left", title_style="bold")
     table.add_column("concept", no_wrap=True)
     for name in ("A %", "B %", "B - A", "B / A", "Cliff's delta", "q"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -137,7 +137,7 @@ def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
         )
         below = f" < {row.explained_by}" if row.explained_by else ""
         table.add_row(
-            _short(row.path, _PATH - len(below)) + below,
+            " > ".join(shorten_path(row.path, _PATH - len(below))) + below,
             f"{a:.2f}",
             f"{b:.2f}",
             f"{difference:+.2f} ({low:+.2f} to {high:+.2f})",
@@ -147,12 +147,3 @@ def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
             style="dim" if row.explained_by else "",
         )
     return table
-
-
-def _short(path: Sequence[str], width: int) -> str:
-    """The path from the root; where it is wider, the middle goes first, and root and concept stay."""
-    shown, kept = list(path), len(path) - 1
-    while kept > 1 and len(" > ".join(shown)) > width:
-        kept -= 1
-        shown = [path[0], "…", *path[len(path) - kept :]]
-    return " > ".join(shown)

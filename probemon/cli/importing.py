@@ -9,19 +9,20 @@ Pickled objects (scikit-learn's among them) are never opened: load them yourself
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli.common import progress_bar
+from probemon.cli.options import OverwritePack
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
-
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} {unit} [{elapsed}<{remaining}]"
 
 importing = typer.Typer(
     no_args_is_help=True,
@@ -47,13 +48,10 @@ Normalize = Annotated[
         help="What was done to each state before the probes saw it: none, layernorm or rmsnorm. No file says it."
     ),
 ]
-Name = Annotated[str | None, typer.Option(help="Of the pack. Default: of its folder.")]
-Licence = Annotated[str, typer.Option(help="Of the probes.")]
+Name = Annotated[str | None, typer.Option(help="Name of the pack. Default: that of its folder.")]
+Licence = Annotated[str, typer.Option(help="Licence of the probes.")]
 Model = Annotated[str | None, typer.Option(help="The host's name on the hub, where the files do not say it.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="One JSON object: what was imported, and all that is to be said of it.")
-]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object: what was imported, with every note about it.")]
 
 NOT_STATED = "not stated"
 
@@ -80,21 +78,22 @@ def hatcat(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the pack's weights: float32, bfloat16, or auto, the widest of the files. States are rounded to it."
+            help=(
+                "Number format of the pack's weights: float32, bfloat16, or auto, the widest of the files. States are"
+                " rounded to it."
+            )
         ),
     ] = "auto",
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """A lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
-    from tqdm import tqdm
-
+    """Import a lens or probe pack of HatCat: one state dict a concept, with or without its hierarchy."""
     from probemon.importers.hatcat import import_pack
 
-    with tqdm(unit="probe", desc="import", disable=None, dynamic_ncols=True, bar_format=_BAR) as bar:
+    with progress_bar("import", unit="probe") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
@@ -116,53 +115,36 @@ def hatcat(
             overwrite=overwrite,
             progress=progress,
         )
-    _tell(pack, as_json, report.as_dict(), report.lines())
+    _report(pack, as_json, report.as_dict(), report.lines())
 
 
-@importing.command()
-def probelab(
-    source: Source,
-    target: Target,
-    site: Site,
-    normalize: Normalize,
-    name: Name = None,
-    licence: Licence = NOT_STATED,
-    model: Model = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Probes that probelab saved: a .pt file, or a folder of them, each named by its file."""
-    from probemon.importers.probelab import import_files
+def _command_of_states(module: str, function: str) -> Callable[..., None]:
+    """Return a command for an importer whose files say neither where states are read nor how they are normalised."""
 
-    _done(
-        import_files(
-            source, target, site=site, normalize=normalize, name=name, licence=licence, model=model, overwrite=overwrite
-        ),
-        as_json,
-    )
+    def command(
+        source: Source,
+        target: Target,
+        site: Site,
+        normalize: Normalize,
+        name: Name = None,
+        licence: Licence = NOT_STATED,
+        model: Model = None,
+        overwrite: OverwritePack = False,
+        as_json: Json = False,
+    ) -> None:
+        import_probes = getattr(import_module(f"probemon.importers.{module}"), function)
+        options = {"name": name, "licence": licence, "model": model, "overwrite": overwrite}
+        _report_manifest(import_probes(source, target, site=site, normalize=normalize, **options), as_json)
+
+    return command
 
 
-@importing.command()
-def probekit(
-    source: Source,
-    target: Target,
-    site: Site,
-    normalize: Normalize,
-    name: Name = None,
-    licence: Licence = NOT_STATED,
-    model: Model = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Probes of probekit: a JSON file of their to_dict(), by name."""
-    from probemon.importers.probekit import import_file
-
-    _done(
-        import_file(
-            source, target, site=site, normalize=normalize, name=name, licence=licence, model=model, overwrite=overwrite
-        ),
-        as_json,
-    )
+importing.command(
+    "probelab", help="Import probes that probelab saved: a .pt file, or a folder of them, each named by its file."
+)(_command_of_states("probelab", "import_files"))
+importing.command("probekit", help="Import probes of probekit: a JSON file of their to_dict(), by name.")(
+    _command_of_states("probekit", "import_file")
+)
 
 
 @importing.command()
@@ -181,13 +163,13 @@ def steerkit(
     bias: Annotated[bool, typer.Option(help="Whether the bias of the fit is added.")] = True,
     name: Name = None,
     licence: Licence = NOT_STATED,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
+    """Import probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
     from probemon.importers.steerkit import import_files
 
-    _done(
+    _report_manifest(
         import_files(
             source, target, scale=scale, method=method, bias=bias, name=name, licence=licence, overwrite=overwrite
         ),
@@ -199,7 +181,7 @@ def steerkit(
 def saelens(
     source: Source,
     target: Target,
-    features: Annotated[str | None, typer.Option(help="Which, by number: 3,17,100-120. Default: all.")] = None,
+    features: Annotated[str | None, typer.Option(help="Which features, by number: 3,17,100-120. Default: all.")] = None,
     names: Annotated[Path | None, typer.Option(help='Names of features: a JSON file, {"17": "cats"}.')] = None,
     site: Annotated[
         str | None, typer.Option(help=f"Where the state is read, where cfg.json does not say it: {SITES}")
@@ -228,27 +210,18 @@ def saelens(
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Features of a sparse autoencoder: the folder that SAELens saved. Each fires where the feature is active."""
+    """Import features of a sparse autoencoder from the folder that SAELens saved. Each fires where it is active."""
     from probemon.importers.saelens import import_sae
-    from probemon.importers.sources import read_json
 
-    labels = None
-    if names is not None:
-        read = read_json(names)
-        if not isinstance(read, dict) or not all(
-            isinstance(value, str) and key.isascii() and key.isdigit() for key, value in read.items()
-        ):
-            raise ConfigError(f'{names}: expected an object of names by number of feature, such as {{"17": "cats"}}')
-        labels = {int(key): value for key, value in read.items() if len(key) < 10}
     more: dict[str, Any] = {"model": model} if model is not None else {}
     pack = import_sae(
         source,
         target,
         features=_numbers(features),
-        names=labels,
+        names=_labels(names),
         site=site,
         centered=centered,
         activation_scale=activation_scale,
@@ -258,7 +231,7 @@ def saelens(
         overwrite=overwrite,
         **more,
     )
-    _done(pack, as_json)
+    _report_manifest(pack, as_json)
 
 
 @importing.command()
@@ -266,17 +239,17 @@ def hallucination(
     source: Source,
     target: Target,
     normalize: Normalize,
-    concept: Annotated[str, typer.Option(help="What to call it.")] = "hallucination",
+    concept: Annotated[str, typer.Option(help="Name of the concept.")] = "hallucination",
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """A hallucination head: the folder with probe_config.json and probe_head.bin."""
+    """Import a hallucination head from the folder with probe_config.json and probe_head.bin."""
     from probemon.importers.hallucination import import_head
 
-    _done(
+    _report_manifest(
         import_head(
             source,
             target,
@@ -297,19 +270,19 @@ def safetensors(
     target: Target,
     mapping: Annotated[Path, typer.Option(help="A JSON file that says which tensors make up which probe.")],
     site: Annotated[
-        str | None, typer.Option(help=f"Before what the mapping says of where the host's state is read: {SITES}")
+        str | None, typer.Option(help=f"Where the host's state is read, whatever the mapping says: {SITES}")
     ] = None,
     normalize: Annotated[
-        str | None, typer.Option(help="none, layernorm or rmsnorm; before what the mapping says.")
+        str | None, typer.Option(help="none, layernorm or rmsnorm, whatever the mapping says.")
     ] = None,
     name: Name = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Probes in any safetensors file, with a small mapping of yours."""
+    """Import probes from any safetensors file, with a small mapping of yours."""
     from probemon.importers.generic import import_safetensors
 
-    _done(
+    _report_manifest(
         import_safetensors(
             source, target, mapping=mapping, site=site, normalize=normalize, name=name, overwrite=overwrite
         ),
@@ -317,31 +290,47 @@ def safetensors(
     )
 
 
+def _labels(path: Path | None) -> dict[int, str] | None:
+    """Read names of features from a JSON file. Raises `ConfigError`."""
+    from probemon.importers.sources import read_json
+
+    if path is None:
+        return None
+    content = read_json(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(value, str) and key.isascii() and key.isdigit() for key, value in content.items()
+    ):
+        raise ConfigError(f'{path}: expected an object of names by number of feature, such as {{"17": "cats"}}')
+    return {int(key): value for key, value in content.items() if len(key) < 10}
+
+
 def _numbers(text: str | None) -> Iterator[int] | None:
-    """`3,17,100-120` as numbers. Raises `ConfigError`."""
+    """Return `3,17,100-120` as numbers. Raises `ConfigError`."""
     if text is None:
         return None
-    found: list[range] = []
+
+    def is_number(piece: str) -> bool:
+        return piece.isascii() and piece.isdigit() and len(piece) < 10
+
+    ranges: list[range] = []
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not (first.isascii() and first.isdigit() and len(first) < 10) or (
-            dash and not (last.isascii() and last.isdigit() and len(last) < 10)
-        ):
+        if not is_number(first) or (dash and not is_number(last)):
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is no number and no range: write 3,17,100-120")
-        found.append(range(int(first), (int(last) if dash else int(first)) + 1))
-        if not found[-1]:
+        ranges.append(range(int(first), int(last if dash else first) + 1))
+        if not ranges[-1]:
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is backwards: write the smaller number first")
-    return itertools.chain(*found)
+    return itertools.chain(*ranges)
 
 
-def _done(pack: ProbePack, as_json: bool) -> None:
-    """Tell of a pack whose import is all in its manifest."""
+def _report_manifest(pack: ProbePack, as_json: bool) -> None:
+    """Report a pack whose import is all in its manifest."""
     report = dict(pack.manifest["provenance"]["import"])
-    given = f"read at {', '.join(pack.sites)}, normalised by {report['normalize']}"
-    _tell(pack, as_json, report, [f"imported from {report['source']}: {given}", *report["notes"]])
+    inputs = f"read at {', '.join(pack.sites)}, normalised by {report['normalize']}"
+    _report(pack, as_json, report, [f"imported from {report['source']}: {inputs}", *report["notes"]])
 
 
-def _tell(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
+def _report(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
     warning = str(report.get("warning", ""))
     if warning:  # before all else
         say(f"warning: {warning}", error=as_json)

@@ -1,5 +1,6 @@
-"""The live view: each token with its leading concepts, each concept with its path from the root. Of packs without any
-alert threshold, in which nothing fires, it shows the best-ranked concepts, and says that they are that.
+"""The live view: each token with its leading concepts, each concept with its path from the root.
+
+Where a pack has no alert threshold at all, nothing fires: the view shows the best-ranked concepts, marked as such.
 
     with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
         for event in manager.stream(...):
@@ -12,46 +13,22 @@ import math
 import zlib
 from collections import deque
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from probemon.cli.terminal import harmless
+from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
 
 _COLOURS = (
-    "cyan",
-    "green",
-    "magenta",
-    "yellow",
-    "blue",
-    "bright_blue",
-    "bright_cyan",
-    "bright_green",
-    "bright_magenta",
-)
+    "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
+)  # fmt: skip
 _CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
 RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
-
-
-class View(Protocol):
-    """Shows token events as they come."""
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def show(self, event: TokenEvent) -> None:
-        """One more token."""
-        ...
 
 
 class PlainView:
@@ -63,27 +40,17 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def show(self, event: TokenEvent) -> None:
-        """One more token."""
+        """Show one more token."""
         token = printable(event.token)
-        found = "; ".join(
-            f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k)
-        )
-        if best := event.ranked(self._k):
-            found = "; ".join(
-                [
-                    *([found] if found else []),
-                    f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in best),
-                ]
-            )
-        self._console.print(
-            Text(harmless(f"{event.position:>4}  {token:<14} {unseen(event) or found or '-'}")), soft_wrap=True
-        )
+        concepts = [f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k)]
+        if ranked := event.ranked(self._k):
+            concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
+        line = f"{event.position:>4}  {token:<14} {unseen(event) or '; '.join(concepts) or '-'}"
+        self._console.print(Text(harmless(line)), soft_wrap=True)
 
 
 class LiveView:
@@ -107,11 +74,10 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def show(self, event: TokenEvent) -> None:
-        """One more token."""
-        found = event.leading(1)
-        self._text.append(
-            harmless(event.token, keep="\n"), style=style(found[0]) if found and found[0].strength >= _CLEAR else ""
-        )
+        """Show one more token."""
+        leading = event.leading(1)
+        clear = leading and leading[0].strength >= _CLEAR
+        self._text.append(harmless(event.token, keep="\n"), style=style(leading[0]) if clear else "")
         self._events.append(event)
         if not event.unseen:
             self._n_tokens += 1
@@ -119,42 +85,40 @@ class LiveView:
         self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """The view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
-        tail = self._text[-4 * max(20, self._console.width - 4) :]
-        n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
+        """Return the view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
+        columns = max(20, self._console.width - 4)
+        tail = self._text[-4 * columns :]
+        n_lines = len(tail.wrap(self._console, columns))
         room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
-            found = [*event.leading(self._k), *event.ranked(self._k)]
-            room -= max(1, len(found))
+            concepts = [*event.leading(self._k), *event.ranked(self._k)]
+            room -= max(1, len(concepts))
             if room < 0:
                 break
-            shown.insert(0, (event, found))
-        table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+            shown.insert(0, (event, concepts))
+        table = plain_table(expand=True)
         table.add_column("token", width=14, no_wrap=True)
         table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column("score", width=5, justify="right")
         table.add_column("alert", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
         width = self._console.width - 46  # what the other columns, gaps and the frame leave
-        of_ranks = any(math.isnan(concept.threshold) for _, found in shown for concept in found)
-        if of_ranks:
+        if any(math.isnan(concept.threshold) for _, concepts in shown for concept in concepts):
             table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
-        for event, found in shown:
-            if not found:
-                table.add_row(Text(printable(event.token)), Text(unseen(event) or "-", style="dim"))
-            for i, concept in enumerate(found):
-                is_ranked = math.isnan(concept.threshold)
-                alert, strength = (
-                    ("-", Text("not firing", style="dim"))
-                    if is_ranked
-                    else (f"{concept.threshold:.2f}", strength_bar(concept))
-                )
-                token = Text(
-                    printable(event.token) if i == 0 else "",
-                    style="" if math.isnan(found[0].threshold) else style(found[0]),
-                )
+        for event, concepts in shown:
+            token = Text(printable(event.token))
+            if not concepts:
+                table.add_row(token, Text(unseen(event) or "-", style="dim"))
+            elif not math.isnan(concepts[0].threshold):
+                token.style = style(concepts[0])
+            for concept in concepts:
+                if math.isnan(concept.threshold):
+                    alert, strength = "-", Text("not firing", style="dim")
+                else:
+                    alert, strength = f"{concept.threshold:.2f}", strength_bar(concept)
                 table.add_row(token, path_text(concept, width), f"{concept.score:.2f}", alert, strength)
+                token = Text()  # a token stands beside its first concept alone
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(
@@ -163,59 +127,52 @@ class LiveView:
 
 
 def colour(concept: ConceptScore) -> str:
-    """One colour for everything under a root, the same in every run."""
+    """Return one colour for everything under a root, the same in every run."""
     return _COLOURS[zlib.crc32(concept.path[0].encode()) % len(_COLOURS)]
 
 
 def style(concept: ConceptScore) -> str:
-    """Its colour, bold where it is clearly over its threshold."""
+    """Return a concept's colour, bold where it is clearly over its threshold."""
     return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
 
 
 def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
-    """The way from the root in grey, the concept itself in its colour; where it is wider than `width` the middle goes
-    first.
-    """
-    above = list(concept.path[:-1])
-    kept = len(above)
-    while kept > 1 and sum(map(len, above)) + 3 * len(above) + len(concept.name) > width:
-        kept -= 1
-        above = [concept.path[0], "…", *concept.path[len(concept.path) - kept : -1]]
+    """Return the path in grey and the concept in its colour; a path wider than `width` is cut in the middle."""
+    *above, name = shorten_path(concept.path, width)
     text = Text()
-    for name in above:
-        text.append(harmless(f"{name} > "), style="dim")
-    return text.append(harmless(concept.path[-1]), style=style(concept))
+    for parent in above:
+        text.append(harmless(f"{parent} > "), style="dim")
+    return text.append(harmless(name), style=style(concept))
 
 
 def strength_bar(concept: ConceptScore) -> Text:
-    """Strength over the threshold, full at 4 (a score whose odds are e**4 times those of the threshold)."""
+    """Return a bar of the strength, full at 4 (a score whose odds are e**4 times those of the threshold)."""
     step = min(7, int(max(0.0, concept.strength) * 2))
     return Text(f"{_BAR[step] * 3} {concept.strength:+.1f}", style=colour(concept))
 
 
 def unseen(event: TokenEvent) -> str:
-    """What to show for a token that has no scores."""
+    """Return what to show for a token that has no scores, else an empty text."""
     return f"unseen: {event.unseen}" if event.unseen else ""
 
 
 def printable(token: str) -> str:
-    """A token on one line: spaces and line breaks made visible at its ends, control characters escaped."""
+    """Return a token on one line: control characters are escaped, and one that is all space is quoted."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
     return shown if shown.strip() else repr(shown)
 
 
 def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
-    """The strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
-    table = Table(
-        box=None, pad_edge=False, header_style="dim", title="strongest over the generated tokens", title_justify="left"
-    )
+    """Print the strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
+    table = plain_table(title="strongest over the generated tokens", title_justify="left")
     table.add_column("token", no_wrap=True)
     table.add_column("concept, from the root", overflow="fold")
     for name in ("score", "alert", "strength"):
         table.add_column(name, justify="right", no_wrap=True)
     tree = result.pack.tree
+    strongest = result.top(result.pack.n_probes, row=0, phase="generated")
     chosen: list[ConceptScore] = []
-    for concept in result.top(result.pack.n_probes, row=0, phase="generated"):
+    for concept in strongest:
         near = tree.ancestors(concept.probe)
         related = any(c.probe in near or concept.probe in tree.ancestors(c.probe) for c in chosen)
         if concept.fired and not related and len(chosen) < k:
@@ -232,20 +189,11 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
     if table.rows or not mute.all():
         console.print(table if table.rows else "no concept fired on a generated token")
     if mute.any():
-        best = Table(
-            box=None,
-            pad_edge=False,
-            header_style="dim",
-            title=f"{RANKED}: highest scores over the generated tokens",
-            title_justify="left",
-        )
-        for name in ("token", "concept, from the root", "score"):
-            best.add_column(
-                name, justify="right" if name == "score" else "left", no_wrap=name != "concept, from the root"
-            )
-        for concept in [one for one in result.top(result.pack.n_probes, row=0, phase="generated") if mute[one.probe]][
-            : k + 2
-        ]:
+        best = plain_table(title=f"{RANKED}: highest scores over the generated tokens", title_justify="left")
+        best.add_column("token", no_wrap=True)
+        best.add_column("concept, from the root")
+        best.add_column("score", justify="right", no_wrap=True)
+        for concept in [concept for concept in strongest if mute[concept.probe]][: k + 2]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)
     for line in lines:

@@ -1,10 +1,12 @@
-"""The commands that make packs of packs.
+"""The commands that make packs of packs, compare them and push them.
 
 probemon pack merge animals/ deception/ both/
 probemon pack subset PACK whales/ --concept whale --concept "ship*"
 probemon pack rename PACK mine/ --name mine --concepts names.json
 probemon pack diff before/ after/
 probemon pack push PACK org/name
+probemon hierarchy PACK tree.json
+probemon quantize PACK small/
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from probemon.cli.options import AsJson, OverwritePack, Pack, PackName
 from probemon.cli.terminal import answer, say
 from probemon.core.strict_json import RepeatedKey, loads
 from probemon.errors import ConfigError
@@ -30,7 +33,7 @@ pack = typer.Typer(
 
 _MAX_JSON_BYTES = 64 << 20
 _NEW = "The new pack: a folder that is not there yet."
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help=_NEW)]
 
 
 @pack.command()
@@ -41,65 +44,59 @@ def merge(
     ],
     name: Annotated[str, typer.Option(help="Name of the new pack; else that of its folder.")] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Put each pack's name before its ids, as name:id.")] = False,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
 ) -> None:
-    """One pack of the probes of several packs for one host."""
+    """Put the probes of several packs for one host into one pack."""
     from probemon.packs.edit import merge as merge_packs
 
     if len(folders) < 3:
         raise ConfigError(f"{len(folders)} folders: give two packs or more, and the folder of the new one last")
     *sources, out = folders
     packs = [_open(source) for source in sources]
-    named = {one.name: one for one in packs}
-    if prefix and len(named) < len(packs):
+    by_name = {opened.name: opened for opened in packs}
+    if prefix and len(by_name) < len(packs):
         raise ConfigError(
             "two of the packs have one name: rename one first, by probemon pack rename PACK OUT --name NAME"
         )
-    _said(merge_packs(named if prefix else packs, out, name=name or Path(out).name, overwrite=overwrite), out)
+    merged = merge_packs(by_name if prefix else packs, out, name=name or Path(out).name, overwrite=overwrite)
+    _say_written(merged, out)
 
 
 @pack.command()
 def subset(
-    source: Annotated[str, typer.Argument(metavar="PACK", help="A pack: a folder, or a hub name.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help=_NEW)],
+    source: Pack,
+    out: Out,
     concept: Annotated[
         list[str],
         typer.Option(help="A concept to keep: an id, a name, or a pattern such as 'ship*'. May be given again."),
     ],
     above: Annotated[bool, typer.Option("--above/--no-above", help="Keep all concepts above them.")] = True,
     below: Annotated[bool, typer.Option("--below/--no-below", help="Keep all concepts below them.")] = True,
-    name: Annotated[str, typer.Option(help="Name of the new pack.")] = "",
-    overwrite: Overwrite = False,
+    name: PackName = "",
+    overwrite: OverwritePack = False,
 ) -> None:
-    """A pack of some concepts, with what is above and below them."""
+    """Make a pack of some concepts, with those above and below them."""
     from probemon.packs.edit import subset as cut
 
-    _said(cut(_open(source), out, concept, above=above, below=below, name=name or None, overwrite=overwrite), out)
+    kept = cut(_open(source), out, concept, above=above, below=below, name=name or None, overwrite=overwrite)
+    _say_written(kept, out)
 
 
 @pack.command()
 def rename(
-    source: Annotated[str, typer.Argument(metavar="PACK", help="A pack: a folder, or a hub name.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help=_NEW)],
+    source: Pack,
+    out: Out,
     name: Annotated[str, typer.Option(help="New name of the pack.")] = "",
     concepts: Annotated[
         Path | None, typer.Option(help='A JSON file: by id, a new name, or {"id": ..., "name": ...}.')
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: OverwritePack = False,
 ) -> None:
-    """The same pack by other names."""
-    from probemon.packs.edit import rename as renamed
+    """Give a pack, or its concepts, other names."""
+    from probemon.packs.edit import rename as rename_pack
 
-    _said(
-        renamed(
-            _open(source),
-            out,
-            name=name or None,
-            concepts=None if concepts is None else read_object(concepts),
-            overwrite=overwrite,
-        ),
-        out,
-    )
+    names = None if concepts is None else read_object(concepts)
+    _say_written(rename_pack(_open(source), out, name=name or None, concepts=names, overwrite=overwrite), out)
 
 
 @pack.command()
@@ -108,31 +105,31 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every concept that differs.")] = False,
 ) -> None:
-    """What differs between two packs, concept by concept. Exit status 1 where anything does."""
+    """Show what differs between two packs, concept by concept. The exit status is 1 where anything does."""
     from probemon.packs.diff import pack_diff
 
-    found = pack_diff(_open(a), _open(b))
-    _tell(found, found.as_dict(), as_json)
-    if not found.same:
+    difference = pack_diff(_open(a), _open(b))
+    _report(difference, difference.as_dict(), as_json)
+    if not difference.same:
         raise typer.Exit(1)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `ConfigError`."""
+    """Read a JSON object from a file. Raises `ConfigError`."""
     try:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
             raise ConfigError(f"{path} has {size:,} bytes, at most {_MAX_JSON_BYTES:,} are read")
-        found = loads(path.read_text(encoding="utf-8"))
+        content = loads(path.read_text(encoding="utf-8"))
     except ConfigError:
         raise
     except RepeatedKey as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({str(error)[:200]})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}: give a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}: give a JSON object")
+    return content
 
 
 def _open(source: str) -> ProbePack:
@@ -141,19 +138,19 @@ def _open(source: str) -> ProbePack:
     return ProbePack.from_pretrained(source)
 
 
-def _tell(outcome: object, stated: dict[str, Any], as_json: bool) -> None:
+def _report(outcome: object, stated: dict[str, Any], as_json: bool) -> None:
     if as_json:
         answer(stated)
     else:
         say(*str(outcome).split("\n"))
 
 
-def _said(made: ProbePack, out: str) -> None:
-    say(f"wrote {out}: {made.name}, {made.n_probes} probes, {made.architecture}, {made.weight_bytes() / 1e6:.1f} MB")
+def _say_written(pack: ProbePack, out: str) -> None:
+    say(f"wrote {out}: {pack.name}, {pack.n_probes} probes, {pack.architecture}, {pack.weight_bytes() / 1e6:.1f} MB")
 
 
 def hierarchy(
-    source: Annotated[str, typer.Argument(metavar="PACK", help="A pack: a folder, or a hub name.")],
+    source: Pack,
     tree: Annotated[
         Path | None,
         typer.Argument(
@@ -182,9 +179,9 @@ def hierarchy(
             )
         ),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the new pack.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    overwrite: Overwrite = False,
+    name: PackName = "",
+    as_json: AsJson = False,
+    overwrite: OverwritePack = False,
 ) -> None:
     """Give a flat pack a hierarchy from a file, or see what one proposed from its weights would save."""
     from probemon.packs.hierarchies import propose, with_hierarchy
@@ -195,65 +192,73 @@ def hierarchy(
         raise ConfigError("--threshold goes with --from-weights")
     if tree is not None:
         target = out or Path(f"{source.rstrip('/')}-tree")
-        made, told = with_hierarchy(_open(source), read_object(tree), target, name=name or None, overwrite=overwrite)
-        stated = {
-            "n_placed": told.n_placed,
-            "n_roots": told.n_roots,
-            "groups": told.groups,
-            "unnamed": told.unnamed,
-            "out": str(target),
-        }
-        _tell(told, stated, as_json)
+        placed, outcome = with_hierarchy(
+            _open(source), read_object(tree), target, name=name or None, overwrite=overwrite
+        )
+        stated = {key: getattr(outcome, key) for key in ("n_placed", "n_roots", "groups", "unnamed")}
+        _report(outcome, {**stated, "out": str(target)}, as_json)
         if not as_json:
-            _said(made, str(target))
+            _say_written(placed, str(target))
         return
     proposal = propose(_open(source), threshold=threshold)
-    stated = {
-        "n_groups": len(proposal.groups),
-        "n_tried": proposal.n_tried,
-        "share": proposal.share,
-        "n_states": proposal.n_states,
-        "states": proposal.states,
-    }
-    _tell(proposal, stated, as_json)
+    stated = {key: getattr(proposal, key) for key in ("n_tried", "share", "n_states", "states")}
+    _report(proposal, {"n_groups": len(proposal.groups), **stated}, as_json)
     if out is not None:
         written = proposal.write(out, name=name or None, overwrite=overwrite)
         if not as_json:
-            _said(written, str(out))
+            _say_written(written, str(out))
+
+
+def quantize(source: Pack, out: Out, as_json: AsJson = False) -> None:
+    """Write an int8 copy of PACK (a scale for each row) and say how far its scores move."""
+    from probemon.packs.quantize import quantize as quantize_pack
+
+    before, target = _open(source), Path(out)
+    after = quantize_pack(before, target)
+    error = after.manifest["quality"]["int8"]
+    if as_json:
+        answer(
+            {
+                "directory": str(target),
+                "weight_bytes": after.weight_bytes(),
+                "source_weight_bytes": before.weight_bytes(),
+                **error,
+            }
+        )
+        return
+    say(f"{target}: {after.weight_bytes() / 1e6:.2f} MB of weights, {before.weight_bytes() / 1e6:.2f} before")
+    say(
+        f"on {error['n_states']} {error['states']} states scores move by at most {error['max_score_error']:.2g},"
+        f" {error['mean_score_error']:.2g} on average; of {error['n_fired']} that fired, {error['n_fired_changed']}"
+        " changed",
+    )
 
 
 @pack.command()
 def push(
-    source: Annotated[str, typer.Argument(metavar="PACK", help="A pack: a folder, or a hub name.")],
+    source: Pack,
     repository: Annotated[
         str, typer.Argument(metavar="ORG/NAME", help="Where to on the Hugging Face hub; made where there is none.")
     ],
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="Of a repository that is made; else what its owner has set."),
+        typer.Option("--private/--public", help="For a repository that is made; else what its owner has set."),
     ] = None,
     revision: Annotated[str, typer.Option(help="A branch, made where there is none; else main.")] = "",
     message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Push a pack to the Hugging Face hub, in one commit. Log in first, by hf auth login or HF_TOKEN."""
     opened = _open(source)
-    made = opened.push_to_hub(
+    pushed = opened.push_to_hub(
         repository, private=private, revision=revision or None, commit_message=message or None, create_pr=create_pr
     )
     if as_json:
-        answer(
-            {
-                "url": made.url,
-                "commit": made.commit,
-                "manifest_sha256": made.manifest_sha256,
-                "pull_request": made.pull_request,
-            }
-        )
+        answer({name: getattr(pushed, name) for name in ("url", "commit", "manifest_sha256", "pull_request")})
         return
-    say(f"pushed {opened.name} to {made.pull_request or made.url}")
+    say(f"pushed {opened.name} to {pushed.pull_request or pushed.url}")
     say(
-        f'others can pin it: ProbePack.from_pretrained("{repository}", revision="{made.commit}",'
-        f' manifest_sha256="{made.manifest_sha256}")'
+        f'others can pin it: ProbePack.from_pretrained("{repository}", revision="{pushed.commit}",'
+        f' manifest_sha256="{pushed.manifest_sha256}")'
     )

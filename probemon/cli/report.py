@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from probemon.cli.options import AsJson
 from probemon.cli.terminal import answer, say
 from probemon.offline.report import MAX_PAIRS, TEXT_MEGABYTES, write_report
 
@@ -22,7 +23,7 @@ def report(
     ] = TEXT_MEGABYTES,
     max_pairs: Annotated[int, typer.Option(help="Documents listed by concept, all concepts together.")] = MAX_PAIRS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the analysis in DIR as one HTML file, to be opened in a browser; it loads nothing from anywhere."""
     from probemon.offline.analysis_folder import Analysis

@@ -1,7 +1,8 @@
 """The live view of routing: the text so far, each router's entropies and load, alerts.
 
 with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
-    view.show(token, record, recorder.report)            # with every record
+    view.show(token, record, recorder.report)            # with every record; token: the text at a position
+    view.show_alert(alert)
 summary(console, recorder.report())
 """
 
@@ -9,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from probemon.cli.live_view import printable
-from probemon.cli.terminal import harmless
+from probemon.cli.terminal import harmless, plain_table
 from probemon.telemetry.alerts import Alert
 from probemon.telemetry.decisions import BEM
 from probemon.telemetry.records import RoutingRecord
@@ -37,24 +37,7 @@ _CODES = (
     ("sure", "confidence", ".2f"),
     ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
 )  # fmt: skip
-
-
-class RoutingView(Protocol):
-    """Shows tokens with their decisions as they come."""
-
-    def __enter__(self) -> RoutingView: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
-        """One more batch of decisions; `token`: the text of a token by its position."""
-        ...
-
-    def tell(self, alert: Alert) -> None:
-        """An alert was raised or cleared."""
-        ...
+Report = Callable[[], Mapping[str, Any]]
 
 
 class PlainRouting:
@@ -66,23 +49,21 @@ class PlainRouting:
     def __enter__(self) -> PlainRouting:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *exception: object) -> None:
+        pass
 
-    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
-        """A line for each token: what the first routers chose, with their weights and entropy."""
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+        """Print a line for each token: what the first routers chose, with their weights and entropy."""
         decisions = list(record.lines())
         for position in sorted({line["pos_start"] for line in decisions}):
-            mine = [line for line in decisions if line["pos_start"] == position]
-            parts = [_decision(line) for line in mine[:_ROUTERS]]
-            if len(mine) > _ROUTERS:
-                parts.append(f"and {len(mine) - _ROUTERS} more routers")
+            lines = [line for line in decisions if line["pos_start"] == position]
+            parts = [_decision(line) for line in lines[:_ROUTERS]]
+            if len(lines) > _ROUTERS:
+                parts.append(f"and {len(lines) - _ROUTERS} more routers")
             self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
 
-    def tell(self, alert: Alert) -> None:
-        """A line of its own."""
+    def show_alert(self, alert: Alert) -> None:
+        """Print an alert that was raised or cleared, in a line of its own."""
         self._print(f"alert: {alert}")
 
     def _print(self, line: str) -> None:
@@ -90,7 +71,7 @@ class PlainRouting:
 
 
 class LiveRouting:
-    """The text over a table of routers, over what it costs and the alerts that hold."""
+    """The text so far, below it a table of routers, below that the costs and the alerts that hold."""
 
     def __init__(self, console: Console, *, title: str) -> None:
         self._console, self._title = console, Text(harmless(title))
@@ -107,22 +88,22 @@ class LiveRouting:
     ) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Callable[[], Mapping[str, Any]]) -> None:
-        """What is known now, with the text to the newest token."""
-        for position in sorted(
-            {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)} - self._shown
-        ):
+    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+        """Show what is known now, with the text to the newest token."""
+        positions = {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)}
+        for position in sorted(positions - self._shown):
             self._shown.add(position)
             self._text += harmless(token(position), keep="\n")
         self._live.update(self.render(report()), refresh=True)
 
-    def tell(self, alert: Alert) -> None:
-        """It is in what is shown next."""
+    def show_alert(self, alert: Alert) -> None:
+        """Do nothing: the report that is shown next has it."""
 
     def render(self, report: Mapping[str, Any]) -> RenderableType:
-        """The frame: the end of the text, and as many routers as there are lines for."""
-        tail = Text(self._text[-3 * max(20, self._console.width - 4) :])
-        n_lines = len(tail.wrap(self._console, max(20, self._console.width - 4)))
+        """Return the frame: the end of the text, and as many routers as there are lines for."""
+        columns = max(20, self._console.width - 4)
+        tail = Text(self._text[-3 * columns :])
+        n_lines = len(tail.wrap(self._console, columns))
         room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
         return Panel(
             Group(tail, Text(), *tables(report["streams"], room), Text(), *_foot(report)),
@@ -133,34 +114,35 @@ class LiveRouting:
 
 
 def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
-    """Routers with their metrics, at most so many of each kind: those that choose experts, those that give codes."""
-    found: list[RenderableType] = []
+    """Return a table of the routers that choose experts and one of those that give codes, at most `room` in each."""
+    parts: list[RenderableType] = []
     broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
-    for columns, mine, bars in (
+    for columns, routers, bars in (
         (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")),
         (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
     ):
-        if not mine:
+        if not routers:
             continue
-        table = Table(box=None, pad_edge=False, header_style="dim")
+        table = plain_table()
         table.add_column("router", no_wrap=True)
         for heading, *_ in columns:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column(bars[0], no_wrap=True)
-        for stream in mine[:room]:
+        for stream in routers[:room]:
             values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
             table.add_row(
                 Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]])
             )
-        found.append(table)
-        if len(mine) > room:
-            found.append(Text(f"and {len(mine) - room} more routers", style="dim"))
-    return found
+        parts.append(table)
+        if len(routers) > room:
+            parts.append(Text(f"and {len(routers) - room} more routers", style="dim"))
+    return parts
 
 
 def load_bars(load: Sequence[float]) -> Text:
-    """A bar for each expert, a full one for twice the mean or more, a dot for none; of more than 32, each bar stands
-    for several.
+    """Return a bar for each expert: a full one for twice the mean load or more, a dot for none.
+
+    Where there are more than 32 experts, a bar is the mean of several.
     """
     n = min(_WIDE, len(load))
     groups = [load[i * len(load) // n : (i + 1) * len(load) // n] for i in range(n)]
@@ -174,7 +156,7 @@ def load_bars(load: Sequence[float]) -> Text:
 
 
 def summary(console: Console, report: Mapping[str, Any]) -> None:
-    """Every router and the foot."""
+    """Print every router, the costs and the alerts."""
     for part in (*tables(report["streams"]), *_foot(report)):
         console.print(part, soft_wrap=True)
 

@@ -18,28 +18,31 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Control characters (C0, C1, DEL); soft hyphens, marks and embeddings of direction, spaces without width, line and
-# paragraph separators, invisible operators,
-# interlinear and tag characters; halves of surrogate pairs. Joiners stay: scripts and emoji need them.
+# paragraph separators, invisible operators, interlinear and tag characters; halves of surrogate pairs. Joiners stay:
+# scripts and emoji need them.
 _HARMFUL = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
 )
 
 
 def harmless(text: str, keep: str = "") -> str:
-    """The text with every character that a terminal would obey, or nobody would see, written out; but for those to
-    `keep`. Twice is as once."""
+    """Return the text with every character written out that a terminal would obey or nobody would see, but for `keep`.
+
+    Doing it twice changes nothing more.
+    """
     if text.isascii() and text.isprintable():
         return text
     return _HARMFUL.sub(
-        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text
+        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(), text
     )
 
 
@@ -51,7 +54,7 @@ def say(*lines: object, error: bool = False) -> None:
 
 
 def answer(content: Mapping[str, Any]) -> None:
-    """Print an object as one line of JSON, in ASCII; numbers that JSON has none for are null."""
+    """Print an object as one line of JSON, in ASCII; a number that is not finite is null."""
     try:
         text = json.dumps(content, allow_nan=False)
     except ValueError:
@@ -68,8 +71,10 @@ def _finite(value: Any) -> Any:
 
 
 class Bordered(io.TextIOBase):
-    """A stream whose texts are made harmless on their way. Lines stay lines; on a terminal a progress bar may go back
-    to the beginning of its own."""
+    """A stream whose texts are made harmless on their way.
+
+    Lines stay lines; on a terminal a progress bar may go back to the beginning of its own.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.unbordered = stream
@@ -124,8 +129,10 @@ def border() -> Iterator[None]:
 
 
 def terminal(*, error: bool = False, **options: Any) -> Console:
-    """A rich console at the border: text is never markup, and what is in it is harmless, also in tables, titles and
-    `Text`. `options`: of `rich.console.Console`."""
+    """Return a rich console at the border: text is never markup, and is harmless in tables, titles and `Text` too.
+
+    `options`: of `rich.console.Console`.
+    """
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
@@ -135,12 +142,10 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
             return super().render_str(harmless(text), **{**more, "markup": False, "emoji": False, "highlight": False})
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-            for segment in super().render(renderable, options):  # a control segment is rich's own: to move the cursor
-                yield (
-                    segment
-                    if segment.control is not None
-                    else Segment(harmless(segment.text, keep="\n"), segment.style)
-                )
+            for segment in super().render(renderable, options):
+                if segment.control is None:  # a control segment is rich's own: to move the cursor
+                    segment = Segment(harmless(segment.text, keep="\n"), segment.style)
+                yield segment
 
     stream: Any = sys.stderr if error else sys.stdout
     return Terminal(
@@ -153,3 +158,19 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
             **options,
         }
     )
+
+
+def plain_table(**options: Any) -> Table:
+    """Return a rich table without a frame. `options`: of `rich.table.Table`."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, header_style="dim", **options)
+
+
+def shorten_path(path: Sequence[str], width: int) -> list[str]:
+    """Return a path from the root; where it is wider than `width`, names between root and concept give way."""
+    shown, n_kept = list(path), len(path) - 1
+    while n_kept > 1 and len(" > ".join(shown)) > width:
+        n_kept -= 1
+        shown = [path[0], "…", *path[len(path) - n_kept :]]
+    return shown

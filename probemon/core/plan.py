@@ -35,7 +35,7 @@ class CascadePlan:
         """Ascending ids of `always`."""
         return np.flatnonzero(self.always)
 
-    def reaching(self, floor: float) -> CascadePlan:
+    def with_floor(self, floor: float) -> CascadePlan:
         """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score
         never rises downward.
         """

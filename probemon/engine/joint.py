@@ -57,9 +57,9 @@ class JointPlan:
             always[number] = plan.always
         return cls(tuple(plans), always)
 
-    def reaching(self, floor: float) -> JointPlan:
-        """`CascadePlan.reaching` for every pack."""
-        return replace(self, plans=tuple(plan.reaching(floor) for plan in self.plans))
+    def with_floor(self, floor: float) -> JointPlan:
+        """`CascadePlan.with_floor` for every pack."""
+        return replace(self, plans=tuple(plan.with_floor(floor) for plan in self.plans))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Telemetry: it asks what it measures; what is measured does not know of it.
+"""Telemetry: measures routers and runs, which do not know of it.
 
 from probemon.telemetry import RoutingMonitor, RoutingParquet         # routers
 from probemon.telemetry.metrics import RunMetrics                     # a run of probes
@@ -6,8 +6,8 @@ from probemon.telemetry.metrics import RunMetrics                     # a run of
 
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Rule
 from probemon.telemetry.monitor import RoutingMonitor
-from probemon.telemetry.recorder import RoutingSettings
 from probemon.telemetry.records import RoutingJsonLines, RoutingParquet, RoutingRecord
+from probemon.telemetry.settings import RoutingSettings
 
 __all__ = [
     "DEFAULT_RULES",

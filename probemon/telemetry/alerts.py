@@ -1,22 +1,22 @@
-"""Alerts on routing: raised where a metric is past one threshold, cleared where it is back over another, neither for a
-moment's sake.
+"""Alerts on routing: one is raised where a metric passes a threshold, and cleared where it is back past another.
 
     alerts = Alerts(DEFAULT_RULES, streams, n_experts=8, n_chosen=2, window=256)
     for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...  # Alert(raised=True, kind="collapse", ...)
     alerts.raised                                                               # what holds now
 
-A rule looks at windows of each stream, one after the other; what it sees must hold for several in a row, but for a rule
-of one token, `at_once`. Between its two thresholds it leaves things as they are, so that a metric near one does not
-flap. A window is full when it holds enough tokens of those that its metric is over: decisions that are not finite fill
-none, codes that steer nothing fill none of how codes vary. A rule whose windows do not fill is silent since it sees
-nothing, and is `unjudged`.
+A rule looks at windows of each stream, one after the other. A metric must stay past the threshold for several windows
+in a row, except for a rule that is `at_once`. Between the two thresholds nothing changes, so that a metric near one
+does not flap. A window is full when it holds enough tokens that count for its metric: decisions that are not finite
+count for none, codes that steer nothing do not count for how codes vary. A rule whose windows do not fill sees nothing;
+it is listed as `unjudged`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, replace
 
 import numpy as np
 
@@ -27,24 +27,29 @@ from probemon.errors import ConfigError
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Numbers, Stream
 from probemon.telemetry.statistics import METRICS, RoutingStatistics, over
 
-MEMORY = "memory_share"  # not of the routers: told beside them
+MEMORY = "memory_share"  # a metric of the machine, not of routers
 # Windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted.
 _BASELINE = 5
 _PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM)
+_VARYING = ("chunk", "token")  # levels whose codes change within a sequence
 Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Raise `kind` where `metric` is beyond `raise_at`, clear it where it is back beyond `clear_at`: above if raise_at
-    > clear_at, else below.
+    """Raise `kind` where `metric` is beyond `raise_at`, and clear it where the metric is back beyond `clear_at`.
 
-    Over windows of at least `window` tokens that the metric is over, `in_a_row` of them each time. `drift`: what is
-    compared is the distance of the metric from its median over the first five windows in which no alert of the stream
-    held, or from a baseline that is given. `each_expert`: windows hold a hundred choices for each expert at least.
-    `at_once`: it is raised by what there is of a window too, with the tokens of the batch that passed the threshold; it
-    is cleared by full ones alone. For streams of `sources`, and of `levels` where any are named. Raises `ConfigError`.
+    Where raise_at > clear_at, high values are bad, else low ones. Raises `ConfigError`.
+
+    - `window`: the least tokens of a window, of those that count for the metric.
+    - `in_a_row`: how many windows must pass the threshold, one after the other.
+    - `drift`: compare the distance of the metric from its baseline, which is given, or its median over the first five
+      windows in which no alert of the stream held.
+    - `each_expert`: windows hold at least a hundred choices for each expert.
+    - `at_once`: a window that is not full yet raises the alert too; only a full one clears it.
+    - `sources`: the kinds of router that the rule is for.
+    - `levels`: the levels of BEM codes that it is for; empty for all.
     """
 
     kind: str
@@ -81,10 +86,10 @@ class Rule:
                 f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
                 " metric of each router"
             )
-        for name, given, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
-            if not isinstance(given, (tuple, list)) or not all(one in choices for one in given):
+        for name, values, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
+            if not isinstance(values, (tuple, list)) or not all(value in choices for value in values):
                 raise ConfigError(
-                    f"rule {self.kind!r}: {name} is {given!r}: give a tuple of some of {', '.join(choices)}"
+                    f"rule {self.kind!r}: {name} is {values!r}: give a tuple of some of {', '.join(choices)}"
                 )
         if not self.sources:
             raise ConfigError(f"rule {self.kind!r}: it is for no sources: give some of {', '.join(_ALL)}")
@@ -96,38 +101,37 @@ class Rule:
 
     @property
     def n_windows(self) -> int:
-        """How many it takes to be judged: those in a row, after those that a drift is measured from."""
+        """How many windows the rule needs to judge: those in a row, after those of the baseline of a drift."""
         return self.in_a_row + (_BASELINE if self.drift else 0)
 
     def applies(self, stream: Stream) -> bool:
-        """Whether it is for this one."""
+        """Whether the rule is for this stream."""
         return stream.source in self.sources and (not self.levels or stream.level in self.levels)
 
     def size(self, n_experts: int, n_chosen: int, window: int) -> int:
-        """Tokens of each of its windows, which are made of ones of `window` tokens."""
+        """Return the tokens of each of its windows, a multiple of `window`."""
         least = max(self.window, -(-_PER_EXPERT * n_experts // n_chosen) if self.each_expert else 0)
         return -(-least // window) * window
 
     def needs(self, n_experts: int, n_chosen: int, window: int) -> int:
-        """Tokens that it takes to be judged."""
+        """Return how many tokens the rule needs to judge."""
         return 1 if self.at_once else self.size(n_experts, n_chosen, window) * self.n_windows
 
 
 DEFAULT_RULES = (
+    # One decision is enough; a window without any clears the alert.
     Rule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
-     # one is enough; a window without any clears it
     Rule("collapse", "spread", 0.2, 0.35),
     Rule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
-    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=("chunk", "token")),
-    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=("chunk", "token")),
+    Rule("collapse", "variation", 0.005, 0.01, window=1024, sources=(BEM,), levels=_VARYING),
+    Rule("collapse", "effective_rank", 1.2, 1.4, window=1024, sources=(BEM,), levels=_VARYING),
     Rule("indifference", "decision_entropy", 0.98, 0.96),
     Rule("indifference", "code_norm", 0.02, 0.04, sources=(BEM,)),
     Rule("dead expert", "least_load", 0.01, 0.05, each_expert=True, sources=(MOE,)),
     Rule("dead expert", "least_weight", 0.01, 0.05, each_expert=True, sources=(XLORA,)),
     Rule("entropy drift", "decision_entropy", 0.15, 0.1, drift=True),
     Rule("entropy drift", "marginal_entropy", 0.25, 0.15, window=1024, drift=True),
-    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=("chunk",
-    "token")),
+    Rule("entropy drift", "rank_entropy", 0.4, 0.25, window=2048, drift=True, sources=(BEM,), levels=_VARYING),
     Rule("latency", "latency_p95_us", 2000.0, 1000.0, sources=_ALL),
     Rule("memory", MEMORY, 0.9, 0.85, sources=_ALL),
     Rule("code reuse", "code_reuse_rate", 0.9, 0.92, sources=(BEM,), levels=("chunk",)),
@@ -136,8 +140,9 @@ DEFAULT_RULES = (
 
 @dataclass(frozen=True)
 class Alert:
-    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`. `stream`:
-    None where it is of all; `drift`: value is a distance.
+    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`.
+
+    `stream` is None where the metric is of all streams; with `drift`, `value` is a distance from the baseline.
     """
 
     raised: bool
@@ -159,42 +164,38 @@ class Alert:
 
 @dataclass
 class _Watch:
-    """A rule on its streams `which` (n of them, or 1 for all together): for how many windows a threshold was passed, of
-    how many something is known, and what it was at first.
-    """
+    """A rule on its streams `which` (n of them, or 1 for all together), and what is known by it of each so far."""
 
     number: int
     rule: Rule
     which: Ints
     n: InitVar[int]
     size: int  # tokens of a window
-    first: Numbers = field(init=False)  # [n, 5], of the windows of a baseline
 
     def __post_init__(self, n: int) -> None:
-        self.streak, self.raised = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
-        self.n_judged, self.given = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
-        self.forget()
+        self.reset(n)
 
-    def forget(self) -> None:
-        """The baseline, and what was said by it."""
-        n = len(self.streak)
-        self.first, self.n_first = np.full((n, _BASELINE), np.nan), np.zeros(n, dtype=np.int64)
-        self.streak[:], self.raised[:], self.n_judged[:], self.given[:] = 0, False, 0, False
+    def reset(self, n: int) -> None:
+        """Forget the baseline, and what was judged by it."""
+        self.first = np.full((n, _BASELINE), np.nan)  # the metric in each window of the baseline
+        self.n_first = np.zeros(n, dtype=np.int64)  # windows in the baseline
+        self.streak = np.zeros(n, dtype=np.int64)  # windows in a row that passed the threshold
+        self.n_judged = np.zeros(n, dtype=np.int64)  # windows in which the metric was known
+        self.raised, self.has_given_baseline = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
 
-    def take(self, i: int, baseline: float) -> None:
-        """A baseline from elsewhere."""
-        self.first[i], self.n_first[i], self.n_judged[i], self.given[i] = baseline, _BASELINE, _BASELINE, True
+    def set_baseline(self, i: int, baseline: float) -> None:
+        """Take the baseline of stream `i` from elsewhere."""
+        self.first[i], self.n_first[i], self.n_judged[i] = baseline, _BASELINE, _BASELINE
+        self.has_given_baseline[i] = True
 
     @property
     def baseline(self) -> Numbers:
         """`[n]`, NaN where it is not known yet."""
-        found: Numbers = np.median(self.first, axis=1)  # NaN with any NaN
-        return found
+        medians: Numbers = np.median(self.first, axis=1)  # NaN with any NaN
+        return medians
 
-    def moved(self, values: Numbers, healthy: Mask) -> Numbers:
-        """How far values are from the baseline; NaN while windows are still taken into it, which those that are not
-        `healthy` are not.
-        """
+    def distances(self, values: Numbers, healthy: Mask) -> Numbers:
+        """Return how far values are from the baseline, and NaN while it is still made, of `healthy` windows alone."""
         known = ~np.isnan(values)
         begins = self.n_first < _BASELINE
         taken = begins & known & healthy
@@ -205,8 +206,9 @@ class _Watch:
 
 
 class Alerts:
-    """Rules over S streams that are told about the same tokens, so many (`window`) with each `add`. `baseline`: of
-    drifts, where it is known from elsewhere.
+    """Rules over S streams that decide about the same tokens, `window` of them with each `add`.
+
+    `baseline` is that of drifts, where it is known from elsewhere.
     """
 
     def __init__(
@@ -231,111 +233,107 @@ class Alerts:
             if which:
                 size = rule.size(n_experts, n_chosen, window)
                 watch = _Watch(number, rule, np.array(which), 1 if rule.of_all else len(which), size)
-                self._at_once += [watch] if rule.at_once else []
+                if rule.at_once:
+                    self._at_once.append(watch)
                 self._watches.setdefault((size, over(rule.metric)), []).append(watch)
                 for i, stream in enumerate(which if rule.drift else []):
-                    given = (baseline or {}).get((streams[stream], rule.metric, size))
-                    if given is not None:
-                        watch.take(i, given)
+                    value = (baseline or {}).get((streams[stream], rule.metric, size))
+                    if value is not None:
+                        watch.set_baseline(i, value)
 
     @property
     def raised(self) -> list[Alert]:
-        """What holds now, as it was raised, oldest first."""
+        """The alerts that hold now, as they were raised, oldest first."""
         return sorted(self._now.values(), key=lambda alert: alert.at)
+
+    def _all_watches(self) -> Iterator[_Watch]:
+        return itertools.chain.from_iterable(self._watches.values())
 
     @property
     def unjudged(self) -> list[tuple[Rule, int]]:
-        """Rules that have not seen enough of each of their streams to be raised, with how many tokens they need: their
-        silence says nothing.
+        """The rules that have not seen enough of each stream to judge, with how many tokens they need.
+
+        That such a rule raises nothing says nothing.
         """
         return [
-            (watch.rule, watch.rule.needs(*self._sizes) - (watch.size * _BASELINE if watch.given.all() else 0))
-            for watches in self._watches.values()
-            for watch in watches
+            (
+                watch.rule,
+                watch.rule.needs(*self._sizes) - (watch.size * _BASELINE if watch.has_given_baseline.all() else 0),
+            )
+            for watch in self._all_watches()
             if (watch.n_judged < watch.rule.n_windows).any()
         ]
 
     def baseline(self) -> dict[tuple[Stream, str, int], float]:
-        """What drifts are measured from, where it is known by now."""
-        drifts = [
-            watch
-            for watches in self._watches.values()
-            for watch in watches
-            if watch.rule.drift and not watch.rule.of_all
-        ]
+        """Return what drifts are measured from, where it is known by now."""
         return {
             (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
-            for watch in drifts
+            for watch in self._all_watches()
+            if watch.rule.drift and not watch.rule.of_all
             for stream, value in zip(watch.which, watch.baseline, strict=True)
             if not math.isnan(value)
         }
 
     def reset_baseline(self) -> list[Alert]:
-        """Measure drifts anew, from the windows that begin now. Alerts of drift are over with it, and are given back
-        so.
-        """
-        over_now: list[Alert] = []
-        for (size, counts), watches in self._watches.items():
+        """Measure drifts anew, from the windows that begin now. Clear the alerts of drift and return them."""
+        cleared: list[Alert] = []
+        for key, watches in self._watches.items():
             for watch in watches:
                 if watch.rule.drift:
                     for i in np.flatnonzero(watch.raised).tolist():
-                        was = self._now.pop((watch.number, i))
-                        over_now.append(
-                            replace(was, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens)
+                        alert = self._now.pop((watch.number, i))
+                        cleared.append(
+                            replace(alert, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens)
                         )
-                    watch.forget()
-            if (size, counts) in self._windows:
-                self._alerted[size, counts] |= (
-                    self._windows[size, counts].counted(counts) > 0
-                )  # what its window has so far is of before
-        return over_now
+                    watch.reset(len(watch.raised))
+            if key in self._windows:  # what such a window holds so far was decided before
+                self._alerted[key] |= self._windows[key].counted(key[1]) > 0
+        return cleared
 
-    def begun(self, statistics: RoutingStatistics) -> list[Alert]:
-        """What is raised by a window that is not full yet."""
-        found: list[Alert] = []
+    def add_partial(self, statistics: RoutingStatistics) -> list[Alert]:
+        """Return the alerts that a window raises which is not full yet, by the rules that are `at_once`."""
+        alerts: list[Alert] = []
         for watch in self._at_once:
-            open_ = ~watch.raised
-            values = np.where(open_, statistics.metric(watch.rule.metric)[watch.which], np.nan)
-            found += self._judge(watch, values, open_, self._n_tokens + statistics.n_tokens)
-        return found
+            not_raised = ~watch.raised
+            values = np.where(not_raised, statistics.metric(watch.rule.metric)[watch.which], np.nan)
+            alerts += self._judge(watch, values, not_raised, self._n_tokens + statistics.n_tokens)
+        return alerts
 
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
-        """One more window of tokens, and what share of the memory is in use; what was raised or cleared by it."""
+        """Add a window of tokens and the share of the memory in use; return the alerts that it raises or clears."""
         self._n_tokens += statistics.n_tokens
         due: list[tuple[tuple[int, str], RoutingStatistics, Mask]] = []
         for key in self._watches:
             size, counts = key
-            held = self._windows.setdefault(key, statistics.empty())
-            held.merge(statistics)
+            window = self._windows.setdefault(key, statistics.empty())
+            window.merge(statistics)
             self._memory[key] = float(np.fmax(self._memory.get(key, math.nan), memory_share))
             self._alerted[key] = self._alerted.get(key, False) | self._alerted_now()
-            full = held.counted(counts) >= size
+            full = window.counted(counts) >= size
             if full.any():
-                due.append((key, held, full))
-        found: list[Alert] = []
+                due.append((key, window, full))
+        alerts: list[Alert] = []
         for drift in (False, True):  # what is raised by these very windows keeps them out of baselines
-            for key, held, full in due:
+            for key, window, full in due:
                 self._alerted[key] |= self._alerted_now()
                 for watch in self._watches[key]:
                     if watch.rule.drift == drift:
-                        found += self._look(watch, held, full, self._memory[key], ~self._alerted[key])
-        for key, held, full in due:
-            held.forget(full)
+                        alerts += self._judge_window(watch, window, full, self._memory[key], ~self._alerted[key])
+        for key, window, full in due:
+            window.forget(full)
             self._alerted[key] &= ~full
             del self._memory[key]
-        return found
+        return alerts
 
     def _alerted_now(self) -> Mask:
         """Of which streams an alert holds."""
         alerted = {alert.stream for alert in self._now.values()}
         return np.array([stream in alerted for stream in self._streams], dtype=bool)
 
-    def _look(
+    def _judge_window(
         self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float, healthy: Mask
     ) -> Iterator[Alert]:
-        """At a window of those streams that have a `full` one; that of the others goes on. `healthy`: no alert of the
-        stream held in it.
-        """
+        """Judge the streams whose window is `full`. `healthy`: no alert of the stream held in it."""
         rule = watch.rule
         which = watch.which[:1] if rule.of_all else watch.which
         full = full[which]
@@ -347,11 +345,11 @@ class Alerts:
     def _judge(
         self, watch: _Watch, values: Numbers, full: Mask, at: int, healthy: Mask | None = None
     ) -> Iterator[Alert]:
-        """At the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
+        """Judge the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
         rule = watch.rule
         if rule.drift:
             assert healthy is not None  # a rule at once has no drift
-            values = watch.moved(values, healthy)
+            values = watch.distances(values, healthy)
         else:
             watch.n_judged += ~np.isnan(values)
         threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)

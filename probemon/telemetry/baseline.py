@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,15 @@ _KINDS = {"source": str, "site": str, "layer": Integral, "level": str, "metric":
 
 
 def entries(baseline: Baseline) -> list[dict[str, Any]]:
-    """For JSON: a router, a metric, the tokens of the windows that it is over, its value."""
+    """Return the baseline for JSON: each entry has a router, a metric, the tokens of a window, a value."""
     return [
-        {
-            "source": stream.source,
-            "site": stream.site,
-            "layer": stream.layer,
-            "level": stream.level,
-            "metric": metric,
-            "tokens": tokens,
-            "value": value,
-        }
+        {**asdict(stream), "metric": metric, "tokens": tokens, "value": value}
         for (stream, metric, tokens), value in baseline.items()
     ]
 
 
 def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> None:
-    """Write a file that `read_baseline` takes, whole or not at all. Raises `ConfigError`."""
+    """Write a file for `read_baseline`, whole or not at all. Raises `ConfigError`."""
     if not baseline:
         raise ConfigError(
             "no baseline is known yet, so none is saved: it takes five windows without alerts of a router "
@@ -52,28 +45,28 @@ def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> None:
         raise ConfigError(f"{os.fspath(path)} cannot be written ({error.strerror}): give another name") from None
 
 
-def read_baseline(given: object) -> dict[tuple[Stream, str, int], float]:
-    """Of a report, its "baseline", or a JSON file with either. Raises `ConfigError`."""
+def read_baseline(source: object) -> dict[tuple[Stream, str, int], float]:
+    """Read a baseline from a report, its "baseline", or a JSON file with either. Raises `ConfigError`."""
     what = "baseline"
-    if isinstance(given, (str, os.PathLike)):
-        what = f"baseline {os.fspath(given)!r}"
+    if isinstance(source, (str, os.PathLike)):
+        what = f"baseline {os.fspath(source)!r}"
         try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
+            source = json.loads(Path(source).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"{what} cannot be read ({error.strerror}): give the file that save_baseline wrote"
             ) from None
         except (RecursionError, ValueError) as error:
             raise ConfigError(f"{what} is no JSON ({error}): give the file that save_baseline wrote") from None
-    if isinstance(given, Mapping):
-        given = given.get("baseline")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if isinstance(source, Mapping):
+        source = source.get("baseline")
+    if not isinstance(source, Sequence) or isinstance(source, str) or not source:
         raise ConfigError(
             f"{what} has none: give what report() returned once drifts were judged, or the file that save_baseline "
             "wrote"
         )
-    found: dict[tuple[Stream, str, int], float] = {}
-    for entry in given:
+    baseline: dict[tuple[Stream, str, int], float] = {}
+    for entry in source:
         if (
             not isinstance(entry, Mapping)
             or set(entry) != set(_KINDS)
@@ -87,24 +80,21 @@ def read_baseline(given: object) -> dict[tuple[Stream, str, int], float]:
             )
         stream = Stream(entry["source"], entry["site"], int(entry["layer"]), entry["level"])
         key = (stream, entry["metric"], int(entry["tokens"]))
-        if not abs(entry["value"]) < 1e300 or key in found:
+        if not abs(entry["value"]) < 1e300 or key in baseline:
             raise ConfigError(
                 f"{what} has {str(entry['metric'])[:40]!r} of "
-                f"{stream}{' twice' if key in found else ' with a value that is no finite number'}: save it again"
+                f"{stream}{' twice' if key in baseline else ' with a value that is no finite number'}: save it again"
             )
-        found[key] = float(entry["value"])
-    return found
+        baseline[key] = float(entry["value"])
+    return baseline
 
 
 def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterable[Rule], window: int) -> None:
-    """Raise `ConfigError` where something of it is of no router here, or of no rule of drift: it would say nothing, and
-    nobody would be told.
-    """
+    """Raise `ConfigError` where an entry is of no router here, or of no rule of drift: it would have no effect."""
     known: dict[Stream, set[tuple[str, int]]] = {}
     for source in sources:
-        streams = (
-            [Stream(BEM, "bem", -1, level) for level in LEVELS] if source.kind == BEM else source.streams
-        )  # which levels are in use shows in a forward
+        # Which levels are in use shows only in a forward.
+        streams = [Stream(BEM, "bem", -1, level) for level in LEVELS] if source.kind == BEM else source.streams
         for stream in streams:
             known[stream] = {
                 (rule.metric, rule.size(source.n_experts, source.n_chosen, window))

@@ -1,18 +1,18 @@
-"""Decisions: what routers decided about tokens, whatever kind of router it was.
+"""Decisions: what routers of any kind decided about tokens.
 
     decisions = source.decisions(states)            # of S streams about n tokens
     decisions.weights, decisions.top_idx            # [S, n, E], [S, n, k]
     history = History(n_rows, n_streams)
-    told = history.tell(rows, decisions)            # Told: flips and changed codes, against what these rows had before
+    changes = history.compare(rows, decisions)      # against the token before each, of the same row
 
 A stream is one router: that of a layer of a mixture of experts, one level of a BEM controller, an X-LoRA classifier.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,14 @@ Singles = npt.NDArray[np.float32]
 MOE, XLORA, BEM = "moe", "xlora", "bem"
 LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it its products would leave no room in 64 bits
 SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
+_BY_STREAM = ("raw", "weights", "top_idx", "top_w", "decided", "steering")  # fields [S, n, ...]; the others are [n]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One router: its `source` ("moe", "xlora", "bem"), the site it is read at, the host layer (-1: none in
-    particular), the level of a BEM code ("" elsewhere).
+    """One router: its `source` ("moe", "xlora", "bem"), the site where it is read, its host layer, its BEM level.
+
+    `layer` is -1 where it is of no layer in particular, `level` "" where it gives no BEM code.
     """
 
     source: str
@@ -47,12 +49,15 @@ class Stream:
 class Decisions:
     """What S streams decided about n tokens, over E experts, or as codes of E dimensions.
 
-    `raw [S, n, E]` fp32: as the router gave it (logits, scalings, a code); `weights [S, n, E]` fp64: its distribution,
-    each sums to 1; None of codes, which are none. `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it,
-    most first. `decided [S, n]`: False where the decision of a token before it was used again. `steering [S, n]`: of
-    codes, False where no site takes that level there, and in a row's first chunk, whose code is a learned constant
-    (None: True for all). `chunk [n]`: of codes, which chunk the token is in. `confidence`, `sigma1`, `delta_rel_norm`
-    `[n]` (NaN: not told), `fallback [n]`.
+    - `raw [S, n, E]` fp32: what the router gave (logits, scalings, a code).
+    - `weights [S, n, E]` fp64: its distributions, each of which sums to 1; None for codes, which are none.
+    - `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it, most first.
+    - `decided [S, n]`: False where the decision of an earlier token was used again.
+    - `confidence`, `sigma1`, `delta_rel_norm` `[n]`: NaN where the router does not give them.
+    - `fallback [n]`: whether a fallback was in force.
+    - `chunk [n]`: of codes, the chunk that the token is in.
+    - `steering [S, n]`: of codes, False where no site takes that level, and in a row's first chunk, whose code is a
+      learned constant. None means True for all.
     """
 
     raw: Singles
@@ -69,65 +74,50 @@ class Decisions:
 
     @classmethod
     def of(cls, raw: Singles, weights: Numbers | None, top_idx: Ints, top_w: Singles, **more: object) -> Decisions:
-        """With what a router without chunks, confidence and updates does not tell."""
+        """Fill in what a router does not give that has no chunks, confidence or updates."""
         n_streams, n = raw.shape[:2]
         unknown = np.full(n, np.nan, dtype=np.float32)
-        told = {
+        defaults = {
             "confidence": unknown,
             "sigma1": unknown,
             "delta_rel_norm": unknown,
             "decided": np.ones((n_streams, n), bool),
             "fallback": np.zeros(n, bool),
         }
-        return cls(raw, weights, top_idx, top_w, **{**told, **more})  # type: ignore[arg-type]
+        return cls(raw, weights, top_idx, top_w, **{**defaults, **more})  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return self.raw.shape[1]
 
     @property
     def n_streams(self) -> int:
-        """S."""
+        """The number of streams, S."""
         return self.raw.shape[0]
 
-    def take(self, which: Ints) -> Decisions:
-        """Those about some of the tokens."""
-        by_stream = {name: getattr(self, name)[:, which] for name in ("raw", "top_idx", "top_w", "decided")}
-        by_token = {name: getattr(self, name)[which] for name in ("confidence", "sigma1", "delta_rel_norm", "fallback")}
-        weights, chunk = (
-            None if self.weights is None else self.weights[:, which],
-            None if self.chunk is None else self.chunk[which],
-        )
-        steering = None if self.steering is None else self.steering[:, which]
-        return dataclasses.replace(self, **by_stream, **by_token, weights=weights, chunk=chunk, steering=steering)
+    def take(self, tokens: Ints) -> Decisions:
+        """Return the decisions about the tokens of these numbers."""
+
+        def taken(name: str) -> Any:
+            values = getattr(self, name)
+            return values if values is None else values[:, tokens] if name in _BY_STREAM else values[tokens]
+
+        return Decisions(**{field.name: taken(field.name) for field in fields(self)})
 
     @staticmethod
     def join(parts: list[Decisions]) -> Decisions:
-        """Several of the same streams, one after another."""
+        """Return the decisions of several batches of the same streams, one batch after another."""
         if len(parts) == 1:
             return parts[0]
 
-        def together(name: str, axis: int) -> object:
+        def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
-            return None if values[0] is None else np.concatenate(values, axis=axis)
+            return None if values[0] is None else np.concatenate(values, axis=int(name in _BY_STREAM))
 
-        axes = {
-            "raw": 1,
-            "weights": 1,
-            "top_idx": 1,
-            "top_w": 1,
-            "decided": 1,
-            "confidence": 0,
-            "sigma1": 0,
-            "delta_rel_norm": 0,
-            "fallback": 0,
-            "chunk": 0,
-            "steering": 1,
-        }
-        return Decisions(**{name: together(name, axis) for name, axis in axes.items()})  # type: ignore[arg-type]
+        return Decisions(**{field.name: joined(field.name) for field in fields(Decisions)})
 
     @cached_property
     def finite(self) -> Mask:
-        """`[S, n]`: False where a router gave what is no number, or a code of a norm beyond what limits allow."""
+        """`[S, n]`: False where a router gave no finite number, or a code whose norm is beyond the limits."""
         if self.weights is not None:
             return np.asarray(np.isfinite(self.raw).all(axis=-1))
         with np.errstate(invalid="ignore"):
@@ -135,24 +125,25 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Told:
-    """Beside decisions, against the token before each: `flips [S, n]`: 1 where another expert comes first now, 0 where
-    not, -1 where no token went before, or what was decided about it or this one is not finite.
+class Changes:
+    """How decisions about n tokens differ from those about the token before each.
 
-    `changed [S, n]`: the code is another one though nothing was decided, so that keys and values before it were
-    computed with an older one.
+    - `flips [S, n]`: 1 where another expert comes first, 0 where the same does, -1 where no token went before, or
+      one of the two decisions is not finite.
+    - `invalidated [S, n]`: the code is another one though nothing was decided, so that keys and values before it were
+      computed with an older one.
     """
 
     flips: npt.NDArray[np.int8]
-    changed: Mask
+    invalidated: Mask
 
-    def take(self, which: Ints | slice) -> Told:
-        """Of some of the tokens."""
-        return Told(self.flips[:, which], self.changed[:, which])
+    def take(self, tokens: Ints | slice) -> Changes:
+        """Return the changes at the tokens of these numbers."""
+        return Changes(self.flips[:, tokens], self.invalidated[:, tokens])
 
 
 class History:
-    """What each row's newest token had: `tell` compares and goes on. Tokens of a row stand together, in order."""
+    """The decisions about each row's newest token, with which `compare` compares the next ones."""
 
     def __init__(self, n_rows: int, n_streams: int) -> None:
         self._top: Ints = np.full((n_rows, n_streams), -1, dtype=np.int64)
@@ -160,24 +151,22 @@ class History:
         self._code: Singles | None = None
 
     def forget(self, rows: Ints) -> None:
-        """Tokens of these rows went by unseen: what comes next has no neighbour."""
+        """Forget the newest tokens of rows in which tokens went by unseen: the next ones have no neighbour."""
         self._top[rows] = -1
         self._chunk[rows] = -1
 
-    def tell(self, rows: Ints, decisions: Decisions) -> Told:
-        """Of tokens that stand in `rows [n]`."""
-        first = np.where(
-            decisions.finite, decisions.top_idx[:, :, 0], -1
-        )  # what comes first of no numbers says nothing
+    def compare(self, rows: Ints, decisions: Decisions) -> Changes:
+        """Return what changed at tokens in `rows [n]`, in which those of a row stand together, and keep the newest."""
+        first = np.where(decisions.finite, decisions.top_idx[:, :, 0], -1)
         before = np.empty_like(first)
         before[:, :1] = self._top[rows[:1]].T
         new_row = rows[1:] != rows[:-1]
         before[:, 1:] = np.where(new_row, self._top[rows[1:]].T, first[:, :-1])
         flips = np.where((before < 0) | (first < 0), -1, before != first).astype(np.int8)
         self._top[rows] = first.T  # of a row that occurs more than once, the last
-        return Told(flips, self._changed(rows, new_row, decisions))
+        return Changes(flips, self._invalidated(rows, new_row, decisions))
 
-    def _changed(self, rows: Ints, new_row: Mask, decisions: Decisions) -> Mask:
+    def _invalidated(self, rows: Ints, new_row: Mask, decisions: Decisions) -> Mask:
         if decisions.chunk is None:
             return np.zeros(decisions.raw.shape[:2], dtype=bool)
         chunk, code = decisions.chunk, decisions.raw
@@ -186,28 +175,26 @@ class History:
         chunk_before, code_before = self._chunk[rows], np.moveaxis(self._code[rows], 0, 1)
         chunk_before[1:][~new_row] = chunk[:-1][~new_row]
         code_before[:, 1:][:, ~new_row] = code[:, :-1][:, ~new_row]
-        apart = np.abs(code - code_before).max(axis=-1) > SAME * np.maximum(1, np.abs(code).max(axis=-1))
+        differs = np.abs(code - code_before).max(axis=-1) > SAME * np.maximum(1, np.abs(code).max(axis=-1))
         self._chunk[rows] = chunk
         self._code[rows] = np.moveaxis(code, 1, 0)
-        return apart & ~decisions.decided & (chunk == chunk_before)
+        return differs & ~decisions.decided & (chunk == chunk_before)
 
 
 def entropy(shares: Numbers) -> Numbers:
-    """In nats, of distributions along the last axis; NaN of what is no number."""
+    """Return the entropy in nats of distributions along the last axis, NaN where one has no finite number."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Numbers = 0.0 - np.where(shares == 0, 0.0, shares * np.log(shares)).sum(
-            axis=-1
-        )  # not -0.0 where one is sure
-    return found
+        sums: Numbers = np.where(shares == 0, 0.0, shares * np.log(shares)).sum(axis=-1)
+    return 0.0 - sums  # unlike -sums, no -0.0 where one share is 1
 
 
 def norms(raw: Singles) -> Numbers:
-    """`[...]` of what is `[..., E]`, in fp64."""
+    """Return the norms `[...]` of vectors `[..., E]`, in fp64."""
     wide = raw.astype(np.float64)
-    found: Numbers = np.sqrt((wide * wide).sum(axis=-1))
-    return found
+    squares: Numbers = (wide * wide).sum(axis=-1)
+    return np.sqrt(squares)
 
 
 def largest(values: npt.NDArray[np.floating], k: int) -> Ints:
-    """Indices `[..., k]` of the largest, largest first; ties to the lower index."""
+    """Return the indices `[..., k]` of the largest values, largest first; of equal ones the lower index."""
     return np.argsort(-values, axis=-1, kind="stable")[..., :k].astype(np.int64)

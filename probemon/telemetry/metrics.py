@@ -6,8 +6,8 @@
         start_http_server(9464)                       # http://localhost:9464/metrics
         model.generate(**inputs)
 
-Counts are added up as tokens are scored; arena, gaps and times are asked of what has them when somebody scrapes. Needs
-the extra `metrics`.
+Counts are added up as tokens are scored. Arena, gaps and times are read when somebody scrapes. Needs the extra
+`metrics`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +35,8 @@ _ARENA = ("hits", "misses", "evictions", "uploaded_bytes", "late", "fetched")
 class RunMetrics:
     """A collector of `prometheus_client` over one run, registered while its `with` block is open.
 
-    `concepts` are counted by name (each is a series of its own, so name few); `registry`: the client's default one, or
-    yours. Raises `UnknownConcept`, `MissingExtra`; `ConfigError` where a registry holds these series already.
+    `concepts` are counted by name: each is a series of its own, so name few. `registry` is the client's default one, or
+    yours. Raises `UnknownConcept`, `MissingExtra`, and `ConfigError` where a registry holds these series already.
     """
 
     def __init__(
@@ -66,13 +65,11 @@ class RunMetrics:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._registry.unregister(self)
 
     def _add(self, placed: PlacedTokens, scores: Scores) -> None:
-        """A listener of the run: sums of one batch of tokens."""
+        """Add one batch of tokens to the sums, as a listener of the run."""
         phase, coverage = "prompt" if placed.phase == PROMPT else "generated", scores.coverage
         audit = Audit.of(coverage) if coverage.audited.any() else None
         with self._lock:
@@ -85,16 +82,12 @@ class RunMetrics:
                 self._audit += audit
 
     def collect(self) -> Iterator[Any]:
-        """For `prometheus_client`: every family, as it is now."""
+        """Yield every family as it is now, for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
         with self._lock:
-            tokens, pairs, fired, audit = (
-                dict(self._tokens),
-                dict(self._pairs),
-                self._fired[self._probes].tolist(),
-                self._audit,
-            )
+            tokens, pairs, audit = dict(self._tokens), dict(self._pairs), self._audit
+            fired = self._fired[self._probes].tolist()
         arena, seconds = self._run.manager.arena.stats(), list(self._run.forward_seconds)
         yield InfoMetricFamily(
             "probemon",
@@ -135,9 +128,9 @@ class RunMetrics:
             "Mean share found on audited tokens; low and high: 95 % interval",
             labels=["of", "bound"],
         )
-        for of, found in (("firing", audit.firing_recall), ("top", audit.top_recall)):
-            for bound in ("value", "low", "high") if found is not None else ():
-                family.add_metric([of, bound], getattr(found, bound))
+        for of, recall in (("firing", audit.firing_recall), ("top", audit.top_recall)):
+            for bound in ("value", "low", "high") if recall is not None else ():
+                family.add_metric([of, bound], getattr(recall, bound))
         yield family
         family = CounterMetricFamily("probemon_arena", "Slots of the arena since it was made", labels=["what"])
         for name in _ARENA:

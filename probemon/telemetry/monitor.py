@@ -10,8 +10,8 @@
     run.routing.report()
     with manager.attach(model, tokenizer, routing=RoutingSettings(bem=bem)) as run: ...   # and those of a BEM adapter
 
-Only tokens that are in the output count: drafts that were rejected, beams that were dropped and padding do not. Which
-those are is found out by what watches for probes (`probemon.tracking.watcher`): a router is one more site of it.
+Only tokens of the output count: rejected drafts, dropped beams and padding do not. Probes and routers share the code
+that finds out which tokens those are (`probemon.tracking.watcher`): a router is one more site of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 from probemon.core.scores import Gap
 from probemon.errors import CallbackFailed, ConfigError
 from probemon.host.model import unwrap
-from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
+from probemon.telemetry.recorder import RoutingRecorder, as_exception
+from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording, keep_newest
@@ -35,11 +36,11 @@ LOG = logging.getLogger("probemon")
 
 
 class RoutingMonitor(RoutingRecorder):
-    """Alone, without probes. What a sink, listener or action on an alert raises is raised as `CallbackFailed` when the
-    block ends.
+    """A recorder that watches a model by itself, without probes.
 
-    `settings`: rules of alerts, a BEM adapter, ...; also by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: as of
-    `manager.attach`. Raises `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo).
+    `settings` may also be given by name: `RoutingMonitor(model, bem=bem)`. `on_gap` is that of `manager.attach`. Raises
+    `NotSupportedHost` where no router is known, `ConfigError` (`UnknownSetting` for a typo). Errors of sinks, listeners
+    and actions on alerts are raised as `CallbackFailed` when the block ends.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class RoutingMonitor(RoutingRecorder):
         model = unwrap(model)
         super().__init__(model, RoutingSettings.by_name(**by_name) if settings is None else settings, self._guarded)
         self.failures: list[Exception] = []
-        told = partial(self._guarded, "on_gap", on_gap) if callable(on_gap) else None
-        self._watcher = Watcher(model, self.sites, 0, self.beside(self._forget), on_gap=told, on_end=self.ended)
+        guarded_on_gap = partial(self._guarded, "on_gap", on_gap) if callable(on_gap) else None
+        self._watcher = Watcher(
+            model, self.sites, 0, self.beside(self._forget), on_gap=guarded_on_gap, on_end=self.ended
+        )
         self._entered = False
 
     def __enter__(self) -> RoutingMonitor:
@@ -73,10 +76,7 @@ class RoutingMonitor(RoutingRecorder):
     ) -> None:
         self._watcher.__exit__(kind, error, trace)
         self.failures += self.close()
-        self.failures += [
-            failed if isinstance(failed, Exception) else RuntimeError(repr(failed))
-            for failed in self._watcher.batch_errors
-        ]
+        self.failures += map(as_exception, self._watcher.batch_errors)
         if self.failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
@@ -93,7 +93,7 @@ class RoutingMonitor(RoutingRecorder):
     def _forget(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> None:
-        """Of tokens nothing is kept, so that nothing grows; they are numbered all the same."""
+        """Number the tokens and keep nothing of them, so that nothing grows."""
         with self._lock:
             recording.n_entries += len(placed)
             recording.n_forgotten += len(placed)

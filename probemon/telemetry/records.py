@@ -1,21 +1,20 @@
-"""Routing records: one line for each decision of a router, to JSON lines or parquet.
+"""Routing records: one line for each decision of a router, in JSON lines or parquet.
 
     monitor.add_sink(RoutingJsonLines("routing.jsonl"))
     monitor.add_sink(RoutingParquet("routing.parquet"))
     monitor.add_sink(CallbackSink(print))               # of RoutingRecord: one for each batch of decisions
     for line in record.lines(): ...                     # a dict for each decision
 
-Files appear under their name whole, at the end of the block, or not at all, as those of scores do.
+A file appears whole under its name, at the end of the block, or not at all, as those of scores do.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,30 @@ import numpy.typing as npt
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import MissingExtra
-from probemon.sinks import _FileSink
-from probemon.telemetry.decisions import Decisions, Singles, Stream, Told, entropy, norms
+from probemon.sinks import FileSink
+from probemon.telemetry.decisions import Changes, Decisions, Singles, Stream, entropy, norms
 
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """N decisions of the routers of one source, about tokens of one generation. Arrays `[N]`, `top_idx` and `top_w`
-    `[N, k]`.
+    """N decisions of the routers of one source, about tokens of one generation.
 
-    `run_id`; `request_id`: of continuous batching, else the generation's number; `row`, `pos_start`: where in the
-    output of `generate` the decision's first token stands, `n_tokens`: how many after one another it was used for in
-    this batch. `step`: 0 for a prompt, n for the n-th generated token; `phase` "prompt" or "generated". `layer`: of the
-    host, -1 for none in particular; `site`, `source`, `level`: see `Stream`. `boundary`: it was decided at this token,
-    `reused`: it is one of an earlier line. `h_decision`: entropy in units of log E, NaN of codes and of what is not
-    finite. `code_norm`: of a code or of scalings. `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does
-    not tell them. `flip`: another expert (or dimension of a code) comes first than at the token before. `fallback`: of
-    all its tokens. `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch.
-    `dropped`: decisions before this batch that are in no record: their token was not seen, or this sink was too slow.
+    Arrays are `[N]`, `top_idx` and `top_w` `[N, k]`.
+
+    - `run_id`; `request_id`: of continuous batching, else the generation's number.
+    - `row`, `pos_start`: where in the output of `generate` the decision's first token stands.
+    - `n_tokens`: for how many successive tokens of this batch the decision was used.
+    - `step`: 0 for a prompt, n for the n-th generated token; `phase`: "prompt" or "generated".
+    - `layer`, `site`, `source`, `level`: see `Stream`.
+    - `boundary`: the decision was made at this token; `reused`: it is one of an earlier line.
+    - `top_idx`, `top_w`: what was chosen and how much of it, most first.
+    - `h_decision`: entropy in units of log E, NaN for codes and for what is not finite.
+    - `code_norm`: norm of a code or of scalings.
+    - `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not give them.
+    - `flip`: another expert (or dimension of a code) comes first than at the token before.
+    - `fallback`: a fallback was in force, at all of its tokens.
+    - `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch.
+    - `dropped`: earlier decisions that are in no record: their token was not seen, or this sink was too slow.
     """
 
     run_id: str
@@ -74,13 +79,12 @@ class RoutingRecord:
         return len(self.row)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Each decision with its columns in their order; None for a number that is not finite, which JSON has not."""
-        columns = [self.column(name) for name in COLUMNS]
-        for values in zip(*columns, strict=True):
+        """Yield each decision, by column; a number that is not finite, which JSON does not have, is None."""
+        for values in zip(*map(self.column, COLUMNS), strict=True):
             yield dict(zip(COLUMNS, values, strict=True))
 
     def column(self, name: str) -> list[Any]:
-        """A column as plain values, one for each decision; None for a number that is not finite."""
+        """Return a column as plain values, one for each decision; a number that is not finite is None."""
         value = getattr(self, name)
         if not isinstance(value, np.ndarray):
             return [None if isinstance(value, float) and not math.isfinite(value) else value] * len(self)
@@ -91,14 +95,14 @@ class RoutingRecord:
         return plain
 
     def with_dropped(self, more: int) -> RoutingRecord:
-        """The same, after so many that a sink did not take."""
-        return dataclasses.replace(self, dropped=self.dropped + more) if more else self
+        """Return the record with so many more decisions dropped."""
+        return replace(self, dropped=self.dropped + more) if more else self
 
     @classmethod
     def of(
         cls,
         decisions: Decisions,
-        told: Told,
+        changes: Changes,
         streams: Sequence[Stream],
         *,
         rows: Ints,
@@ -107,10 +111,10 @@ class RoutingRecord:
         has_norm: bool,
         **scalars: Any,
     ) -> RoutingRecord:
-        """The records of decisions about tokens at (`rows`, `positions`) `[n]`; tokens that follow one another and
-        share a decision, and whether it fell back, are one.
+        """Return the record of decisions about tokens at (`rows`, `positions`) `[n]`.
 
-        `has_norm`: whether what the routers gave has a norm worth telling; `scalars`: the other columns.
+        Successive tokens that share a decision, and whether it fell back, are one line. `has_norm`: whether the norm of
+        what the routers gave means anything; `scalars`: the other columns.
         """
         follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         begins = np.ones(decisions.decided.shape, dtype=bool)
@@ -141,7 +145,7 @@ class RoutingRecord:
             delta_rel_norm=decisions.delta_rel_norm[token],
             sigma1=decisions.sigma1[token],
             confidence=decisions.confidence[token],
-            flip=told.flips[stream, token] == 1,
+            flip=changes.flips[stream, token] == 1,
             reused=~decided,
             fallback=decisions.fallback[token],
             **scalars,
@@ -151,11 +155,8 @@ class RoutingRecord:
 COLUMNS = tuple(field.name for field in fields(RoutingRecord))
 
 
-class RoutingJsonLines(_FileSink):
-    """One JSON object a decision and line, its keys the columns of `RoutingRecord`; null for what is not told."""
-
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
-        super().__init__(path, overwrite)
+class RoutingJsonLines(FileSink):
+    """A sink that writes one JSON object a line for each decision: the columns of `RoutingRecord`, null if unknown."""
 
     def _begin(self, partial: Path, concepts: list[str]) -> Any:
         return partial.open("w", encoding="utf-8", newline="\n")
@@ -167,9 +168,10 @@ class RoutingJsonLines(_FileSink):
         self._writer.close()
 
 
-class RoutingParquet(_FileSink):
-    """A line for each decision, in row groups of `rows_per_group`; null for what is not told. Needs the extra
-    `corpus`.
+class RoutingParquet(FileSink):
+    """A sink that writes a row for each decision, in row groups of `rows_per_group`; what is not known is null.
+
+    Needs the extra `corpus`.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:

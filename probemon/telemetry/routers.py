@@ -1,4 +1,4 @@
-"""Sources: the routers of a model, as sites to be tapped, and what they say as decisions.
+"""Sources: the routers of a model, the sites where they are tapped, and how what they give becomes decisions.
 
     sources = find_sources(model)                   # of a mixture of experts, of X-LoRA around it
     sources = find_sources(model, bem=bem)          # and a BEM controller
@@ -12,7 +12,7 @@ scalings; codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,66 +26,59 @@ from probemon.host.model import find_layers
 from probemon.host.tap import Site
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
 
-_SHOWN = 4  # largest weights or dimensions told of a router that chooses none
+_SHOWN = 4  # largest weights or dimensions recorded of a router that chooses none
 
 
 class Source(Protocol):
-    """Routers that decide about the same tokens. `n_experts`: 0 where decisions tell; `n_chosen`: how many experts a
-    token is sent to; `codes`: they give codes, no distribution.
-    """
+    """Routers that decide about the same tokens."""
 
     kind: str
     sites: list[Site]
-    n_experts: int
-    n_chosen: int
-    codes: bool
+    n_experts: int  # 0 where only a decision shows it
+    n_chosen: int  # experts to which a token is sent
+    codes: bool  # whether the routers give codes, not distributions
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """What was decided about n tokens, of what the sites gave, `[n, K]` each."""
+        """Return what was decided about n tokens, from what each site gave, `[n, K]`."""
         ...
 
     @property
     def streams(self) -> list[Stream]:
-        """One for each router; known once it has decided about anything."""
+        """A stream for each router; known once it has decided about anything."""
         ...
 
 
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
-    """Every router of an unwrapped host: of its layers, X-LoRA's, and `bem` (what attach_bem gave, or its controller).
+    """Return every router of an unwrapped host: of its layers, of X-LoRA, and of `bem`.
 
-    Raises `NotSupportedHost` where there is none, `ConfigError` for an adapter that is not on this host.
+    `bem` is what attach_bem returned, or its controller. Raises `NotSupportedHost` where there is no router,
+    `ConfigError` for an adapter that is not on this host.
     """
-    found: list[Source] = []
     groups: dict[tuple[int, int], list[tuple[str, int, nn.Module]]] = {}
     for name, layer, router in _routers(model):
         groups.setdefault((router.weight.shape[0], int(router.top_k)), []).append((name, layer, router))
-    found += [ExpertRouters(routers, *sizes) for sizes, routers in groups.items()]
+    sources: list[Source] = [ExpertRouters(routers, *sizes) for sizes, routers in groups.items()]
     xlora = xlora_of(model)
     if xlora is not None:
-        found.append(XLoraClassifier(xlora[0]))
+        sources.append(XLoraClassifier(xlora[0]))
     if bem is not None:
-        found.append(BemController(bem, model))
-    if not found:
+        sources.append(BemController(bem, model))
+    if not sources:
         raise NotSupportedHost(
             f"{type(model).__name__} has no router that is known: neither experts (modules of its layers with weight"
             " [experts, hidden size] and top_k) nor X-LoRA. A BEM adapter is watched where it is named, as what"
             " attach_bem returned: manager.attach(..., routing=RoutingSettings(bem=bem)), RoutingMonitor(model,"
             " bem=bem), on the command line --bem FOLDER"
         )
-    return found
+    return sources
 
 
-def _routers(model: Any) -> list[tuple[str, int, Any]]:
+def _routers(model: Any) -> Iterator[tuple[str, int, Any]]:
     """Routers of the host's layers: the name of the site, the layer, the module."""
-    _, layers = find_layers(model)
-    found = []
-    for number, layer in enumerate(layers):
-        here = [(name, module) for name, module in layer.named_modules() if _routes(module)]
-        found += [
-            (f"router.{number}" if len(here) == 1 else f"router.{number}.{name}", number, module)
-            for name, module in here
-        ]
-    return found
+    for number, layer in enumerate(find_layers(model)[1]):
+        routers = [(name, module) for name, module in layer.named_modules() if _routes(module)]
+        for name, module in routers:
+            yield f"router.{number}" if len(routers) == 1 else f"router.{number}.{name}", number, module
 
 
 def _routes(module: Any) -> bool:
@@ -100,15 +93,15 @@ def _routes(module: Any) -> bool:
 
 
 class ExpertRouters:
-    """Routers of a mixture of experts, E experts and k chosen in each: mixtral, qwen3_moe, gpt_oss and what is made
-    like them.
+    """Routers of a mixture of experts (mixtral, qwen3_moe, gpt_oss, ...), each with E experts of which k are chosen.
 
     Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is
-    the softmax of its logits over all experts (some versions of transformers give that itself, as "logits": rows that
-    are distributions are left as they are). Of a router that scores each expert by itself, by a sigmoid (deepseek_v3,
-    glm4_moe), it is that softmax all the same, which such a router does not use: entropies are those of the softmax,
-    while the chosen experts and their weights, and all that is of the load, are what the router itself took, with its
-    bias and groups.
+    the softmax of its logits over all experts. Some versions of transformers give that softmax itself, as "logits":
+    rows that are distributions are left as they are.
+
+    A router that scores each expert by itself, with a sigmoid (deepseek_v3, glm4_moe), does not use this softmax; its
+    entropies are those of the softmax all the same. The chosen experts, their weights and the load are what the router
+    itself took, with its bias and groups.
     """
 
     kind, codes = MOE, False
@@ -125,18 +118,12 @@ class ExpertRouters:
         e, k = self.n_experts, self.n_chosen
 
         def read(output: Any) -> Tensor:
-            shapes = (
-                [x.shape if isinstance(x, Tensor) else type(x).__name__ for x in output]
-                if isinstance(output, tuple)
-                else []
-            )
+            parts = output if isinstance(output, tuple) else ()
+            shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             if [len(shape) == 2 and shape[1] for shape in shapes[:3]] != [e, k, k]:
-                given = [tuple(shape) if isinstance(shape, torch.Size) else shape for shape in shapes] or type(
-                    output
-                ).__name__
                 raise NotSupportedHost(
-                    f"{name} gives {given}: expected logits [tokens, {e}], weights and experts [tokens, {k}], so what"
-                    " it decided is unknown"
+                    f"{name} gives {shapes or type(output).__name__}: expected logits [tokens, {e}], weights and"
+                    f" experts [tokens, {k}], so what it decided is unknown"
                 )
             logits, weights, experts = output[:3]
             return torch.cat([logits.float(), weights.float(), experts.float()], dim=-1)[None]
@@ -144,7 +131,7 @@ class ExpertRouters:
         return read
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Of n tokens, a stream a layer."""
+        """Return the decisions about n tokens, a stream for each layer."""
         e, k = self.n_experts, self.n_chosen
         packed = np.stack([states[site.name] for site in self.sites])
         raw, top_w, top_idx = packed[:, :, :e], packed[:, :, e : e + k], packed[:, :, e + k :]
@@ -152,30 +139,26 @@ class ExpertRouters:
         with np.errstate(invalid="ignore"):  # what is not finite is left out where it is counted
             chosen = np.take_along_axis(top_idx, order, axis=-1).astype(np.int64)
             weights = _softmax(raw.astype(np.float64))
-        given = (raw >= 0).all(axis=-1) & (np.abs(raw.sum(axis=-1) - 1) < 1e-3)
-        if given.any():
-            weights[given] = raw[given] / raw[given].sum(axis=-1, keepdims=True, dtype=np.float64)
+        is_softmax = (raw >= 0).all(axis=-1) & (np.abs(raw.sum(axis=-1) - 1) < 1e-3)
+        if is_softmax.any():
+            weights[is_softmax] = raw[is_softmax] / raw[is_softmax].sum(axis=-1, keepdims=True, dtype=np.float64)
         return Decisions.of(raw, weights, chosen, np.take_along_axis(top_w, order, axis=-1))
 
 
 class XLoraClassifier:
-    """PEFT's X-LoRA: how much of each adapter every token gets, the same in all layers or by layer
-    (`layerwise_scalings`).
+    """PEFT's X-LoRA: how much of each adapter every token gets, in all layers alike or by layer (`layerwise_scalings`).
 
-    Its distribution is each adapter's part of the scalings as they are applied, without their signs; where all are 0,
-    all alike. It runs before the forward that its scalings are of, after one without adapters, whose tokens are not
-    counted.
+    Its distribution is each adapter's share of the applied scalings, without their signs; where all are 0, the shares
+    are equal. The classifier runs before the forward that its scalings are for, and after one without adapters, whose
+    tokens are not counted.
     """
 
     kind, codes = XLORA, False
 
     def __init__(self, xlora: Any) -> None:
         classifier = xlora.internal_xlora_classifier
-        self._config, self.n_experts, self._s = (
-            classifier.config,
-            int(classifier.n_classes),
-            int(classifier.n_layers) if classifier.config.layerwise_scalings else 1,
-        )
+        self._config, self.n_experts = classifier.config, int(classifier.n_classes)
+        self._s = int(classifier.n_layers) if self._config.layerwise_scalings else 1
         if self.n_experts < 2:
             raise NotSupportedHost(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
         self.n_chosen = int(self._config.top_k_lora or 1)
@@ -183,11 +166,11 @@ class XLoraClassifier:
         self.streams = [Stream(XLORA, "xlora", layer if self._s > 1 else -1) for layer in range(self._s)]
 
     def _read(self, scalings: Any) -> Tensor:
-        read: Tensor = scalings[:, :, : self._s].flatten(2)
-        return read
+        flat: Tensor = scalings[:, :, : self._s].flatten(2)
+        return flat
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Of n tokens."""
+        """Return the decisions about n tokens."""
         scalings = states["xlora"]
         raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self.n_experts), 1, 0)
         applied = raw.astype(np.float64)
@@ -206,13 +189,15 @@ class XLoraClassifier:
 
 
 class BemController:
-    """A BEM controller, whose forward returns the codes it has made for all sites: `prefix`, `chunk`, `token` `[B, T,
-    r]` (None: not in use), `confidence` `[B, T]`, `chunk_index` `[B, T]`, `boundary` `[B, T]`; where it tells them,
-    also `sigma1`, `delta_rel_norm`, `fallback` `[B, T]`.
+    """A BEM controller, whose forward returns the codes that it has made for all sites; each level is a stream.
 
-    A stream a level. Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where it
-    tells the `level [B, T]` that sites take, a stream's codes steer the tokens of its own (chunk codes all if queries,
-    keys or values are sites); none of the first chunk, but for token codes.
+    The codes are `prefix`, `chunk` and `token` `[B, T, r]`, None for a level that is not in use. `chunk_index` and
+    `boundary` `[B, T]` stand beside them, and where the controller gives them `confidence`, `sigma1`, `delta_rel_norm`,
+    `fallback` and `level` `[B, T]`.
+
+    Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where the controller gives the
+    `level` that sites take, a stream's codes steer the tokens of its own level (chunk codes steer all tokens if
+    queries, keys or values are sites). In the first chunk only token codes steer.
     """
 
     kind, codes, n_experts, n_chosen = BEM, True, 0, 1
@@ -239,7 +224,7 @@ class BemController:
 
     @property
     def streams(self) -> list[Stream]:
-        """A stream a level in use; none before the first forward."""
+        """A stream for each level in use; none before the first forward."""
         return [Stream(BEM, "bem", -1, level) for level in self._levels]
 
     def _read(self, codes: Any) -> Tensor:
@@ -260,7 +245,7 @@ class BemController:
         return torch.cat([part.float() for part in parts], dim=-1)
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Of n tokens."""
+        """Return the decisions about n tokens."""
         packed, s = states["bem"], len(self._levels)
         r = (packed.shape[1] - len(self._beside)) // s
         raw = np.ascontiguousarray(np.moveaxis(packed[:, : s * r].reshape(len(packed), s, r), 1, 0))
@@ -299,6 +284,5 @@ class BemController:
 
 def _softmax(logits: Numbers) -> Numbers:
     with np.errstate(invalid="ignore"):
-        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        found: Numbers = powers / powers.sum(axis=-1, keepdims=True)
-    return found
+        powers: Numbers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return powers / powers.sum(axis=-1, keepdims=True)

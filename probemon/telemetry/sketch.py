@@ -1,4 +1,4 @@
-"""LogSketch: quantiles of numbers that are not negative, within a stated relative error, in little memory.
+"""LogSketch: quantiles of numbers from 0 on, within a stated relative error, in little memory.
 
     sketch = LogSketch(relative_error=0.01)
     sketch.add(12.5)
@@ -6,28 +6,28 @@
     sketch.quantile(0.99)                  # within 1 % of the number of that rank
     sketch.merge(other)                    # as if all had been added to one
 
-Buckets are wider by a constant factor each (Masson, Rim and Lee, "DDSketch", VLDB 2019), so counts alone are kept, and
-what is merged or added in any order gives the same.
+Each bucket is wider than the one before by a constant factor (Masson, Rim and Lee, "DDSketch", VLDB 2019). Only counts
+are kept, so that the order of adding and merging makes no difference.
 """
 
 from __future__ import annotations
 
 import math
 
+from probemon.core.checks import check_count, check_number, check_share
 from probemon.errors import ConfigError
 
 LEAST = 1e-9  # what is less counts as 0
 
 
 class LogSketch:
-    """`quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x sorted; numbers under 1e-9 count as 0. Raises
-    `ConfigError`.
+    """A sketch whose `quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x being the sorted numbers.
+
+    Numbers under 1e-9 count as 0. Raises `ConfigError`.
     """
 
     def __init__(self, relative_error: float = 0.01) -> None:
-        if not 0 < relative_error < 1:
-            raise ConfigError(f"relative_error is {relative_error!r}: give more than 0 and less than 1")
-        self.relative_error = relative_error
+        self.relative_error = check_share("relative_error", relative_error)
         self._gamma = (1 + relative_error) / (1 - relative_error)
         self._log_gamma = math.log(self._gamma)
         self._counts: dict[int, int] = {}
@@ -36,12 +36,10 @@ class LogSketch:
         self.least, self.most = math.inf, -math.inf
 
     def add(self, value: float, count: int = 1) -> None:
-        """A number that occurred `count` times."""
+        """Add a number that occurred `count` times."""
         if not 0 <= value < math.inf:
             raise ConfigError(f"value is {value!r}: a sketch takes finite numbers that are not negative")
-        if count < 1:
-            raise ConfigError(f"count is {count!r}: give 1 or more")
-        self.n += count
+        self.n += check_count("count", count, least=1, remedy="give 1 or more")
         self.least, self.most = min(self.least, value), max(self.most, value)
         if value < LEAST:
             self._n_zero += count
@@ -50,7 +48,7 @@ class LogSketch:
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def merge(self, other: LogSketch) -> None:
-        """Take in what another one has seen. Raises `ConfigError` where its error is another."""
+        """Add what another sketch holds. Raises `ConfigError` where its relative error is another."""
         if other.relative_error != self.relative_error:
             raise ConfigError(
                 f"a sketch of error {other.relative_error} into one of {self.relative_error}: their buckets differ,"
@@ -63,9 +61,8 @@ class LogSketch:
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
     def quantile(self, q: float) -> float:
-        """The number of rank floor(q (n - 1)), nearly; NaN where there is none."""
-        if not 0 <= q <= 1:
-            raise ConfigError(f"q is {q!r}: give a share from 0 to 1")
+        """Return about the number of rank floor(q (n - 1)), NaN where there is none."""
+        check_number("q", q, low=0, high=1, remedy="give a share from 0 to 1")
         if not self.n:
             return math.nan
         rank, before = math.floor(q * (self.n - 1)), self._n_zero
@@ -79,8 +76,3 @@ class LogSketch:
                 middle = math.exp((bucket - 1) * self._log_gamma) * (2 * self._gamma / (self._gamma + 1))
                 return min(max(middle, self.least), self.most)
         raise AssertionError("counts do not add up")
-
-    @property
-    def n_buckets(self) -> int:
-        """In use: what it keeps in memory."""
-        return len(self._counts)

@@ -1,16 +1,18 @@
-"""RoutingStatistics: how a set of routers behaved over a stream of tokens, in sums that are exact.
+"""RoutingStatistics: how a set of routers behaved over a stream of tokens, in exact sums.
 
     statistics = RoutingStatistics(n_streams=32, n_experts=8, n_chosen=2)
-    statistics.add(decisions, told)                     # any number of tokens at a time
+    statistics.add(decisions, changes)                     # any number of tokens at a time
     statistics.merge(others)                            # as if both had been one stream
     statistics.metric("mutual_information")             # [S]
 
-Every number is rounded to a fixed binary place and summed as a whole one, so that sums do not depend on how a stream
-was cut or merged, to the last bit. Codes may be small, and their products are smaller by far: what rounding leaves of
-them is summed beside them, rounded in its turn, so that codes of a norm from about 1e-4 on have their true rank.
-Entropies are in units of log E. Collapse needs two: of each decision, and of the decisions' mean; their difference is
-the mutual information of token and expert. Codes are no distribution (a softmax over clamped ones is never peaked), so
-of them the covariance over tokens is kept: its effective rank (Roy and Vetterli, 2007) and each dimension's variance.
+Every number is rounded to a fixed binary place and summed as an integer, so that the way in which a stream was cut or
+merged changes no bit of a sum. Codes may be small, and their products much smaller. What rounding leaves of them is
+therefore rounded and summed too, so that codes with a norm from about 1e-4 on have their true rank.
+
+Entropies are in units of log E. To recognise collapse takes two: that of each decision, and that of the mean of the
+decisions. Their difference is the mutual information of token and expert. Codes are no distribution (a softmax over
+clamped codes is never peaked), so their covariance over tokens is kept: it has an effective rank (Roy and Vetterli,
+2007) and a variance for each dimension.
 """
 
 from __future__ import annotations
@@ -22,22 +24,26 @@ import numpy as np
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.telemetry.decisions import Decisions, Numbers, Told, entropy, norms
+from probemon.telemetry.decisions import Changes, Decisions, Numbers, entropy, norms
 from probemon.telemetry.sketch import LogSketch
 
 _SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9, room for 8e9 tokens
 _CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8, and what that leaves at 4e-15
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
+_PER_STREAM = (
+    "n", "n_bad", "n_steering", "n_reused", "n_pairs", "n_flips", "n_invalidated", "n_fallback", "n_confident",
+    "_entropy", "_confidence", "_norm", "_norm_left",
+)  # fmt: skip
+_PER_EXPERT = ("load", "_weights", "_codes", "_codes_left")
 
 
 class RoutingStatistics:
-    """Of S routers over E experts, or over codes of E dimensions (`codes`). `n_chosen`: how many of a token's `top_idx`
-    count as load.
+    """Statistics of S routers over E experts, or over codes of E dimensions (`codes`).
 
-    A decision that is not finite is left out and counted in `n_bad [S]`. How codes vary, and are reused, is of the
-    tokens that they steer (`Decisions.steering`), `n_steering [S]`. Of codes of one dimension there is no rank to speak
-    of.
+    `n_chosen` is how many of a token's `top_idx` count as load. A decision that is not finite is left out and counted
+    in `n_bad [S]`. For how codes vary and are reused, only the tokens count that they steer (`Decisions.steering`),
+    `n_steering [S]`. Codes of one dimension have no rank.
     """
 
     def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
@@ -47,31 +53,12 @@ class RoutingStatistics:
                 " many as there are experts"
             )
         self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
-        self._log_e = math.log(
-            max(2, n_experts)
-        )  # of one dimension, which is no distribution, nothing that is divided by it is told
-        one, each = (n_streams,), (n_streams, n_experts)
+        self._log_e = math.log(max(2, n_experts))  # one dimension is no distribution: nothing is divided by its log
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
-        shapes = {
-            "n": one,
-            "n_bad": one,
-            "n_steering": one,
-            "n_reused": one,
-            "n_pairs": one,
-            "n_flips": one,
-            "n_invalidated": one,
-            "n_fallback": one,
-            "n_confident": one,
-            "load": each,
-            "_entropy": one,
-            "_weights": each,
-            "_confidence": one,
-            "_codes": each,
-            "_codes_left": each,
-            "_products": pairs,
-            "_products_left": pairs,
-            "_norm": one,
-            "_norm_left": one,
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(_PER_STREAM, (n_streams,)),
+            **dict.fromkeys(_PER_EXPERT, (n_streams, n_experts)),
+            **dict.fromkeys(("_products", "_products_left"), pairs),
         }
         self._sums: dict[str, Ints] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
         self.norm_max: Numbers = np.zeros(n_streams)
@@ -81,13 +68,13 @@ class RoutingStatistics:
         sums = self.__dict__.get("_sums", {})
         if name not in sums:
             raise AttributeError(name)
-        found: Ints = sums[name]
-        return found
+        total: Ints = sums[name]
+        return total
 
     # -- adding ----------------------------------------------------------------------------------
 
-    def add(self, decisions: Decisions, told: Told) -> None:
-        """Tokens, in any number."""
+    def add(self, decisions: Decisions, changes: Changes) -> None:
+        """Add decisions about any number of tokens, and how they differ from those before."""
         good = decisions.finite
         n_good, sums = good.sum(axis=1), self._sums
         sums["n"] += n_good
@@ -95,9 +82,9 @@ class RoutingStatistics:
         steering = good if decisions.steering is None else good & decisions.steering
         sums["n_steering"] += steering.sum(axis=1)
         sums["n_reused"] += (steering & ~decisions.decided).sum(axis=1)
-        sums["n_pairs"] += (good & (told.flips >= 0)).sum(axis=1)
-        sums["n_flips"] += (good & (told.flips == 1)).sum(axis=1)
-        sums["n_invalidated"] += (good & told.changed).sum(axis=1)
+        sums["n_pairs"] += (good & (changes.flips >= 0)).sum(axis=1)
+        sums["n_flips"] += (good & (changes.flips == 1)).sum(axis=1)
+        sums["n_invalidated"] += (good & changes.invalidated).sum(axis=1)
         sums["n_fallback"] += (good & decisions.fallback).sum(axis=1)
         confident = good & np.isfinite(decisions.confidence)
         sums["n_confident"] += confident.sum(axis=1)
@@ -112,39 +99,34 @@ class RoutingStatistics:
             sums["_entropy"] += _whole(entropy(weights) / self._log_e, _SHARE).sum(axis=1)
             sums["_weights"] += _whole(weights, _SHARE).sum(axis=1)
         if self.codes:
-            codes, norm = (
-                np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64),
-                norms(np.where(good[:, :, None], decisions.raw, 0.0)),
-            )
+            codes = np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64)
+            norm = norms(np.where(good[:, :, None], decisions.raw, 0.0))
             self._add_exactly("_codes", codes)
             for begin in range(0, codes.shape[1], 128):  # a prompt's products are many
-                some = codes[:, begin : begin + 128]
-                self._add_exactly("_products", some[:, :, :, None] * some[:, :, None, :])
+                part = codes[:, begin : begin + 128]
+                self._add_exactly("_products", part[:, :, :, None] * part[:, :, None, :])
             self._add_exactly("_norm", norm)
             self.norm_max = np.maximum(self.norm_max, norm.max(axis=1, initial=0.0))
 
     def add_latency(self, microseconds: float, count: int) -> None:
-        """`count` decisions took so long each."""
+        """Add `count` decisions that took so long each."""
         self.latency.add(microseconds, count)
 
     def empty(self) -> RoutingStatistics:
-        """Of the same routers, of no tokens yet."""
+        """Return statistics of the same routers without any tokens."""
         return RoutingStatistics(self.n_streams, self.n_experts, self.n_chosen, codes=self.codes)
 
     @property
     def n_tokens(self) -> int:
-        """Added so far; all routers decide about all of them."""
+        """Tokens added so far; all routers decide about all of them."""
         return int(self.n[0] + self.n_bad[0])
 
     def merge(self, other: RoutingStatistics) -> None:
-        """Take in another stream of the same routers. Raises `ConfigError`."""
-        mine, theirs = (
-            (self.n_streams, self.n_experts, self.n_chosen, self.codes),
-            (other.n_streams, other.n_experts, other.n_chosen, other.codes),
-        )
-        if mine != theirs:
+        """Add another stream of the same routers. Raises `ConfigError`."""
+        sizes, others = ((each.n_streams, each.n_experts, each.n_chosen, each.codes) for each in (self, other))
+        if sizes != others:
             raise ConfigError(
-                f"statistics of {theirs} (streams, experts, chosen, codes) into those of {mine}: they are of other"
+                f"statistics of {others} (streams, experts, chosen, codes) into those of {sizes}: they are of other"
                 " routers"
             )
         for name, values in other._sums.items():
@@ -153,11 +135,11 @@ class RoutingStatistics:
         self.latency.merge(other.latency)
 
     def counted(self, over: str) -> Ints:
-        """How many tokens `[S]` there are of those that a metric is over (`over(metric)`)."""
+        """Return how many tokens `[S]` count for a metric: those that `over(metric)` names."""
         return self.n + self.n_bad if over == _ALL else self._sums[over]
 
     def forget(self, streams: Mask) -> None:
-        """Nothing of these `[S]` was added yet; where that is all of them, nor any latency."""
+        """Remove all that was added to these streams `[S]`, and the latencies where that is all of them."""
         for values in self._sums.values():
             if len(values):  # products are of codes alone
                 values[streams] = 0
@@ -168,16 +150,13 @@ class RoutingStatistics:
     # -- what follows from the sums --------------------------------------------------------------
 
     def metric(self, name: str) -> Numbers:
-        """One of the metrics below by name, `[S]`; NaN where nothing is known."""
+        """Return one of the metrics below by name, `[S]`, NaN where it is not known."""
         if name not in METRICS:
             raise ConfigError(f"{name!r} is no metric of routing: there are {', '.join(METRICS)}")
-        found: Numbers = np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
-        return found
+        return np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
 
     def not_finite_rate(self) -> Numbers:
-        """Share of the decisions that were left out, since they are no numbers, or codes of a norm beyond what limits
-        allow.
-        """
+        """Share of the decisions that were left out: no finite numbers, or codes with a norm beyond the limits."""
         return _ratio(self.n_bad, self.n + self.n_bad)
 
     def decision_entropy(self) -> Numbers:
@@ -193,24 +172,24 @@ class RoutingStatistics:
         return self._distribution(np.where(self.n > 0, entropy(self.marginal()) / self._log_e, np.nan))
 
     def mutual_information(self) -> Numbers:
-        """Of token and expert: how much of the marginal's entropy is not the decisions' own, in units of log E."""
-        found: Numbers = np.maximum(self.marginal_entropy() - self.decision_entropy(), 0.0)
-        return found
+        """Mutual information of token and expert: the marginal's entropy less the decisions', in units of log E."""
+        information: Numbers = np.maximum(self.marginal_entropy() - self.decision_entropy(), 0.0)
+        return information
 
     def effective_experts(self) -> Numbers:
-        """exp of the entropy of the load: as many experts, all alike, would bear it; 1 to E."""
+        """exp of the entropy of the load, 1 to E: so many experts with equal loads have the same entropy."""
         return np.where(self.n > 0, np.exp(entropy(self.load_shares())), np.nan)
 
     def spread(self) -> Numbers:
-        """The marginal's entropy, from 0, that of the same `n_chosen` experts always, to 1, that of all."""
+        """The marginal's entropy, scaled: 0 where the same `n_chosen` experts have all, 1 where all have the same."""
         return self._over_chosen(self.marginal_entropy())
 
     def load_spread(self) -> Numbers:
-        """The same of the load: a soft router may give all a share, and choose the same ones always."""
+        """The same of the load: a soft router may give every expert a share, and always choose the same ones."""
         return self._over_chosen(np.where(self.n > 0, entropy(self.load_shares()) / self._log_e, np.nan))
 
     def load_shares(self) -> Numbers:
-        """Of all that was chosen, each expert's part, `[S, E]`."""
+        """Each expert's share of the load, `[S, E]`."""
         return _ratio(self.load, self.load.sum(axis=1)[:, None])
 
     def max_vio(self) -> Numbers:
@@ -226,25 +205,21 @@ class RoutingStatistics:
         return self._distribution(self.marginal().min(axis=1) * self.n_experts)
 
     def gini(self) -> Numbers:
-        """Of the load: 0 where all are alike, near 1 where one has all."""
+        """Gini coefficient of the load: 0 where all experts are alike, near 1 where one has all."""
         load, e = np.sort(self.load_shares(), axis=1), self.n_experts
-        found: Numbers = (load * (2 * np.arange(1, e + 1) - e - 1)).sum(axis=1) / e
-        return found
+        coefficients: Numbers = (load * (2 * np.arange(1, e + 1) - e - 1)).sum(axis=1) / e
+        return coefficients
 
     def flip_rate(self) -> Numbers:
-        """Of tokens after another one, both of finite decisions, the share whose first expert is another than that
-        one's.
-        """
+        """Share of the pairs of neighbouring tokens, both with finite decisions, whose first experts differ."""
         return _ratio(self.n_flips, self.n_pairs)
 
     def code_reuse_rate(self) -> Numbers:
-        """Share of the tokens for which nothing was decided anew."""
+        """Share of the tokens that use the decision of an earlier one."""
         return self._code(_ratio(self.n_reused, self.n_steering))
 
     def kv_invalidations(self) -> Numbers:
-        """Tokens whose code was another though nothing was decided: keys and values before them were computed with an
-        older one.
-        """
+        """Tokens whose code changed without a decision: earlier keys and values were computed with an older code."""
         return self._code(self.n_invalidated.astype(np.float64))
 
     def fallback_rate(self) -> Numbers:
@@ -252,7 +227,7 @@ class RoutingStatistics:
         return self._code(_ratio(self.n_fallback, self.n))
 
     def confidence(self) -> Numbers:
-        """Mean, over the tokens that have one."""
+        """Mean confidence, over the tokens that have one."""
         return _ratio(self._confidence, self.n_confident * _SHARE)
 
     def code_norm(self) -> Numbers:
@@ -264,27 +239,25 @@ class RoutingStatistics:
         return self._code(np.where(self.n > 0, self.norm_max, np.nan))
 
     def covariance(self) -> Numbers:
-        """Of the codes over tokens, `[S, E, E]`."""
+        """Covariance of the codes over tokens, `[S, E, E]`."""
         n = np.maximum(self.n_steering, 1)[:, None]
         mean = self._total("_codes") / n
         return self._total("_products") / n[:, :, None] - mean[:, :, None] * mean[:, None, :]
 
     def variances(self) -> Numbers:
-        """Of each dimension of the codes over tokens, `[S, E]`."""
-        found: Numbers = np.maximum(np.diagonal(self.covariance(), axis1=1, axis2=2), 0.0)
-        return found
+        """Variance of each dimension of the codes over tokens, `[S, E]`."""
+        variances: Numbers = np.maximum(np.diagonal(self.covariance(), axis1=1, axis2=2), 0.0)
+        return variances
 
     def variation(self) -> Numbers:
-        """Variance of the codes over their mean square: 0 where all are one, 1 where they vary about nothing."""
+        """Variance of the codes over their mean square: 0 where all are the same, 1 where their mean is zero."""
         if not self.codes:
             return self._code(np.full(self.n_streams, np.nan))
         square = np.trace(self._total("_products"), axis1=1, axis2=2) / np.maximum(self.n_steering, 1)
         return np.where(self.n_steering > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
 
     def effective_rank(self) -> Numbers:
-        """exp of the entropy of the covariance's eigenvalues: in how many dimensions the codes vary; 0 where they do
-        not.
-        """
+        """exp of the entropy of the covariance's eigenvalues: in how many dimensions codes vary, 0 for none."""
         if not self.codes or self.n_experts == 1:
             return np.full(self.n_streams, np.nan)
         eigenvalues = np.maximum(np.linalg.eigvalsh(self.covariance()), 0.0)
@@ -301,31 +274,25 @@ class RoutingStatistics:
         return self.latency.quantile(0.95)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """What is known of each stream, for JSON; what is not known is left out."""
+        """Return the metrics of each stream for JSON, without those that are not known."""
         values = {name: self.metric(name).tolist() for name in METRICS if name != "latency_p95_us"}
         variances = self.variances().tolist() if self.codes else []
-        found = []
-        for i in range(self.n_streams):
-            known = {name: numbers[i] for name, numbers in values.items() if not math.isnan(numbers[i])}
-            more = {"variances": variances[i]} if self.codes else {}
-            found.append(
-                {
-                    "n_tokens": int(self.n[i]),
-                    "n_not_finite": int(self.n_bad[i]),
-                    **({"n_steering": int(self.n_steering[i])} if self.codes else {}),
-                    **known,
-                    **more,
-                    "load": self.load[i].tolist(),
-                }
-            )
-        return found
+        return [
+            {
+                "n_tokens": int(self.n[i]),
+                "n_not_finite": int(self.n_bad[i]),
+                **({"n_steering": int(self.n_steering[i])} if self.codes else {}),
+                **{name: numbers[i] for name, numbers in values.items() if not math.isnan(numbers[i])},
+                **({"variances": variances[i]} if self.codes else {}),
+                "load": self.load[i].tolist(),
+            }
+            for i in range(self.n_streams)
+        ]
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _add_exactly(self, name: str, values: Numbers) -> None:
-        """Numbers of codes `[S, n, ...]` to a sum, and to the one beside it what rounding leaves of them: a difference
-        that is exact.
-        """
+        """Add numbers of codes `[S, n, ...]` to one sum, and to another what rounding leaves of them, exactly."""
         scaled = values * _CODE
         whole = np.rint(scaled)
         self._sums[name] += whole.astype(np.int64).sum(axis=1)
@@ -333,9 +300,9 @@ class RoutingStatistics:
         self._sums[f"{name}_left"] += _whole(scaled, _CODE).sum(axis=1)
 
     def _total(self, name: str) -> Numbers:
-        """Both sums as one."""
-        found: Numbers = (self._sums[name] + self._sums[f"{name}_left"] / _CODE) / _CODE
-        return found
+        """Return both sums as one."""
+        total: Numbers = (self._sums[name] + self._sums[f"{name}_left"] / _CODE) / _CODE
+        return total
 
     def _distribution(self, values: Numbers) -> Numbers:
         return np.full(self.n_streams, np.nan) if self.codes else values
@@ -344,8 +311,8 @@ class RoutingStatistics:
         return values if self.codes else np.full(self.n_streams, np.nan)
 
     def _over_chosen(self, values: Numbers) -> Numbers:
-        none = math.log(self.n_chosen) / self._log_e
-        return (values - none) / (1 - none) if none < 1 else np.full(self.n_streams, np.nan)
+        least = math.log(self.n_chosen) / self._log_e  # the entropy of `n_chosen` experts
+        return (values - least) / (1 - least) if least < 1 else np.full(self.n_streams, np.nan)
 
 
 METRICS = (
@@ -364,21 +331,18 @@ _OVER = {
 
 
 def over(metric: str) -> str:
-    """Which tokens a metric is over: "n", those with a finite decision, or fewer of them, or "all"; all of what is no
-    metric of routers.
-    """
+    """Return which tokens count for a metric: "n" (those with a finite decision), the name of fewer, or "all"."""
     return _OVER.get(metric, "n") if metric in METRICS else _ALL
 
 
 def _whole(values: Numbers, scale: int) -> Ints:
-    found: Ints = np.rint(values * scale).astype(np.int64)
-    return found
+    return np.asarray(np.rint(values * scale), dtype=np.int64)
 
 
 def _ratio(part: Any, whole: Any) -> Numbers:
+    """part / whole, NaN where the whole is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Numbers = np.where(np.asarray(whole) > 0, part / np.asarray(whole, dtype=np.float64), np.nan)
-    return found
+        return np.where(np.asarray(whole) > 0, part / np.asarray(whole, dtype=np.float64), np.nan)
 
 
 def _or_zero(part: Numbers, whole: Numbers) -> Numbers:

@@ -1,8 +1,8 @@
-"""Tally: one kind of router's decisions as they come, into statistics of all, of windows, and alerts.
+"""Tally: statistics and alerts of the decisions of one kind of router, as they come.
 
 tally = Tally(streams, n_experts=8, n_chosen=2)
-alerts = tally.add(decisions, told, latency_us=3.1)           # what was raised or cleared
-tally.total()                                                 # RoutingStatistics of everything so far
+alerts = tally.add(decisions, changes, latency_us=3.1)      # what was raised or cleared
+tally.total()                                               # RoutingStatistics of everything so far
 tally.alerts.raised
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from probemon.bem.memory import gpu_memory, process_memory
 from probemon.telemetry.alerts import DEFAULT_RULES, Alert, Alerts, Baseline, Rule
-from probemon.telemetry.decisions import Decisions, Stream, Told
+from probemon.telemetry.decisions import Changes, Decisions, Stream
 from probemon.telemetry.statistics import RoutingStatistics
 
 WINDOW = 256  # tokens: what windows of rules are made of
@@ -23,8 +23,11 @@ Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
 
 
 class Tally:
-    """Over S streams that decide about the same tokens. `codes`: they give codes, not distributions; `memory`: asked
-    once a window; `baseline`: of drifts, if it is known.
+    """Statistics and alerts of S streams that decide about the same tokens.
+
+    - `codes`: the streams give codes, not distributions.
+    - `memory`: is asked once a window.
+    - `baseline`: of drifts, where it is known.
     """
 
     def __init__(
@@ -46,31 +49,32 @@ class Tally:
         self._past = RoutingStatistics(len(self.streams), n_experts, n_chosen, codes=codes)
         self._window = self._past.empty()
 
-    def add(self, decisions: Decisions, told: Told, latency_us: float) -> list[Alert]:
-        """Decisions about n tokens, each made in so many microseconds; a window ends where it is full, wherever in a
-        batch that is.
+    def add(self, decisions: Decisions, changes: Changes, latency_us: float) -> list[Alert]:
+        """Add decisions about n tokens, each made in `latency_us`; return the alerts that they raise or clear.
+
+        A window ends where it is full, also within a batch.
         """
-        found: list[Alert] = []
+        alerts: list[Alert] = []
         begin, n = 0, len(decisions)
         while begin < n:
             end = min(n, begin + self._size - self._window.n_tokens)
             if begin == 0 and end == n:
-                self._window.add(decisions, told)
+                self._window.add(decisions, changes)
             else:
-                self._window.add(decisions.take(np.arange(begin, end)), told.take(slice(begin, end)))
+                self._window.add(decisions.take(np.arange(begin, end)), changes.take(slice(begin, end)))
             self._window.add_latency(latency_us, (end - begin) * len(self.streams))
             begin = end
-            found += self.alerts.begun(self._window)
+            alerts += self.alerts.add_partial(self._window)
             if self._window.n_tokens == self._size:
                 used, most = self._memory()
                 self.memory_watermark_bytes = max(self.memory_watermark_bytes, used)
-                found += self.alerts.add(self._window, used / most if most else float("nan"))
+                alerts += self.alerts.add(self._window, used / most if most else float("nan"))
                 self._past.merge(self._window)
                 self._window = self._window.empty()
-        return found
+        return alerts
 
     def total(self) -> RoutingStatistics:
-        """Of everything so far."""
+        """Return the statistics of everything so far."""
         total = self._past.empty()
         total.merge(self._past)
         total.merge(self._window)
@@ -78,7 +82,8 @@ class Tally:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """How to ask for the memory in use, and how much there is: a GPU's, without what torch holds and does not use, or
-    this process's and the machine's (or its group's).
+    """Return the function that gives the bytes in use and the bytes there are.
+
+    It counts a GPU's, without what torch holds and does not use, or this process's and the machine's (or its group's).
     """
     return gpu_memory(device) if device.type == "cuda" else process_memory

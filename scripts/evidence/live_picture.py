@@ -14,8 +14,8 @@ from rich.console import Console
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.cli.app import PROMPT
 from probemon.cli.live_view import LiveView
+from probemon.cli.options import PROMPT
 from probemon.core.files import write_text_atomically
 
 

@@ -135,10 +135,10 @@ def run(kind: str, n_steps: int, seed: int) -> dict[str, Any]:
         n = min(BATCH, n_steps - done)
         if n < BATCH:
             decisions = decisions.take(np.arange(ROWS * BATCH).reshape(ROWS, BATCH)[:, :n].ravel())
-        told = history.tell(np.repeat(np.arange(ROWS), n), decisions)
+        changes = history.compare(np.repeat(np.arange(ROWS), n), decisions)
         # Some microseconds each, a few times as many in a tail, and one batch in two hundred a hundred times as many.
         latency_us = float(rng.lognormal(1.5, 0.8) * (100 if rng.random() < 0.005 else 1))
-        alerts.update(alert.kind for alert in tally.add(decisions, told, latency_us) if alert.raised)
+        alerts.update(alert.kind for alert in tally.add(decisions, changes, latency_us) if alert.raised)
         done += n
     return {
         "kind": kind,

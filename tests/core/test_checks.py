@@ -39,8 +39,8 @@ from probemon.packs.edit import subset
 from probemon.packs.hierarchies import propose
 from probemon.sinks import JsonLinesSink, MemorySink, ParquetSink
 from probemon.telemetry.alerts import Rule
-from probemon.telemetry.recorder import RoutingSettings
 from probemon.telemetry.records import RoutingParquet
+from probemon.telemetry.settings import RoutingSettings
 
 HUGE = {"10**30": 10**30, "10**400": 10**400, "-10**400": -(10**400), "10**5000": 10**5000}
 NO_NUMBER = {

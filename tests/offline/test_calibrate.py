@@ -740,7 +740,7 @@ def test_the_pack_is_written_beside_the_old_one(workplace, model, tmp_path):
 
 
 def test_inspect_says_what_a_pack_was_calibrated_for(model, tmp_path, capsys):
-    from probemon.cli.app import inspect
+    from probemon.cli.inspect_pack import inspect
 
     pack = make_pack(tmp_path / "a", model)
     made = write_calibrated(

@@ -69,7 +69,7 @@ def feed(statistics, decisions, sizes=None, rows=None):
     for size in sizes or [n]:
         which = np.arange(at, min(n, at + size))
         part = decisions.take(which)
-        statistics.add(part, history.tell(rows[which], part))
+        statistics.add(part, history.compare(rows[which], part))
         at += size
     assert at >= n
     return statistics

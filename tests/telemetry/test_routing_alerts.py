@@ -38,7 +38,7 @@ class Fed:
         at = 0
         while at < len(decisions):
             part = decisions.take(np.arange(at, min(len(decisions), at + 97)))
-            self.alerts += self.tally.add(part, self.history.tell(np.zeros(len(part), np.int64), part), latency_us)
+            self.alerts += self.tally.add(part, self.history.compare(np.zeros(len(part), np.int64), part), latency_us)
             at += 97
         return self
 
@@ -151,7 +151,7 @@ def window_of(share, n=64):
     first = (np.arange(n) >= share * n).astype(np.int64)
     decisions = decisions_of(9 * np.eye(4)[first])
     statistics = RoutingStatistics(1, 4)
-    statistics.add(decisions, History(1, 1).tell(np.zeros(n, np.int64), decisions))
+    statistics.add(decisions, History(1, 1).compare(np.zeros(n, np.int64), decisions))
     return statistics
 
 
@@ -265,7 +265,7 @@ def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
     both[0, :, 3] = np.nan
     decisions = decisions_of(both)
     tally = Tally([Stream(MOE, f"router.{i}", i) for i in range(2)], 8, memory=lambda: (1, 10))
-    alerts = tally.add(decisions, History(1, 2).tell(np.zeros(N, np.int64), decisions), 5.0)
+    alerts = tally.add(decisions, History(1, 2).compare(np.zeros(N, np.int64), decisions), 5.0)
     alone = Fed().add(decisions_of(both[1]))
     assert (
         [(a.kind, a.metric, a.at, a.value) for a in alerts if a.stream.layer == 1]
@@ -296,7 +296,7 @@ def drifts(logits, **more):
     """The alerts of drift over a stream, and the tally."""
     decisions = decisions_of(logits)
     tally = Tally([Stream(MOE, "site", 0)], 8, **more)
-    alerts = tally.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0)
+    alerts = tally.add(decisions, History(1, 1).compare(np.zeros(len(decisions), np.int64), decisions), 1.0)
     return [alert for alert in alerts if alert.kind == "entropy drift"], tally
 
 
@@ -366,7 +366,7 @@ def test_a_baseline_is_given_and_forgotten():
     assert {rule.metric for rule, _ in again.alerts.unjudged if rule.drift} == {"decision_entropy", "marginal_entropy"}
     decisions = decisions_of(drift)
     assert (
-        again.add(decisions, History(1, 1).tell(np.zeros(len(decisions), np.int64), decisions), 1.0) == []
+        again.add(decisions, History(1, 1).compare(np.zeros(len(decisions), np.int64), decisions), 1.0) == []
     )  # it is what is usual now
     assert {metric: round(value, 1) for (_, metric, _), value in again.alerts.baseline().items()} == {
         "decision_entropy": round(float(_entropies(drift).mean()), 1),
@@ -397,7 +397,7 @@ def test_how_a_stream_is_cut_changes_no_alert():
         tally, history, alerts = Tally([Stream(MOE, "site", 0)], 8), History(1, 1), []
         for at in range(0, 6000, size):
             part = decisions.take(np.arange(at, min(6000, at + size)))
-            alerts += tally.add(part, history.tell(np.zeros(len(part), np.int64), part), 1.0)
+            alerts += tally.add(part, history.compare(np.zeros(len(part), np.int64), part), 1.0)
         found.append([str(alert) for alert in alerts])
     assert found[0] == found[1] == found[2] and any("collapse" in line for line in found[0])
 

@@ -47,7 +47,7 @@ def test_how_a_stream_is_cut_and_merged_changes_no_bit(seed):
         part = decisions.take(np.arange(at, at + size))
         if size:
             one = stats(2, streams=4)
-            one.add(part, history.tell(np.zeros(size, np.int64), part))
+            one.add(part, history.compare(np.zeros(size, np.int64), part))
             other = one.empty()
             other.merge(merged)
             one.merge(other)  # the later one takes in the earlier: the order does not matter
@@ -99,7 +99,7 @@ def test_flips_are_between_finite_neighbours():
     for sizes in ([6], [1] * 6, [2, 1, 3], [3, 3]):
         found = feed(stats(), broken, sizes=sizes)
         assert (found.n_pairs.tolist(), found.n_flips.tolist()) == ([3], [1]), sizes  # 0-0, 1-1, 1-2
-    assert History(1, 1).tell(np.zeros(6, np.int64), broken).flips.tolist() == [[-1, 0, -1, -1, 0, 1]]
+    assert History(1, 1).compare(np.zeros(6, np.int64), broken).flips.tolist() == [[-1, 0, -1, -1, 0, 1]]
     codes = np.eye(6)
     codes[2] *= 1e4  # a code beyond what limits allow is left out as well
     assert feed(stats(e=6, codes=True), codes_of(codes)).n_pairs.tolist() == [3]
@@ -275,7 +275,7 @@ def test_sketches_merge_and_count_to_the_same_in_any_order():
     repeated = LogSketch()
     repeated.add(5.0, count=7)
     assert repeated.n == 7 and repeated.quantile(0.9) == pytest.approx(5, rel=0.01)
-    assert whole.n_buckets < 900
+    assert len(whole._counts) < 900
 
 
 def test_sketch_takes_zero_and_refuses_what_is_no_latency():

@@ -1,0 +1,113 @@
+"""The command inspect.
+
+probemon inspect probes/wordnet-smollm2-135m
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from probemon.cli.options import AsJson, Pack
+from probemon.cli.terminal import answer, plain_table, say, terminal
+from probemon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from probemon.packs.pack import ProbePack
+
+# What is shown of a pack's quality; `--json` has all of it.
+_PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")
+_OVERALL = ("n_test", "firing_recall_exact", "share_evaluated_exact", "false_positive_rate", "precision_at_threshold")
+
+
+def inspect(pack: Pack, as_json: AsJson = False) -> None:
+    """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
+    from probemon.packs.pack import ProbePack
+
+    if Path(pack).is_file():
+        raise ConfigError(f"{pack} is a file: give the folder of the pack, {Path(pack).parent}")
+    opened = ProbePack.from_pretrained(pack, verify=True)
+    if as_json:
+        answer(_as_dict(opened))
+    else:
+        _show(opened)
+
+
+def _calibrations(pack: ProbePack) -> list[dict[str, Any]]:
+    return (pack.manifest.get("provenance") or {}).get("calibrations") or []
+
+
+def _as_dict(pack: ProbePack) -> dict[str, Any]:
+    manifest = pack.manifest
+    return {
+        "name": pack.name,
+        "directory": str(pack.directory),
+        "licence": manifest["licence"],
+        "host": manifest["host"],
+        "n_probes": pack.n_probes,
+        "architecture": str(pack.architecture),
+        "dtype": manifest.get("dtype"),
+        "weight_bytes": pack.weight_bytes(),
+        "score_rule": pack.score_rule,
+        "inputs": manifest["inputs"],
+        "counts_per_level": manifest.get("counts_per_level"),
+        "recommended": pack.recommended,
+        "aggregated_thresholds": {name: int((~pack.thresholds_for(name).isnan()).sum()) for name in pack.aggregated},
+        "calibrations": _calibrations(pack),
+        "n_alert_thresholds": int((~pack.alert_threshold.isnan()).sum()),
+        "quality": manifest.get("quality") or None,
+        "whole": True,
+        "golden_states": 0 if pack.golden_hidden is None else len(pack.golden_hidden),
+        "golden_error": pack.golden_error,
+    }
+
+
+def _show(pack: ProbePack) -> None:
+    manifest, host = pack.manifest, pack.manifest["host"]
+    say(
+        f"{pack.name}  {pack.n_probes} probes, {pack.architecture}, {manifest.get('dtype')},"
+        f" {pack.weight_bytes() / 1e6:.2f} MB, {pack.score_rule} scores"
+    )
+    n_layers = f"{host['n_layers']} layers, " if host.get("n_layers") is not None else ""
+    say(
+        f"for {host.get('model_id') or 'a host that is not stated'} ({n_layers}hidden size"
+        f" {pack.architecture.hidden_size}), read at {', '.join(pack.sites)}; {manifest['licence']}"
+    )
+    _show_levels(pack)
+    stated = manifest.get("quality") or {}
+    overall = {name: stated.get(name) for name in (*_PER_LEVEL, *_OVERALL)}
+    figures = [
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in overall.items()
+        if isinstance(value, (int, float))
+    ]
+    say(f"quality: {', '.join(figures) or 'not stated'}")
+    for entry in _calibrations(pack):
+        what = (
+            f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}"
+            if "aggregator" in entry
+            else "no alerts"
+        )
+        reach = f"; expansion to a recall of {entry['expansion']['recall']:g}" if entry.get("expansion") else ""
+        say(f"calibrated from {entry['source']['name']}: {what}{reach}")
+    worst = pack.golden_error
+    golden = "it has no golden states" if worst is None else f"golden scores replayed within {worst:.1g}"
+    say(f"whole: every file has its hash, every weight is finite, {golden}")
+
+
+def _show_levels(pack: ProbePack) -> None:
+    quality = (pack.manifest.get("quality") or {}).get("per_level") or {}
+    names = [key for key in _PER_LEVEL if any(key in level for level in quality.values())]
+    table = plain_table(title="AUROC on held-out words" if names else None, title_justify="left")
+    for name in ("level", "probes", *names):
+        label = "median" if name == "auroc_median" else name.removeprefix("auroc_").removesuffix("_median")
+        table.add_column(label, justify="right", min_width=max(5, len(label)))
+    table.add_column("for example", no_wrap=True, overflow="ellipsis", ratio=1)
+    for level in np.unique(pack.tree.level).tolist():
+        probes = np.flatnonzero(pack.tree.level == level).tolist()
+        values = [quality.get(str(level), {}).get(name) for name in names]
+        example = ", ".join(pack.concepts[probe]["name"] for probe in probes[:3])
+        table.add_row(str(level), str(len(probes)), *("-" if v is None else f"{v:.3f}" for v in values), example)
+    terminal().print(table)

@@ -1,0 +1,59 @@
+"""Arguments and options that several commands share, each as the type of a parameter: `device: Device = "cpu"`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+PROMPT = "Tell me about whales and the ships that hunted them."
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct."
+    ),
+]
+Pack = Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")]
+MorePacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pack",
+        metavar="PACK",
+        help=(
+            "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two"
+            " have the same."
+        ),
+    ),
+]
+
+Prompt = Annotated[str, typer.Option(help="What to say to the model.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")
+]
+
+Device = Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")]
+Threads = Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")]
+Dtype = Annotated[
+    str, typer.Option(help="Number format of the model: bfloat16, float32, float16 or auto (that of its files).")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")]
+AuditRate = Annotated[
+    float,
+    typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed."),
+]
+
+WindowTokens = Annotated[
+    int, typer.Option("--window", help="Longest input of the model in tokens; 0: 1024, or fewer if it takes fewer.")
+]
+Overlap = Annotated[
+    int, typer.Option(help="Tokens that the windows of a long document share; -1: an eighth of a window.")
+]
+TextField = Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")]
+IdField = Annotated[str, typer.Option(help="Name of the document's id in JSON lines and parquet.")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+LastLineJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")]
+OverwritePack = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
+PackName = Annotated[str, typer.Option("--name", help="Name of the new pack.")]

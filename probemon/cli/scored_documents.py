@@ -1,0 +1,111 @@
+"""ScoredDocuments: every probe's score at every token of a source's documents, for the command calibrate.
+
+benign = ScoredDocuments.of(manager, model, tokenizer, "ordinary.jsonl", columns, "benign", reading=..., read=...)
+benign.scores                                   # [T, K] of each document
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from probemon.cli.common import progress_bar
+from probemon.core.hierarchy import Ints, Mask
+from probemon.errors import CalibrationError, ConfigError
+from probemon.offline.windows import Reading
+
+if TYPE_CHECKING:
+    from probemon.core.scores import Floats
+    from probemon.manager import DynamicProbeManager
+    from probemon.offline.documents import Document
+    from probemon.packs.pack import ProbePack
+
+
+@dataclass
+class ScoredDocuments:
+    """The documents of a source, scored."""
+
+    source: str
+    scores: list[Floats] = field(default_factory=list)  # [T, K] of the tokens seen, in order
+    documents: list[Document] = field(default_factory=list)
+    bad: list[Document] = field(default_factory=list)  # those that could not be scored, with reasons
+    sha256: str = ""
+
+    @property
+    def n_copies(self) -> int:
+        """Documents whose text another one has too: a bound counts them as independent, which they are not."""
+        return len(self.documents) - len({document.text for document in self.documents})
+
+    @classmethod
+    def of(
+        cls,
+        manager: DynamicProbeManager,
+        host: Any,
+        tokenizer: Any,
+        source: str,
+        columns: Ints,
+        label: str,
+        *,
+        reading: Reading,
+        read: Callable[[str], Iterator[Document]],
+    ) -> ScoredDocuments:
+        from probemon.offline.corpus import score_documents
+        from probemon.offline.documents import count_documents
+
+        result, digest = cls(source), hashlib.sha256()
+        with progress_bar(label, total=count_documents(source)) as bar:
+            scored_documents = score_documents(
+                manager,
+                host,
+                tokenizer,
+                read(source),
+                reading=reading,
+                exhaustive=True,
+                progress=lambda documents, tokens: bar.update(documents),
+            )
+            for scored in scored_documents:
+                if scored.scores is None or scored.everything is None:
+                    result.bad.append(scored.document)
+                    continue
+                seen = np.flatnonzero(scored.scores.coverage.seen)
+                result.scores.append(scored.everything.numpy()[np.ix_(seen, columns)])
+                result.documents.append(scored.document)
+                digest.update(scored.document.text.encode() + b"\0")
+        if not result.scores:
+            why = f": {result.bad[0].id}: {result.bad[0].reason}" if result.bad else ""
+            raise CalibrationError(f"{source} has no document that can be scored{why}")
+        result.sha256 = digest.hexdigest()
+        return result
+
+    def stated(self) -> dict[str, Any]:
+        """For the record. The hash is of the texts that were scored, each with a zero byte after it."""
+        name = "standard input" if self.source == "-" else Path(self.source).name
+        return {
+            "source": name,
+            "sha256_of_texts": self.sha256,
+            "n_documents": len(self.scores),
+            "n_bad": len(self.bad),
+            "n_copies": self.n_copies,
+            "n_tokens": sum(map(len, self.scores)),
+        }
+
+    def with_concepts(self, pack: ProbePack, watched: list[int]) -> Iterator[tuple[Floats, Mask | None]]:
+        """Yield the scores of each document, and which watched concepts it has by its field `concepts`."""
+        for scores, document in zip(self.scores, self.documents, strict=True):
+            concepts = concepts_of(document, pack)
+            yield scores, None if concepts is None else np.isin(watched, concepts)
+
+
+def concepts_of(document: Document, pack: ProbePack) -> list[int] | None:
+    """Probes that a document's field `concepts` names, None without one. Raises `ConfigError`, `UnknownConcept`."""
+    stated = document.fields.get("concepts")
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
+    return [pack.find(name) for name in stated]

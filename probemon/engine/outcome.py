@@ -80,7 +80,8 @@ class OutcomeMaker:
         ptr, probes, values, fired, n_dropped = collect(step, self._alert)
         released = np.zeros(n, dtype=np.int64)
         kept, released[keep] = retain(plan, step, keep)
-        keep_what_it_had(kept, retained, seen[keep], keep)
+        if retained is not None:
+            kept[~seen[keep]] = retained[keep][~seen[keep]]  # what could not be seen changes nothing
         n_active = ptr[1:] - ptr[:-1]
         n_evaluated = np.where(seen, self._pack.n_probes, 0) if everything else n_active
         n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
@@ -124,9 +125,3 @@ class OutcomeMaker:
         step.active[unseen != SEEN] = False
         step.dropped[unseen != SEEN] = False
         return unseen
-
-
-def keep_what_it_had(kept: Mask, retained: Mask | None, seen: Mask, keep: Ints) -> None:
-    """Give states `keep` that were not seen the retained sets that they had: they change nothing."""
-    if retained is not None and not seen.all():
-        kept[~seen] = retained[keep][~seen]

@@ -6,15 +6,17 @@ outcome = way.evaluate(plan, inputs, retained, keep)
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import SEEN, Inputs
+from probemon.core.inputs import Inputs
 from probemon.core.plan import CascadePlan
-from probemon.engine.cascade import Descent, PairRequests, retain
+from probemon.engine.cascade import Descent, PairRequests
 from probemon.engine.kernels import numba_cpu
 from probemon.engine.memory.arena import ResidentArena
-from probemon.engine.outcome import Outcome, OutcomeMaker, keep_what_it_had
+from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.packs.pack import ProbePack
 
 
@@ -37,22 +39,19 @@ class Compiled:
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
         """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
-        n, none = len(inputs), np.zeros(len(inputs), dtype=np.int64)
         step = self._descend(plan, inputs, retained)
-        unseen = self._outcomes.take_out_unseen(step, inputs.largest)
-        seen = unseen == SEEN
-        ptr, probes, values, fired, n_dropped = numba_cpu.collect(step.active, step.dropped, step.scores, self._alert)
-        n_active, released = ptr[1:] - ptr[:-1], none
-        if n_dropped.any():
-            released = np.zeros(n, dtype=np.int64)
-            kept, released[keep] = retain(plan, step, keep)
-        else:
-            most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
-            kept = numba_cpu.best(ptr, probes, values, plan.exempt, keep, most)
-        keep_what_it_had(kept, retained, seen[keep], keep)
-        evaluated = np.where(seen, self._pack.n_probes, 0) if self._everything else n_active
-        self._arena.used(int(evaluated.sum()))
-        return Outcome(ptr, probes, values, fired, n_active, n_dropped, evaluated, released, none, unseen, kept)
+        # In fp64, as in `OutcomeMaker.is_small`: then no state is unseen.
+        if step.dropped.any() or not float(inputs.largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf:
+            outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=self._everything)
+            self._arena.used(int(outcome.n_evaluated.sum()))
+            return outcome
+        ptr, probes, values, fired, none = numba_cpu.collect(step.active, step.dropped, step.scores, self._alert)
+        n_active = ptr[1:] - ptr[:-1]
+        most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
+        kept = numba_cpu.best(ptr, probes, values, plan.exempt, keep, most)
+        n_evaluated = np.full(len(inputs), self._pack.n_probes) if self._everything else n_active
+        self._arena.used(int(n_evaluated.sum()))
+        return Outcome(ptr, probes, values, fired, n_active, none, n_evaluated, none, none, none, kept)
 
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from probemon.errors import PackError
-from probemon.packs.edit import opened
-from probemon.packs.pack import ProbePack
+from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.widen import common, embed
 
 _SHOWN = 5
@@ -78,7 +77,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where
     int8 is compared with another dtype, or states of different sizes are read: no weight has a counterpart then.
     """
-    sizes = [opened(pack).architecture.hidden_size for pack in (a, b)]
+    sizes = [check_pack(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
         raise PackError(
             f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no"

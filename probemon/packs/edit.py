@@ -31,7 +31,8 @@ from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack
 from probemon.packs.configured import named as of_pack
 from probemon.packs.manifest import PROBES
-from probemon.packs.pack import ALWAYS, ProbePack
+from probemon.packs.opened import ALWAYS
+from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.widen import common, embed
 from probemon.packs.writer import PackWriter, check_target
 
@@ -62,12 +63,12 @@ def merge(
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
-        opened(packs)
+        check_pack(packs)
         raise PackError("there is one pack and nothing to merge it with: give a list of packs")
     named = list(packs.items()) if isinstance(packs, Mapping) else [("", pack) for pack in packs]
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
-    all_packs = [opened(pack) for _, pack in named]
+    all_packs = [check_pack(pack) for _, pack in named]
     for what in ("dtype", "score_rule"):
         found = {str(getattr(pack, what)): pack.name for pack in all_packs}
         if len(found) > 1:
@@ -131,7 +132,7 @@ def merge(
             for start, block in pack.blocks():
                 writer.put_slice(at + start, embed(block, architecture))
             at += pack.n_probes
-    return writer.pack
+    return ProbePack.of(writer.opened)
 
 
 def subset(
@@ -151,7 +152,7 @@ def subset(
     it in the whole pack. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
-    pack = opened(pack)
+    pack = check_pack(pack)
     if isinstance(concepts, (str, bytes)) or not isinstance(concepts, Iterable):
         raise ConfigError(f"concepts is {shown(concepts)}: give a list of ids, names or patterns, even of one")
     chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
@@ -226,7 +227,7 @@ def rename(
     Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
     """
     check_target(path, overwrite)
-    pack = opened(pack)
+    pack = check_pack(pack)
     if concepts is not None and not isinstance(concepts, Mapping):
         raise PackError(f"concepts is {concepts!r}: give new names by id, {{old: new}}")
     if name is None and not concepts:
@@ -269,16 +270,6 @@ def rename(
         recommended={**pack.recommended, **always_on(pack, renamed=new_ids)},
         quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
     )
-
-
-def opened(pack: object) -> ProbePack:
-    """The same. Raises `PackError` for what is no pack, such as its path."""
-    if not isinstance(pack, ProbePack):
-        raise PackError(
-            f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or"
-            " ProbePack.from_pretrained(name)"
-        )
-    return pack
 
 
 def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:
@@ -331,7 +322,7 @@ def copy_pack(
     ) as writer:
         for start, block in pack.blocks(probes):
             writer.put_slice(start, block)
-    return writer.pack
+    return ProbePack.of(writer.opened)
 
 
 def _qualified(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ from probemon.core.hierarchy import Ints
 from probemon.core.inputs import prepare_input
 from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
-from probemon.packs.edit import always_on, card_of, copy_pack, made_by, opened
-from probemon.packs.pack import ProbePack
+from probemon.packs.edit import always_on, card_of, copy_pack, made_by
+from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter, check_target
 
 _SHOWN = 5
@@ -80,7 +80,7 @@ def with_hierarchy(
     `UnknownConcept` for a name that several concepts bear.
     """
     check_target(path, overwrite)
-    pack = opened(pack)
+    pack = check_pack(pack)
     if pack.score_rule == "path":
         raise PackError(
             f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would be"
@@ -290,7 +290,7 @@ class Proposal:
             writer.put_slice(0, weights)
             for start, block in pack.blocks():
                 writer.put_slice(n + start, block)
-        return writer.pack
+        return ProbePack.of(writer.opened)
 
 
 def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
@@ -304,7 +304,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         threshold = check_share(
             "threshold", threshold, "give an alert threshold, more than 0 and less than 1", error=PackError
         )
-    pack = opened(pack)
+    pack = check_pack(pack)
     if (
         pack.architecture.hidden
         or pack.dtype == torch.int8

@@ -29,18 +29,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from probemon.core.files import sha256, write_text_atomically
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
-from probemon.packs.pack import ProbePack
+from probemon.packs.opened import OpenedPack
 from probemon.packs.writer import check_target
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+Pack = TypeVar("Pack", bound=OpenedPack)
 _LIBRARY = "probemon"
 _TAGS = ("probemon", "concept-probes", "interpretability")
 # beside the cache's snapshots: a file a commit, with the sha256 of the manifest that its files were found to fit
@@ -99,7 +100,7 @@ def find(
     return Path(repo)
 
 
-def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
+def save(pack: Pack, folder: str | Path, *, overwrite: bool = False) -> Pack:
     """Copy a pack, with metadata for the hub in its card. See `ProbePack.save_pretrained`."""
     target = check_target(folder, overwrite)
     manifest, card = _for_hub(pack)
@@ -113,7 +114,7 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
         (made / CARD).write_bytes(card)
         (made / MANIFEST).write_bytes(manifest)
         made.chmod(0o755)  # mkdtemp makes it private
-        copy = ProbePack.open(made)
+        copy = type(pack).open(made)
         packfile.replace_directory(made, target)
     except OSError as error:
         raise PackError(
@@ -128,7 +129,7 @@ def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> Pro
 
 
 def push(
-    pack: ProbePack,
+    pack: OpenedPack,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -260,7 +261,7 @@ def _check_file(path: Path, stated: dict[str, Any]) -> None:
     packfile.check_hash(path, stated["sha256"])
 
 
-def _check_copied(pack: ProbePack, file: str, digest: str) -> None:
+def _check_copied(pack: OpenedPack, file: str, digest: str) -> None:
     """Raise `PackChanged` where what is passed on is not what was opened: the pack was replaced meanwhile."""
     if digest != pack.manifest["files"][file]["sha256"]:
         raise PackChanged(f"{pack.directory / file} is another one than when the pack was opened: open the pack again")
@@ -282,7 +283,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
+def _for_hub(pack: OpenedPack) -> tuple[bytes, bytes]:
     """Manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises `PackCorrupt`: a
     damaged pack is not passed on.
     """
@@ -300,7 +301,7 @@ def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
         ) from error
 
 
-def _card(pack: ProbePack) -> bytes:
+def _card(pack: OpenedPack) -> bytes:
     """The pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that is no
     YAML.
     """

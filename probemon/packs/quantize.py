@@ -20,9 +20,9 @@ from torch import Tensor
 
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, PackCorrupt
-from probemon.packs.edit import opened
 from probemon.packs.manifest import PROBES
-from probemon.packs.pack import MATRICES, ProbePack
+from probemon.packs.opened import MATRICES
+from probemon.packs.pack import ProbePack, check_pack
 
 _STATES = 64  # random ones, for a pack without golden states
 
@@ -48,7 +48,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     it has none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`,
     `PackError`.
     """
-    pack = opened(pack)
+    pack = check_pack(pack)
     if pack.dtype == torch.int8:
         raise ConfigError(f"{pack.name} is int8 already")
     bounding = next((concept["id"] for concept in pack.concepts if concept.get("bounding")), None)

@@ -5,7 +5,7 @@
     with PackWriter(path, name="mine", concepts=concepts, **shape, **about) as writer:
         for i, probe in enumerate(probes):  # in any order, each once
             writer.put(i, {"w1": ..., "b1": ..., "w2": ..., "b2": ..., "w3": ..., "b3": ...})
-    pack = writer.pack
+    pack = ProbePack.of(writer.opened)
 
 In memory are: what was put last (once more while it is written, in blocks of 16 MiB), the concepts, a few numbers a
 probe and the golden states. The file has its full size from the beginning, so that a disk that is too small says so
@@ -48,7 +48,7 @@ from probemon.core.reference import score_reference
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs import files as packfile
 from probemon.packs.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
-from probemon.packs.pack import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, ProbePack, check_recommended, no_thresholds
+from probemon.packs.opened import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, OpenedPack, check_recommended, no_thresholds
 
 _BLOCK_BYTES = 16 << 20
 _CODES = {
@@ -74,7 +74,7 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
 
 
 class PackWriter:
-    """A pack in the making: enter it, put every probe once, leave it; then `pack` is the opened pack.
+    """A pack in the making: enter it, put every probe once, leave it; then `opened` is the pack.
 
     `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none; it need not grow along
     edges), and anything else JSON. What is `[P]` is in their order: `input_index`, `alert_threshold`,
@@ -232,14 +232,14 @@ class PackWriter:
         self._made: Path | None = None
         self._tidy: weakref.finalize[..., PackWriter] | None = None
         self._file: BinaryIO | None = None
-        self._pack: ProbePack | None = None
+        self._opened: OpenedPack | None = None
 
     @property
-    def pack(self) -> ProbePack:
-        """The pack, once the block has been left."""
-        if self._pack is None:
+    def opened(self) -> OpenedPack:
+        """The pack that was written, once the block has been left. `ProbePack.of` gives it the rest of its methods."""
+        if self._opened is None:
             raise PackError(f"{self._target} is not written yet: it is when the with block ends")
-        return self._pack
+        return self._opened
 
     def __enter__(self) -> PackWriter:
         try:
@@ -402,10 +402,10 @@ class PackWriter:
             }
             (self._made / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
             self._made.chmod(0o755)  # private until now
-            pack = ProbePack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
+            pack = OpenedPack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
             packfile.replace_directory(self._made, self._target)
         pack.moved(self._target)  # what was written, whatever another writer puts there
-        self._pack = pack
+        self._opened = pack
 
     def _discard(self) -> None:
         if self._file is not None:

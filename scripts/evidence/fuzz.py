@@ -215,6 +215,7 @@ def attacked() -> list[Any]:
         "packs.held_file",
         "packs.held_tensors",
         "packs.files",
+        "packs.opened",
         "packs.pack",
         "packs.writer",
         "core.hierarchy",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from probemon.errors import PackError
 from probemon.packs.pack import ProbePack, check_pack
-from probemon.packs.widen import common, embed
+from probemon.packs.widen import smallest_common, widen
 
 _SHOWN = 5
 _FIELDS = ("name", "level", "parents", "definition")
@@ -88,7 +88,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
             f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8"
             " pack was made from"
         )
-    architecture = common([a.architecture, b.architecture])
+    architecture = smallest_common([a.architecture, b.architecture])
     at = {concept["id"]: i for i, concept in enumerate(b.concepts)}
     shared = [(i, at[concept["id"]]) for i, concept in enumerate(a.concepts) if concept["id"] in at]
     ours = {concept["id"] for concept in a.concepts}
@@ -139,7 +139,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
 
 
 def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any) -> float:
-    first, second = embed(a, architecture), embed(b, architecture)
+    first, second = widen(a, architecture), widen(b, architecture)
     return max(float((first[key].double() - second[key].double()).abs().max()) for key in first)
 
 

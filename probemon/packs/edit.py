@@ -33,7 +33,7 @@ from probemon.packs.configured import named as of_pack
 from probemon.packs.manifest import PROBES
 from probemon.packs.opened import ALWAYS
 from probemon.packs.pack import ProbePack, check_pack
-from probemon.packs.widen import common, embed
+from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter, check_target
 
 _SHOWN = 5
@@ -76,7 +76,7 @@ def merge(
             raise PackError(
                 f"{what} differs: {told}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])"
             )
-    architecture = common([pack.architecture for pack in all_packs])
+    architecture = smallest_common([pack.architecture for pack in all_packs])
     concepts: list[dict[str, Any]] = []
     for prefix, pack in named:
         concepts += _qualified(pack, prefix)
@@ -130,7 +130,7 @@ def merge(
         at = 0
         for pack in all_packs:
             for start, block in pack.blocks():
-                writer.put_slice(at + start, embed(block, architecture))
+                writer.put_slice(at + start, widen(block, architecture))
             at += pack.n_probes
     return ProbePack.of(writer.opened)
 

@@ -284,7 +284,7 @@ class PackWriter:
         if found != self._architecture or weights["w1"].dtype != self._dtype:
             raise PackError(
                 f"weights are {found} over {found.hidden_size} values in {weights['w1'].dtype}, the pack's"
-                f" {self._architecture} over {self._architecture.hidden_size} in {self._dtype}: embed or convert them"
+                f" {self._architecture} over {self._architecture.hidden_size} in {self._dtype}: widen or convert them"
                 " first"
             )
         if not 0 <= start <= start + n <= self._n:

@@ -31,8 +31,8 @@ from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack
 from probemon.packs.configured import named as of_pack
 from probemon.packs.manifest import PROBES
-from probemon.packs.opened import ALWAYS
 from probemon.packs.pack import ProbePack, check_pack
+from probemon.packs.tensors import ALWAYS
 from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter, check_target
 

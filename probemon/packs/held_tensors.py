@@ -19,7 +19,6 @@ import mmap
 import threading
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,10 +52,6 @@ class HeldTensors:
         self._offsets, self.described = _layout(file)
         self._lock = threading.Lock()
         self._all: dict[str, Tensor] | None = None
-
-    def moved(self, path: Path) -> None:
-        """The file has another name now, for errors."""
-        self.file.path = path
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""

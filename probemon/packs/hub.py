@@ -124,7 +124,7 @@ def save(pack: Pack, folder: str | Path, *, overwrite: bool = False) -> Pack:
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
-    copy.moved(target)
+    copy.set_directory(target)
     return copy
 
 

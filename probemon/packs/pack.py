@@ -66,9 +66,7 @@ class ProbePack(OpenedPack):
         )
         # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the
         # hub's cache were.
-        return cls._opened(
-            local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256
-        )
+        return cls._open(local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256)
 
     @classmethod
     def write(

@@ -21,8 +21,8 @@ from torch import Tensor
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, PackCorrupt
 from probemon.packs.manifest import PROBES
-from probemon.packs.opened import MATRICES
 from probemon.packs.pack import ProbePack, check_pack
+from probemon.packs.tensors import MATRICES
 
 _STATES = 64  # random ones, for a pack without golden states
 

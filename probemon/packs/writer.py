@@ -47,8 +47,19 @@ from probemon.core.probes import Architecture, InputSpec, input_dtype
 from probemon.core.reference import score_reference
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs import files as packfile
-from probemon.packs.manifest import CARD, CONCEPTS, CONTROL, FORMAT, FORMAT_VERSION, MANIFEST, PROBES, SCORE_RULES
-from probemon.packs.opened import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, OpenedPack, check_recommended, no_thresholds
+from probemon.packs.manifest import (
+    CARD,
+    CONCEPTS,
+    CONTROL,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    PROBES,
+    SCORE_RULES,
+    check_recommended,
+)
+from probemon.packs.opened import OpenedPack
+from probemon.packs.tensors import AGGREGATED, DTYPES, MATRICES, THRESHOLDS, first_wrong_threshold, name_of
 
 _BLOCK_BYTES = 16 << 20
 _CODES = {
@@ -183,7 +194,7 @@ class PackWriter:
             AGGREGATED + str(key): thresholds.to(torch.float32)[at] for key, thresholds in (aggregated or {}).items()
         }
         for key in self._small:
-            bad = no_thresholds(key, self._small[key]) if "threshold" in key else None
+            bad = first_wrong_threshold(key, self._small[key]) if "threshold" in key else None
             if bad is not None:
                 raise PackError(
                     f"the {key} of concept {self._ids[int(order[bad])]!r} is {float(self._small[key][bad]):g}:"
@@ -221,7 +232,7 @@ class PackWriter:
             "score_rule": score_rule,
             "recommended": dict(recommended or {}),
             "architecture": architecture.as_dict(),
-            "dtype": next(key for key, value in DTYPES.items() if value is dtype),
+            "dtype": name_of(dtype),
             "counts_per_level": {
                 str(int(v)): int(c) for v, c in zip(*np.unique(tree.level, return_counts=True), strict=True)
             },
@@ -404,7 +415,7 @@ class PackWriter:
             self._made.chmod(0o755)  # private until now
             pack = OpenedPack.open(self._made)  # every weight was looked at, and the golden scores are of these weights
             packfile.replace_directory(self._made, self._target)
-        pack.moved(self._target)  # what was written, whatever another writer puts there
+        pack.set_directory(self._target)  # what was written, whatever another writer puts there
         self._opened = pack
 
     def _discard(self) -> None:

@@ -217,6 +217,7 @@ def attacked() -> list[Any]:
         "packs.files",
         "packs.opened",
         "packs.pack",
+        "packs.tensors",
         "packs.writer",
         "core.hierarchy",
         "core.scores",

@@ -217,6 +217,7 @@ def attacked() -> list[Any]:
         "packs.files",
         "packs.opened",
         "packs.pack",
+        "packs.spec",
         "packs.tensors",
         "packs.writer",
         "core.hierarchy",

@@ -30,7 +30,7 @@ from probemon.core.hierarchy import Ints
 from probemon.core.inputs import prepare_input
 from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
-from probemon.packs.edit import always_on, card_of, copy_pack, made_by
+from probemon.packs.copies import always_on, card_of, copy_pack, made_by
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter, check_target
 
@@ -119,14 +119,12 @@ def with_hierarchy(
     made = copy_pack(
         pack,
         path,
-        name or f"{pack.name}-tree",
-        lines,
         "The same probes under another hierarchy, from",
         made_by("with_hierarchy", [pack]),
+        name=name or f"{pack.name}-tree",
+        concepts=lines,
+        expand_threshold=None,
         overwrite=overwrite,
-        alert_threshold=pack.alert_threshold,
-        aggregated={key: pack.thresholds_for(key) for key in pack.aggregated},
-        input_index=pack.input_index,
         recommended={key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY}
         | always_on(pack),
     )

@@ -224,6 +224,7 @@ def attacked() -> list[Any]:
         "core.scores",
         "core.concept_names",
         "packs.edit",
+        "packs.copies",
         "packs.widen",
         "packs.hierarchies",
         "cli.packs",

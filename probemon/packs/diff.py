@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from probemon.errors import PackError
+from probemon.packs.copies import some_of
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.widen import smallest_common, widen
 
-_SHOWN = 5
 _FIELDS = ("name", "level", "parents", "definition")
 
 
@@ -59,14 +59,14 @@ class PackDiff:
         lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in self.about.items()]
         for name, ids in zip(self.names, (self.only_in_a, self.only_in_b), strict=True):
             if ids:
-                lines.append(f"only in {name}: {_some(ids)}")
+                lines.append(f"only in {name}: {some_of(ids)}")
         kinds = sorted({kind for changes in self.changed.values() for kind in changes})
         for kind in kinds:
             ids = [concept for concept, changes in self.changed.items() if kind in changes]
             worst = (
                 f", by at most {max(self.changed[concept][kind] for concept in ids):.3g}" if kind == "weights" else ""
             )
-            lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {_some(ids)}")
+            lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {some_of(ids)}")
         return "\n".join([*lines, f"{self.n_same} concepts are alike"])
 
 
@@ -153,7 +153,3 @@ def _number(value: Tensor) -> float | None:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(part, str) for part in value) else value
-
-
-def _some(ids: list[str]) -> str:
-    return ", ".join(ids[:_SHOWN]) + (f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")

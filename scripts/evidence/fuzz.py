@@ -227,6 +227,7 @@ def attacked() -> list[Any]:
         "packs.copies",
         "packs.widen",
         "packs.hierarchies",
+        "packs.bounding_probes",
         "cli.packs",
         "packs.hub",
         "packs.quantize",

@@ -93,12 +93,10 @@ class ProbePack(OpenedPack):
     ) -> ProbePack:
         """Write a pack and open it. Probes are given in any order and numbered here.
 
-        `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none),
-        `definition` and anything else JSON. `weights`, `input_index [P]`, `alert_threshold [P]`,
-        `expand_threshold [P]` and `aggregated` (alert thresholds `[P]` by `str()` of the aggregator) are in the order
-        of `concepts`; the dtype of `w1` is the pack's, biases (and the scales of int8 weights:
-        `probemon.packs.quantize`) are kept in fp32. `golden_hidden [G, S, D]`: raw states at the distinct sites of
-        `inputs`. The directory appears whole or not at all; an existing one is an error unless `overwrite`.
+        `weights`: stacked tensors by parameter. The dtype of `w1` is the pack's; biases (and the scales of int8
+        weights: `probemon.packs.quantize`) are kept in fp32. The other options are those of `PackWriter`; what is
+        `[P]`, weights too, is in the order of `concepts`. The directory appears whole or not at all; an existing one is
+        an error unless `overwrite`.
         """
         check_target(path, overwrite)
         check_mappings("concepts", concepts, PackError)

@@ -46,6 +46,7 @@ from probemon.packs.tensors import (
     AGGREGATED,
     THRESHOLDS,
     VECTORS,
+    aggregator_names,
     check_dtypes,
     check_golden,
     first_wrong_threshold,
@@ -103,8 +104,8 @@ class OpenedPack:
         self.input_dtype = input_dtype(self.dtype)
         self.input_index = vectors["input"]
         self.alert_threshold, self.expand_threshold = vectors["alert_threshold"], vectors["expand_threshold"]
-        self._aggregated = self._read_aggregated(where)
-        self.aggregated = tuple(sorted(self._aggregated))
+        self.aggregated = aggregator_names(described, self.n_probes, where)
+        self._aggregated = {name: tensors.read(AGGREGATED + name) for name in self.aggregated}
         self.golden_error: float | None = None
         self.input_limit = np.full(self.n_probes, np.nan)
         self.lowest_input_limit = math.inf
@@ -115,20 +116,6 @@ class OpenedPack:
         check_numbering(concepts, self.tree, directory / CONCEPTS)
         # Not the pack's own method: a pack in a circle would hold its file for long.
         self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))
-
-    def _read_aggregated(self, where: str) -> dict[str, Tensor]:
-        aggregated = {}
-        for key, tensor in self._tensors.described.items():
-            if not key.startswith(AGGREGATED):
-                continue
-            name = key.removeprefix(AGGREGATED)
-            if name in ("", "each") or tuple(tensor.shape) != (self.n_probes,) or tensor.dtype != torch.float32:
-                raise PackCorrupt(
-                    f"{where}: {key} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and"
-                    f" torch.float32 ({self.n_probes},)"
-                )
-            aggregated[name] = self._tensors.read(key)
-        return aggregated
 
     def _check_vectors(self, where: str) -> None:
         n, shape = self.n_probes, self.architecture
@@ -266,9 +253,7 @@ class OpenedPack:
         return self._tensors.in_memory
 
     def check_unchanged(self) -> None:
-        """Raise `PackChanged` where weights are in a file that somebody wrote to since the pack was opened. Takes a
-        microsecond or two.
-        """
+        """Raise `PackChanged` where weights are in a file that was written to since. Takes a microsecond or two."""
         self._tensors.check()
 
     def set_directory(self, directory: Path) -> None:
@@ -277,17 +262,13 @@ class OpenedPack:
         self._tensors.file.path = directory / PROBES
 
     def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return weights of the probes `first..stop - 1`, in memory of their own, as they were when the pack was
-        opened. Raises `PackChanged`.
-        """
+        """Return copies of the weights of the probes `first..stop - 1`. Raises `PackChanged`."""
         if self._weights and self.in_memory:
             return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
         return self._tensors.read_rows(self._parameters, first, stop)
 
     def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield copies of the weights of `probes` (all) in their order, block by block: where each begins, and its
-        stacked tensors. Raises `PackChanged`.
-        """
+        """Yield where each block of `probes` (all) begins, and copies of their weights. Raises `PackChanged`."""
         wanted = torch.from_numpy(np.arange(self.n_probes) if probes is None else probes)
         size = max(1, _BLOCK_BYTES // max(1, self.weight_bytes() // self.n_probes))
         for start in range(0, len(wanted), size):
@@ -362,15 +343,11 @@ class OpenedPack:
         return list(dict.fromkeys(spec.site for spec in self.inputs))
 
     def find(self, concept: str | int) -> int:
-        """Return the probe number of a concept given by id, by unambiguous name, or by number. Raises
-        `UnknownConcept`.
-        """
+        """Return the probe of a concept given by id, unambiguous name, or number. Raises `UnknownConcept`."""
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Return the probe numbers of a name, id, number, list of these, or pattern over names and ids. Raises
-        `UnknownConcept`.
-        """
+        """Return the probes of a name, id, number, list of these, or pattern over both. Raises `UnknownConcept`."""
         return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:

@@ -57,6 +57,21 @@ def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
             raise PackCorrupt(f"{where}: {name} is {described[name].dtype}, expected {expected}")
 
 
+def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
+    """Return the aggregators that have alert thresholds of their own. Raises `PackCorrupt` where these are no vector of
+    numbers.
+    """
+    names = sorted(key.removeprefix(AGGREGATED) for key in described if key.startswith(AGGREGATED))
+    for name in names:
+        key, tensor = AGGREGATED + name, described[AGGREGATED + name]
+        if name in ("", "each") or tuple(tensor.shape) != (n_probes,) or tensor.dtype != torch.float32:
+            raise PackCorrupt(
+                f"{where}: {key} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and"
+                f" torch.float32 ({n_probes},)"
+            )
+    return tuple(names)
+
+
 def check_golden(described: Mapping[str, Tensor], n_sites: int, n_probes: int, hidden_size: int, where: str) -> None:
     """Raise `PackCorrupt` where golden states or their scores are alone, or of another shape than the pack's."""
     golden = {name: described[name] for name in ("golden_hidden", "golden_scores") if name in described}

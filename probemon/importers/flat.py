@@ -30,7 +30,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.importers.sources import as_path
 from probemon.packs.pack import ProbePack
-from probemon.packs.widen import common, embed
+from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import check_target
 
 Layer = tuple[Tensor, Tensor]
@@ -182,12 +182,12 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
                 f"{probes[0].id} reads {probes[0].hidden_size} values, {probe.id} {probe.hidden_size}: probes of"
                 " different hosts go into different packs"
             )
-    to = common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
+    to = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
     _bounded(len(probes) * to.parameters_per_probe())
     kept = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
     stacked: dict[str, Tensor] = {}
     for i, probe in enumerate(probes):
-        for name, values in embed(_alone(probe, torch.bfloat16 if kept else torch.float32), to).items():
+        for name, values in widen(_alone(probe, torch.bfloat16 if kept else torch.float32), to).items():
             if i == 0:
                 stacked[name] = values.new_empty(len(probes), *values.shape[1:])
             stacked[name][i] = values[0]

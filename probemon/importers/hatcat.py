@@ -261,7 +261,7 @@ def import_pack(
             told.one()
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
         writer.card = _card(name, report, placed, worst, model, licence)
-    return writer.pack, report
+    return ProbePack.of(writer.opened), report
 
 
 def _check_given(**given: Any) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from probemon.core.probes import Architecture, InputSpec
-from probemon.packs.widen import common
-from probemon.packs.widen import embed as widened
+from probemon.packs.widen import smallest_common, widen
 
 NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -161,7 +160,7 @@ def embed(
     own = {"w1": weights[0][None].to(dtype), "b1": biases[0][None]}
     if kind.hidden:
         own |= {"w2": weights[1][None].to(dtype), "b2": biases[1][None], "w3": weights[2].to(dtype), "b3": biases[2]}
-    return {name: tensor[0] for name, tensor in widened(own, architecture).items()}
+    return {name: tensor[0] for name, tensor in widen(own, architecture).items()}
 
 
 def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
@@ -171,7 +170,7 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
     dtype = kinds[0].dtype
     for kind in kinds:
         dtype = torch.promote_types(dtype, kind.dtype)
-    return common([Architecture(kind.hidden_size, kind.hidden) for kind in kinds]), dtype
+    return smallest_common([Architecture(kind.hidden_size, kind.hidden) for kind in kinds]), dtype
 
 
 def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:

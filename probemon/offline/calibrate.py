@@ -397,7 +397,7 @@ def write_calibrated(
     ) as writer:
         for start, block in pack.blocks():
             writer.put_slice(start, block)
-    return writer.pack
+    return ProbePack.of(writer.opened)
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:

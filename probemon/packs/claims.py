@@ -35,7 +35,7 @@ def _depths(value: Any) -> Iterator[int]:
             yield depth
             if depth > MAX_DEPTH:
                 return
-            waiting += [(one, depth + 1) for one in (inner.values() if isinstance(inner, dict) else inner)]
+            waiting += [(part, depth + 1) for part in (inner.values() if isinstance(inner, dict) else inner)]
 
 
 def _wrong(where: str, value: Any, expected: str) -> ValueError:
@@ -48,11 +48,9 @@ def _text(where: str, value: Any) -> None:
 
 
 def _number(where: str, value: Any) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or (isinstance(value, int) and abs(value) > _LARGEST)
-    ):
+    if isinstance(value, float):
+        return
+    if type(value) is not int or abs(value) > _LARGEST:  # true is none
         raise _wrong(where, value, "a number")
 
 

@@ -1,8 +1,8 @@
 """A pack with the settings and thresholds that hold for it.
 
-part = ConfiguredPack.of(pack, {"keep_top_k": 20})             # what is not given is as the pack recommends
-plan = part.plan_with(["weapon"])
-parts = configure_group(group, {"keep_top_k": 20})    # of several packs, each its own
+configured = ConfiguredPack.of(pack, {"keep_top_k": 20})  # the pack's recommendation for what is not given
+plan = configured.plan_with(["weapon"])
+members = configure_group(group, {"keep_top_k": 20})      # of several packs, each its own
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class ConfiguredPack:
 
     @classmethod
     def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> ConfiguredPack:
-        """With the pack's recommendation for what is not given. Raises `ConfigError` (`UnknownSetting` for a typo)."""
-        recommended = {
-            name: value for name, value in pack.recommended.items() if name != "load_threshold"
-        }  # that one is what "auto" means
+        """Configure a pack by `settings`, and by its own recommendation for what is not given. Raises `ConfigError`
+        (`UnknownSetting` for a typo).
+        """
+        recommended = dict(pack.recommended)
+        recommended_load = recommended.pop("load_threshold", None)  # that one is what "auto" means
         config = CascadeConfig.of({**recommended, **settings})
         thresholds = expand_thresholds(
             pack.tree,
@@ -41,35 +42,35 @@ class ConfiguredPack:
             config.load_threshold,
             pack.alert_threshold.numpy(),
             pack.expand_threshold.numpy(),
-            pack.recommended.get("load_threshold"),
+            recommended_load,
         )
         return cls(pack, config, thresholds)
 
     def plan_with(self, extra: Sequence[str | int]) -> CascadePlan:
-        """A plan with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
+        """Return a plan with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
         always_on = [self.pack.find(concept) for concept in (*self.config.always_on, *extra)]
         return CascadePlan.of(self.pack.tree, self.pack.score_rule, self.config, self.thresholds, always_on)
 
 
 def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:
-    """Every pack of a group with the settings given; `always_on` names concepts of the group. An error says of which
-    pack it is.
+    """Configure every pack of a group by `settings`; `always_on` names concepts of the group. An error names the pack
+    that it is about.
     """
     always_on = CascadeConfig.of(settings).always_on
-    own = group.split([group.find(concept) for concept in always_on])
-    made = []
-    for (name, pack), mine in zip(group.packs.items(), own, strict=True):
-        given = {**settings, "always_on": mine.tolist()} if "always_on" in settings else settings
-        with named(name):
-            part = ConfiguredPack.of(pack, given)
-            part.plan_with(())  # what does not fit the hierarchy is told here, too
-        made.append(part)
-    return made
+    own_always_on = group.split([group.find(concept) for concept in always_on])
+    members = []
+    for (name, pack), probes in zip(group.packs.items(), own_always_on, strict=True):
+        own = {**settings, "always_on": probes.tolist()} if "always_on" in settings else settings
+        with errors_name_pack(name):
+            member = ConfiguredPack.of(pack, own)
+            member.plan_with(())  # what does not fit the hierarchy is an error here, too
+        members.append(member)
+    return members
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
-    """A `ConfigError` of the block begins with a pack's name."""
+def errors_name_pack(name: str) -> Iterator[None]:
+    """Begin a `ConfigError` of the block with a pack's name."""
     try:
         yield
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """What differs between two packs, by concept id.
 
-found = pack_diff(before, after)
-found.same, found.only_in_a, found.changed["whale"]      # {"weights": 0.25, "parents": [...], ...}
-print(found)
+diff = pack_diff(before, after)
+diff.same, diff.only_in_a, diff.changed["whale"]      # {"weights": 0.25, "parents": [...], ...}
+print(diff)
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import torch
 from torch import Tensor
 
 from probemon.errors import PackError
-from probemon.packs.edit import opened
-from probemon.packs.pack import ProbePack
-from probemon.packs.widen import common, embed
+from probemon.packs.copies import some_of
+from probemon.packs.pack import ProbePack, check_pack
+from probemon.packs.widen import smallest_common, widen
 
-_SHOWN = 5
 _FIELDS = ("name", "level", "parents", "definition")
 
 
 @dataclass(frozen=True)
 class PackDiff:
-    """`only_in_a`, `only_in_b`: ids. `changed`: by id, what differs: `weights` (the largest difference of a weight or
-    bias), thresholds as `[in a, in b]` (None: not calibrated), `input`, `name`, `level`, `parents`, `definition`.
-    `about`: of the packs as a whole, `[in a, in b]` by key. `n_same`: concepts alike in all.
+    """What differs between two packs.
+
+    - `only_in_a`, `only_in_b`: ids
+    - `changed`: by id, what differs: `weights` (the largest difference of a weight or bias), thresholds as
+      `[in a, in b]` (None: not calibrated), `input`, `name`, `level`, `parents`, `definition`
+    - `about`: of the packs as a whole, `[in a, in b]` by key
+    - `n_same`: how many concepts are alike in all
     """
 
     names: tuple[str, str]
@@ -44,7 +47,7 @@ class PackDiff:
         return not (self.only_in_a or self.only_in_b or self.changed or self.about)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             "a": self.names[0],
             "b": self.names[1],
@@ -60,14 +63,14 @@ class PackDiff:
         lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in self.about.items()]
         for name, ids in zip(self.names, (self.only_in_a, self.only_in_b), strict=True):
             if ids:
-                lines.append(f"only in {name}: {_some(ids)}")
+                lines.append(f"only in {name}: {some_of(ids)}")
         kinds = sorted({kind for changes in self.changed.values() for kind in changes})
         for kind in kinds:
             ids = [concept for concept, changes in self.changed.items() if kind in changes]
             worst = (
                 f", by at most {max(self.changed[concept][kind] for concept in ids):.3g}" if kind == "weights" else ""
             )
-            lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {_some(ids)}")
+            lines.append(f"{kind} of {len(ids)} concepts differ{worst}: {some_of(ids)}")
         return "\n".join([*lines, f"{self.n_same} concepts are alike"])
 
 
@@ -78,7 +81,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     Scores are the same where weights, inputs, score rule and, by the path rule, parents are. Raises `PackError` where
     int8 is compared with another dtype, or states of different sizes are read: no weight has a counterpart then.
     """
-    sizes = [opened(pack).architecture.hidden_size for pack in (a, b)]
+    sizes = [check_pack(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
         raise PackError(
             f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no"
@@ -89,10 +92,9 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
             f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8"
             " pack was made from"
         )
-    architecture = common([a.architecture, b.architecture])
-    at = {concept["id"]: i for i, concept in enumerate(b.concepts)}
-    shared = [(i, at[concept["id"]]) for i, concept in enumerate(a.concepts) if concept["id"] in at]
-    ours = {concept["id"] for concept in a.concepts}
+    architecture = smallest_common([a.architecture, b.architecture])
+    number_in_a, number_in_b = ({concept["id"]: i for i, concept in enumerate(pack.concepts)} for pack in (a, b))
+    shared = [(i, number_in_b[concept]) for concept, i in number_in_a.items() if concept in number_in_b]
     thresholds = {
         "alert_threshold": (a.alert_threshold, b.alert_threshold),
         "expand_threshold": (a.expand_threshold, b.expand_threshold),
@@ -102,37 +104,36 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     changed: dict[str, dict[str, Any]] = {}
     for i, j in shared:
         before, after = a.concepts[i], b.concepts[j]
-        found: dict[str, Any] = {
+        changes: dict[str, Any] = {
             key: [before.get(key), after.get(key)]
             for key in _FIELDS
             if _plain(before.get(key)) != _plain(after.get(key))
         }
         inputs = [a.inputs[int(a.input_index[i])].as_dict(), b.inputs[int(b.input_index[j])].as_dict()]
         if inputs[0] != inputs[1]:
-            found["input"] = inputs
+            changes["input"] = inputs
         for key, (first, second) in thresholds.items():
             pair = [_number(first[i]), _number(second[j])]
             if pair[0] != pair[1]:
-                found[key] = pair
+                changes[key] = pair
         largest = _largest(
             {key: tensor[i : i + 1] for key, tensor in a.weights.items()},
             {key: tensor[j : j + 1] for key, tensor in b.weights.items()},
             architecture,
         )
         if largest:
-            found["weights"] = largest
-        if found:
-            changed[before["id"]] = found
+            changes["weights"] = largest
+        if changes:
+            changed[before["id"]] = changes
     about = {}
     for key in ("score_rule", "dtype", "licence", "host", "recommended"):
         pair = [pack.manifest.get(key) for pack in (a, b)]
         if pair[0] != pair[1]:
             about[key] = pair
-    only_b = [concept["id"] for concept in b.concepts if concept["id"] not in ours]
     return PackDiff(
         (a.name, b.name),
-        [concept["id"] for concept in a.concepts if concept["id"] not in at],
-        only_b,
+        [concept for concept in number_in_a if concept not in number_in_b],
+        [concept for concept in number_in_b if concept not in number_in_a],
         changed,
         about,
         len(shared) - len(changed),
@@ -140,7 +141,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
 
 
 def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any) -> float:
-    first, second = embed(a, architecture), embed(b, architecture)
+    first, second = widen(a, architecture), widen(b, architecture)
     return max(float((first[key].double() - second[key].double()).abs().max()) for key in first)
 
 
@@ -154,7 +155,3 @@ def _number(value: Tensor) -> float | None:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(part, str) for part in value) else value
-
-
-def _some(ids: list[str]) -> str:
-    return ", ".join(ids[:_SHOWN]) + (f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")

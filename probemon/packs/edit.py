@@ -13,8 +13,8 @@ pack larger than memory can be edited.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,16 @@ from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
-from probemon.packs.configured import ConfiguredPack
-from probemon.packs.configured import named as of_pack
-from probemon.packs.manifest import PROBES
-from probemon.packs.pack import ALWAYS, ProbePack
-from probemon.packs.widen import common, embed
+from probemon.packs.configured import ConfiguredPack, errors_name_pack
+from probemon.packs.copies import always_on, card_of, copy_pack, made_by
+from probemon.packs.pack import ProbePack, check_pack
+from probemon.packs.tensors import ALWAYS
+from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter, check_target
 
 _SHOWN = 5
 # Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.
-_TOGETHER: dict[str, Callable[[list[Any]], Any]] = {
+_JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
     "report_top_k": max,
     "max_rounds": lambda rounds: None if None in rounds else max(rounds),
@@ -52,86 +52,62 @@ def merge(
     card: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """One pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each alone.
+    """Write one pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each
+    alone.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are embedded exactly in the largest shape. What a
-    descent of one alone begins with and opens is begun with and opened: room adds up, `max_rounds` is the largest, and
+    A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
+    of the whole begins with and opens what a descent of each alone does: room adds up, `max_rounds` is the largest, and
     where packs descend by unlike rules, each keeps its own as expand thresholds. Raises `PackError` where dtypes, score
     rules, hosts or ids clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not
     work as recommended.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
-        opened(packs)
+        check_pack(packs)
         raise PackError("there is one pack and nothing to merge it with: give a list of packs")
     named = list(packs.items()) if isinstance(packs, Mapping) else [("", pack) for pack in packs]
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
-    all_packs = [opened(pack) for _, pack in named]
+    members = [check_pack(pack) for _, pack in named]
     for what in ("dtype", "score_rule"):
-        found = {str(getattr(pack, what)): pack.name for pack in all_packs}
-        if len(found) > 1:
-            told = ", ".join(f"{value} ({pack_name})" for value, pack_name in found.items())
+        values = {str(getattr(pack, what)): pack.name for pack in members}
+        if len(values) > 1:
+            listed = ", ".join(f"{value} ({pack_name})" for value, pack_name in values.items())
             raise PackError(
-                f"{what} differs: {told}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])"
+                f"{what} differs: {listed}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])"
             )
-    architecture = common([pack.architecture for pack in all_packs])
-    concepts: list[dict[str, Any]] = []
-    for prefix, pack in named:
-        concepts += _qualified(pack, prefix)
-    ids = [concept["id"] for concept in concepts]
-    twice = sorted({str(concept) for concept, n in zip(*np.unique(ids, return_counts=True), strict=True) if n > 1})
-    if twice:
-        raise PackError(
-            f"{len(twice)} ids are in more than one pack"
-            f" ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): name the packs,"
-            ' merge({"a": first, "b": second}) or --prefix, and ids become a:id'
-        )
-    specs = list(dict.fromkeys(spec for pack in all_packs for spec in pack.inputs))
-    index = torch.cat(
-        [
-            torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu")[pack.input_index]
-            for pack in all_packs
-        ]
-    )
-    aggregators = dict.fromkeys(key for pack in all_packs for key in pack.aggregated)
-    unknown = [torch.full_like(pack.alert_threshold, float("nan")) for pack in all_packs]
-    recommended, expand = _together(named)
-    licences = list(dict.fromkeys(pack.manifest["licence"] for pack in all_packs))
+    architecture = smallest_common([pack.architecture for pack in members])
+    concepts = [concept for prefix, pack in named for concept in _with_prefix(pack, prefix)]
+    _check_unique(concepts)
+    specs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
+    own_specs = [torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu") for pack in members]
+    recommended, expand_threshold = _joined_settings(named)
     with PackWriter(
         path,
         name=name,
         concepts=concepts,
         architecture=architecture,
-        dtype=all_packs[0].dtype,
-        score_rule=all_packs[0].score_rule,
+        dtype=members[0].dtype,
+        score_rule=members[0].score_rule,
         inputs=[spec.as_dict() for spec in specs],
-        host=_one_host(all_packs),
-        licence=" AND ".join(licences),
-        card=card or card_of(name, "Merged from", all_packs),
-        input_index=index,
-        alert_threshold=torch.cat([pack.alert_threshold for pack in all_packs]),
-        expand_threshold=expand,
-        aggregated={
-            key: torch.cat(
-                [
-                    pack.thresholds_for(key) if key in pack.aggregated else nan
-                    for pack, nan in zip(all_packs, unknown, strict=True)
-                ]
-            )
-            for key in aggregators
-        },
-        golden_hidden=_golden(all_packs, list(dict.fromkeys(spec.site for spec in specs))),
+        host=_one_host(members),
+        licence=" AND ".join(dict.fromkeys(pack.manifest["licence"] for pack in members)),
+        card=card or card_of(name, "Merged from", members),
+        input_index=torch.cat([own[pack.input_index] for own, pack in zip(own_specs, members, strict=True)]),
+        alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
+        expand_threshold=expand_threshold,
+        aggregated=_aggregated(members),
+        golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
         recommended=recommended,
-        provenance=made_by("merge", all_packs, prefixes=[prefix for prefix, _ in named]),
+        provenance=made_by("merge", members, prefixes=[prefix for prefix, _ in named]),
         overwrite=overwrite,
     ) as writer:
-        at = 0
-        for pack in all_packs:
+        first = 0
+        for pack in members:
             for start, block in pack.blocks():
-                writer.put_slice(at + start, embed(block, architecture))
-            at += pack.n_probes
-    return writer.pack
+                writer.put_slice(first + start, widen(block, architecture))
+            first += pack.n_probes
+    return ProbePack.of(writer.opened)
 
 
 def subset(
@@ -144,14 +120,14 @@ def subset(
     name: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """A pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
+    """Write a pack of some concepts, by id, name or pattern, with all that is `above` and `below` them.
 
     Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its
     score would then be another one, so that is refused. Thresholds stay: a concept is opened by the parents that open
     it in the whole pack. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
-    pack = opened(pack)
+    pack = check_pack(pack)
     if isinstance(concepts, (str, bytes)) or not isinstance(concepts, Iterable):
         raise ConfigError(f"concepts is {shown(concepts)}: give a list of ids, names or patterns, even of one")
     chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
@@ -169,46 +145,17 @@ def subset(
             " keep what is above"
         )
     probes = np.asarray(sorted(kept), dtype=np.int64)
-    ids = {pack.concepts[probe]["id"] for probe in kept}
-    lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
-    recommended = {**pack.recommended, **always_on(pack, ids)}
-    layers = recommended.pop("base_layers", CascadeConfig.base_layers)
-    base = [level for level in layers if level in pack.tree.level[probes]]
-    elsewhere = (
-        bool(orphans) or not base
-    )  # the hierarchy begins elsewhere: what is a root now is at level 0, where descents begin
-    if not elsewhere and "base_layers" in pack.recommended:
-        recommended["base_layers"] = base
-    _, always = starting_probes(
-        pack.tree,
-        pack.score_rule == "path",
-        layers,
-        [pack.find(concept) for concept in pack.recommended.get("always_on", ())],
-    )
-    always[orphans] = True  # another parent, which is left out, could open it
-    on = list(recommended.get("always_on", []))
-    for line, probe in zip(lines, probes.tolist(), strict=True):
-        line["parents"] = [parent for parent in line["parents"] if parent in ids]
-        level = line.pop("level") if elsewhere else line["level"]
-        if always[probe] and line["parents"] and (elsewhere or level not in base):
-            on.append(line["id"])
-    if on:
-        recommended["always_on"] = list(dict.fromkeys(on))
-    at = torch.from_numpy(probes)
+    lines, recommended = _cut(pack, probes, orphans)
     return copy_pack(
         pack,
         path,
-        name or f"{pack.name}-subset",
-        lines,
         "Cut out of",
         made_by("subset", [pack], concepts=[str(concept) for concept in concepts], above=above, below=below),
         probes=probes,
-        overwrite=overwrite,
-        alert_threshold=pack.alert_threshold[at],
-        expand_threshold=pack.expand_threshold[at],
-        aggregated={key: pack.thresholds_for(key)[at] for key in pack.aggregated},
-        input_index=pack.input_index[at],
+        name=name or f"{pack.name}-subset",
+        concepts=lines,
         recommended=recommended,
+        overwrite=overwrite,
     )
 
 
@@ -220,29 +167,26 @@ def rename(
     concepts: Mapping[str, str | Mapping[str, str]] | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """The same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or `{"id": ...,
-    "name": ...}`.
+    """Write the same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or
+    `{"id": ..., "name": ...}`.
 
     Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
     """
     check_target(path, overwrite)
-    pack = opened(pack)
+    pack = check_pack(pack)
     if concepts is not None and not isinstance(concepts, Mapping):
         raise PackError(f"concepts is {concepts!r}: give new names by id, {{old: new}}")
     if name is None and not concepts:
         raise PackError("nothing is renamed: give a name for the pack, or concepts")
     lines = [dict(concept) for concept in pack.concepts]
     new_ids: dict[str, str] = {}
-    for concept, given in (concepts or {}).items():
+    for concept, new in (concepts or {}).items():
         line = lines[pack.find(concept)]
-        change = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
-        if (
-            not change
-            or set(change) - {"id", "name"}
-            or not all(isinstance(value, str) and value for value in change.values())
-        ):
+        change = {"name": new} if isinstance(new, str) else dict(new) if isinstance(new, Mapping) else {}
+        texts = all(isinstance(value, str) and value for value in change.values())
+        if not change or set(change) - {"id", "name"} or not texts:
             raise PackError(
-                f'{concept!r} becomes {given!r}: give its new name, or {{"id": ..., "name": ...}}, texts that are not'
+                f'{concept!r} becomes {new!r}: give its new name, or {{"id": ..., "name": ...}}, texts that are not'
                 " empty"
             )
         new_ids[line["id"]] = change.get("id", line["id"])
@@ -257,110 +201,49 @@ def rename(
     return copy_pack(
         pack,
         path,
-        name or pack.name,
-        lines,
         "Renamed from",
         made_by("rename", [pack], ids=changed),
-        overwrite=overwrite,
-        alert_threshold=pack.alert_threshold,
-        expand_threshold=pack.expand_threshold,
-        aggregated={key: pack.thresholds_for(key) for key in pack.aggregated},
-        input_index=pack.input_index,
-        recommended={**pack.recommended, **always_on(pack, renamed=new_ids)},
+        name=name or pack.name,
+        concepts=lines,
+        recommended={**pack.recommended, **always_on(pack, new_ids=new_ids)},
         quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
+        overwrite=overwrite,
     )
 
 
-def opened(pack: object) -> ProbePack:
-    """The same. Raises `PackError` for what is no pack, such as its path."""
-    if not isinstance(pack, ProbePack):
-        raise PackError(
-            f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or"
-            " ProbePack.from_pretrained(name)"
-        )
-    return pack
-
-
-def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:
-    """Provenance of a pack that was made of others: each with its name, hashes, provenance and quality."""
-    parents = [
-        {
-            "name": pack.name,
-            "sha256": pack.manifest["files"][PROBES]["sha256"],
-            "provenance": pack.manifest.get("provenance") or {},
-            "quality": pack.manifest.get("quality") or {},
-        }
-        for pack in packs
-    ]
-    return {
-        "made_by": f"probemon.packs.edit.{operation}",
-        "how": how,
-        "parents": parents,
-        "versions": {"probemon": version("probemon"), "torch": torch.__version__},
-    }
-
-
-def copy_pack(
-    pack: ProbePack,
-    path: str | Path,
-    name: str,
-    lines: Sequence[Mapping[str, Any]],
-    how: str,
-    provenance: Mapping[str, Any],
-    *,
-    probes: Ints | None = None,
-    **rest: Any,
-) -> ProbePack:
-    """Some `probes` of a pack (all) as another pack, concept `i` being `lines[i]`. `how` begins its card; `rest`:
-    thresholds and what else `PackWriter` takes.
-    """
-    with PackWriter(
-        path,
-        name=name,
-        concepts=lines,
-        architecture=pack.architecture,
-        dtype=pack.dtype,
-        score_rule=pack.score_rule,
-        inputs=[spec.as_dict() for spec in pack.inputs],
-        host=pack.manifest["host"],
-        licence=pack.manifest["licence"],
-        card=card_of(name, how, [pack]),
-        golden_hidden=pack.golden_hidden,
-        provenance=provenance,
-        **rest,
-    ) as writer:
-        for start, block in pack.blocks(probes):
-            writer.put_slice(start, block)
-    return writer.pack
-
-
-def _qualified(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
-    if not prefix:
-        return [dict(concept) for concept in pack.concepts]
+def _with_prefix(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
+    before = f"{prefix}:" if prefix else ""
     return [
-        {
-            **concept,
-            "id": f"{prefix}:{concept['id']}",
-            "parents": [f"{prefix}:{parent}" for parent in concept["parents"]],
-        }
+        {**concept, "id": before + concept["id"], "parents": [before + parent for parent in concept["parents"]]}
         for concept in pack.concepts
     ]
 
 
-def _reached(probe: int, neighbours: Any) -> set[int]:
-    """All that follows from a probe by going on to its neighbours."""
-    found: set[int] = set()
-    waiting = [probe]
-    while waiting:
-        for other in neighbours(waiting.pop()).tolist():
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return found
+def _check_unique(concepts: Sequence[Mapping[str, Any]]) -> None:
+    twice = sorted(concept for concept, n in Counter(concept["id"] for concept in concepts).items() if n > 1)
+    if twice:
+        raise PackError(
+            f"{len(twice)} ids are in more than one pack"
+            f" ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): name the packs,"
+            ' merge({"a": first, "b": second}) or --prefix, and ids become a:id'
+        )
+
+
+def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
+    """Return alert thresholds `[P]` by aggregator, NaN for the probes of packs that have none for it."""
+    return {
+        name: torch.cat(
+            [
+                pack.thresholds_for(name) if name in pack.aggregated else torch.full_like(pack.alert_threshold, np.nan)
+                for pack in packs
+            ]
+        )
+        for name in dict.fromkeys(name for pack in packs for name in pack.aggregated)
+    }
 
 
 def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
-    """What the packs say of their host together. Raises `PackError` where they say different things."""
+    """Return what the packs together say of their host. Raises `PackError` where they say different things."""
     host: dict[str, Any] = {}
     for pack in packs:
         for key, value in pack.manifest["host"].items():
@@ -374,98 +257,112 @@ def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
 
 
 def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
-    """States of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn. None
-    where one has no states.
+    """Return states of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn.
+    None where one has no states.
     """
     states: dict[str, list[Tensor]] = {site: [] for site in sites}
     for pack in packs:
-        if pack.golden_hidden is None or not len(pack.golden_hidden):
+        golden = pack.golden_hidden
+        if golden is None or not len(golden):
             return None
         for i, site in enumerate(pack.sites):
-            states[site].append(pack.golden_hidden[:, i])
-    joined = [torch.cat(parts) for parts in states.values()]
-    n = max(len(part) for part in joined)
-    return torch.stack([part[torch.arange(n, device=part.device) % len(part)] for part in joined], dim=1)
+            states[site].append(golden[:, i])
+    joined = [torch.cat(own) for own in states.values()]
+    n = max(map(len, joined))
+    return torch.stack([own[torch.arange(n, device=own.device) % len(own)] for own in joined], dim=1)
 
 
-def always_on(
-    pack: ProbePack, kept: Collection[str] | None = None, *, renamed: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """`{"always_on": ids}` of those `kept` (all), where the pack recommends any: what it names by number or name is
-    another concept in another pack.
+def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
+    """Return what is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for
+    a pack that does not work as it is recommended.
     """
-    if "always_on" not in pack.recommended:
-        return {}
-    ids = [pack.concepts[pack.find(concept)]["id"] for concept in pack.recommended["always_on"]]
-    return {"always_on": [(renamed or {}).get(concept, concept) for concept in ids if kept is None or concept in kept]}
-
-
-def _together(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
-    """What is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for a pack
-    that does not work as it is recommended.
-    """
-    parts, never_kept = [], []
+    members, never_dropped = [], []
     for _, pack in named:
-        with of_pack(pack.name):
-            parts.append(ConfiguredPack.of(pack, {}))
-            never_kept.append(parts[-1].plan_with(()).exempt)
-    said = {key for _, pack in named for key in pack.recommended}
-    found = {key: combine([getattr(part.config, key) for part in parts]) for key, combine in _TOGETHER.items()}
+        with errors_name_pack(pack.name):
+            members.append(ConfiguredPack.of(pack, {}))
+            never_dropped.append(members[-1].plan_with(()).exempt)
+    settings = {key: join([getattr(member.config, key) for member in members]) for key, join in _JOINED.items()}
     # Levels at which every pack begins that has them; what else one begins with is always on.
-    levels = {level for part in parts for level in part.config.base_layers}
-    found["base_layers"] = base = sorted(
+    levels = {level for member in members for level in member.config.base_layers}
+    settings["base_layers"] = base = sorted(
         level
         for level in levels
-        if all(level in part.config.base_layers or level not in part.pack.tree.level for part in parts)
+        if all(level in member.config.base_layers or level not in member.pack.tree.level for member in members)
     )
-    on: list[str] = []
-    for (prefix, pack), begun in zip(named, never_kept, strict=True):
+    settings["always_on"] = []
+    for (prefix, pack), exempt in zip(named, never_dropped, strict=True):
         ids = always_on(pack).get("always_on", []) + [
-            pack.concepts[probe]["id"] for probe in np.flatnonzero(begun & ~np.isin(pack.tree.level, base))
+            pack.concepts[probe]["id"] for probe in np.flatnonzero(exempt & ~np.isin(pack.tree.level, base))
         ]
-        on += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
-    found["always_on"] = on
-    usual = {
+        settings["always_on"] += [f"{prefix}:{concept}" if prefix else concept for concept in dict.fromkeys(ids)]
+    recommended_keys = {key for _, pack in named for key in pack.recommended}
+    defaults = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(CascadeConfig()).items()
     }
-    recommended = {key: value for key, value in found.items() if key in said or value != usual[key]}
+    recommended = {key: value for key, value in settings.items() if key in recommended_keys or value != defaults[key]}
     deep = [pack for _, pack in named if pack.tree.has_children.any()]
     rules = {
         auto_threshold(pack.score_rule, pack.alert_threshold.numpy(), pack.recommended.get("load_threshold"))
         for pack in deep
     }
     if len(rules) > 1 or ("exact" in rules and any(bool(pack.alert_threshold.isnan().any()) for _, pack in named)):
-        # Of numbers that no score can be on one side of, those that a pack may hold: they open the same.
-        thresholds = [
-            np.where(part.thresholds < 0, np.float32(ALWAYS), np.minimum(part.thresholds, np.float32(1)))
-            for part in parts
-        ]
-        own = [
-            np.where(part.pack.tree.has_children, some, np.float32(np.nan))
-            for part, some in zip(parts, thresholds, strict=True)
-        ]
-        return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(np.concatenate(own))
+        return recommended | {"load_threshold": "calibrated"}, torch.from_numpy(
+            np.concatenate([_writable_thresholds(member) for member in members])
+        )
     if rules and any("load_threshold" in pack.recommended for pack in deep):
         recommended["load_threshold"] = rules.pop()
     return recommended, torch.cat([pack.expand_threshold for _, pack in named])
 
 
+def _writable_thresholds(member: ConfiguredPack) -> np.ndarray:
+    """Return the expand thresholds by which a pack descends, NaN for leaves, as numbers that a pack may hold: those
+    that no score is under or over open the same.
+    """
+    thresholds = np.where(member.thresholds < 0, np.float32(ALWAYS), np.minimum(member.thresholds, np.float32(1)))
+    return np.where(member.pack.tree.has_children, thresholds, np.float32(np.nan))
+
+
+def _reached(probe: int, neighbours: Callable[[int], Ints]) -> set[int]:
+    """Return all probes to which a way over `neighbours` leads."""
+    reached: set[int] = set()
+    waiting = [probe]
+    while waiting:
+        new = set(neighbours(waiting.pop()).tolist()) - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the lines of some concepts of a pack, and what is recommended for them, so that a descent begins with
+    those that it begins with in the whole pack. `orphans`: those with a parent that is left out.
+    """
+    lines = [dict(pack.concepts[probe]) for probe in probes.tolist()]
+    ids = {line["id"] for line in lines}
+    recommended = {**pack.recommended, **always_on(pack, ids)}
+    layers = recommended.pop("base_layers", CascadeConfig.base_layers)
+    base = [level for level in layers if level in pack.tree.level[probes]]
+    # Where the hierarchy begins elsewhere, what is a root now is at level 0, where descents begin.
+    begins_elsewhere = bool(orphans) or not base
+    if not begins_elsewhere and "base_layers" in pack.recommended:
+        recommended["base_layers"] = base
+    recommended_on = [pack.find(concept) for concept in pack.recommended.get("always_on", ())]
+    _, always = starting_probes(pack.tree, pack.score_rule == "path", layers, recommended_on)
+    always[list(orphans)] = True  # another parent, which is left out, could open it
+    on = list(recommended.get("always_on", []))
+    for line, probe in zip(lines, probes.tolist(), strict=True):
+        line["parents"] = [parent for parent in line["parents"] if parent in ids]
+        level = line.pop("level") if begins_elsewhere else line["level"]
+        if always[probe] and line["parents"] and (begins_elsewhere or level not in base):
+            on.append(line["id"])
+    if on:
+        recommended["always_on"] = list(dict.fromkeys(on))
+    return lines, recommended
+
+
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
-    """With concept ids that are keys renamed, at any depth."""
+    """Return `value` with concept ids that are keys renamed, at any depth."""
     if isinstance(value, Mapping):
         return {new_ids.get(key, key): _by_new_ids(inner, new_ids) for key, inner in value.items()}
     return [_by_new_ids(inner, new_ids) for inner in value] if isinstance(value, list) else value
-
-
-def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
-    """A card that says what it was made of, with the parents' cards below."""
-    made_of = "\n".join(
-        f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}"
-        for pack in packs
-    )
-    cards = [pack.card_text() for pack in packs if pack.card is not None]
-    below = "".join(
-        f"\n---\n\nThe card of what it was made of; its figures are those of that pack.\n\n{card}" for card in cards
-    )
-    return f"# {name}\n\n{how}:\n\n{made_of}\n{below}"

@@ -1,7 +1,7 @@
 """Files of a pack: sizes, hashes, and directories that appear whole or not at all.
 
 check_size(path, stated["size"])
-replace_directory(made, target)  # at every moment there is one of the two, whole; of several writers one is the last
+replace_directory(new, target)  # at every moment there is one of the two, whole; of several writers one is the last
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from probemon.packs.manifest import CARD, MANIFEST, MAX_MANIFEST_BYTES, parse_ma
 
 MAX_CARD_BYTES = 16 << 20
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-_rename: Any = (
-    getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
-)  # since glibc 2.28
+# since glibc 2.28
+_rename: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
 _CURRENT, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
 
@@ -38,11 +37,11 @@ def check_size(path: Path, size: int) -> None:
     check_stated_size(path, path.stat().st_size, size)
 
 
-def check_stated_size(path: Path, found: int, size: int) -> None:
+def check_stated_size(path: Path, actual: int, size: int) -> None:
     """Raise `PackCorrupt` unless a file has the size that the manifest states."""
-    if found != size:
-        what = "truncated" if found < size else "longer than it was"
-        raise PackCorrupt(f"{path} is {what}: {found} bytes, the manifest says {size}: fetch the pack again")
+    if actual != size:
+        what = "truncated" if actual < size else "longer than it was"
+        raise PackCorrupt(f"{path} is {what}: {actual} bytes, the manifest says {size}: fetch the pack again")
 
 
 def check_hash(path: Path, expected: str) -> None:
@@ -50,19 +49,19 @@ def check_hash(path: Path, expected: str) -> None:
     check_stated_hash(path, sha256(path), expected)
 
 
-def check_stated_hash(path: Path, found: str, expected: str) -> None:
+def check_stated_hash(path: Path, digest: str, expected: str) -> None:
     """Raise `PackCorrupt` unless a hash is the one that the manifest states."""
-    if found != expected:
+    if digest != expected:
         raise PackCorrupt(
-            f"{path} was changed: sha256 {found[:12]}..., the manifest says {expected[:12]}...: fetch the pack again"
+            f"{path} was changed: sha256 {digest[:12]}..., the manifest says {expected[:12]}...: fetch the pack again"
         )
 
 
-def check_pin(path: Path, found: str, pin: str) -> None:
+def check_pin(path: Path, digest: str, pin: str) -> None:
     """Raise `PackCorrupt` unless a manifest has the hash that was asked for."""
-    if found != pin.lower():
+    if digest != pin.lower():
         raise PackCorrupt(
-            f"{path} has sha256 {found}, not the {pin.lower()} that was asked for: it is another version of the pack,"
+            f"{path} has sha256 {digest}, not the {pin.lower()} that was asked for: it is another version of the pack,"
             " or was changed"
         )
 
@@ -92,7 +91,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def _foreign(folder: HeldFolder) -> tuple[bool, list[str]]:
-    """Whether a folder is empty or lists its files, and what else is in it."""
+    """Return whether a folder is empty or lists its files, and what else is in it."""
     names = sorted(folder.names())
     manifest = (
         parse_manifest(folder.hold(MANIFEST).read(MAX_MANIFEST_BYTES), folder.path / MANIFEST)
@@ -105,7 +104,7 @@ def _foreign(folder: HeldFolder) -> tuple[bool, list[str]]:
     ]
 
 
-def replace_directory(made: Path, target: Path) -> None:
+def replace_directory(new: Path, target: Path) -> None:
     """Move a finished directory to its place; what was there is removed, and stays where that fails. Raises as
     `check_replaceable`, and `OSError`.
 
@@ -114,21 +113,21 @@ def replace_directory(made: Path, target: Path) -> None:
     """
     while True:
         try:
-            made.rename(target)  # to a free name, or in the place of an empty folder
+            new.rename(target)  # to a free name, or in the place of an empty folder
             return
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
         check_replaceable(target)
-        older = made if _exchange(made, target) else _moved_aside(made, target)
+        older = new if _exchange(new, target) else _moved_aside(new, target)
         if older is not None:
             shutil.rmtree(older)
             return
 
 
-def _moved_aside(made: Path, target: Path) -> Path | None:
-    """Where the older folder is now, `made` being in its place; None where another writer came between, and all is to
-    be tried again.
+def _moved_aside(new: Path, target: Path) -> Path | None:
+    """Put `new` in the place of `target`; return where the older folder is now, or None where another writer came
+    between, and all is to be tried again.
     """
     aside = target.parent / f".{target.name}-old-{secrets.token_hex(8)}"
     try:
@@ -136,7 +135,7 @@ def _moved_aside(made: Path, target: Path) -> Path | None:
     except FileNotFoundError:
         return None
     try:
-        made.rename(target)
+        new.rename(target)
     except OSError as error:
         if error.errno in _TAKEN:  # another writer's pack is there: whole, and later than what was moved aside
             shutil.rmtree(aside)
@@ -150,5 +149,5 @@ def _moved_aside(made: Path, target: Path) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Have two names changed in one step; False where this system or file system cannot, or one of them is gone."""
+    """Exchange two names in one step; return False where this system or file system cannot, or one of them is gone."""
     return _rename is not None and _rename(_CURRENT, os.fsencode(one), _CURRENT, os.fsencode(other), _EXCHANGE) == 0

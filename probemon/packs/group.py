@@ -3,7 +3,7 @@
     group = PackGroup([animals, deception])              # named by their packs
     group = PackGroup({"a": one, "b": other})            # by names of your own, where two packs bear one name
     group.find("animals:whale"), group.find("whale"), group.concepts[3]["id"]
-    group.numbers[1][7]                                  # the number here of probe 7 of the second pack
+    group.numbers[1][7]                                  # the number in the group of probe 7 of the second pack
 
 The probes of all packs are numbered together, by rank (mostly their level), within a rank by pack, within a pack in
 their order: so ties between probes of one pack fall as they do where it is alone. Every pack keeps its weights,
@@ -31,10 +31,13 @@ _QUALIFIES = ":"
 class PackGroup:
     """Packs for one host, as one of P probes.
 
-    `packs` (by name), `tree` (their hierarchies side by side), `concepts` (ids, names and parents qualified:
-    "pack:id"), `inputs` and `sites` (each once), `alert_threshold`, `expand_threshold` `[P]`, `aggregated` (what any
-    pack has thresholds for); `numbers[i]`: ascending, the numbers here of the probes of pack i. Raises `ConfigError`
-    where packs cannot be told apart or read hidden states of different sizes.
+    - `packs`: by name; `tree`: their hierarchies side by side
+    - `concepts`: ids, names and parents qualified: "pack:id"
+    - `inputs` and `sites`: each once
+    - `alert_threshold`, `expand_threshold` `[P]`; `aggregated`: what any pack has thresholds for
+    - `numbers[i]`: ascending, the numbers in the group of the probes of pack i
+
+    Raises `ConfigError` where packs cannot be told apart or read hidden states of different sizes.
     """
 
     def __init__(self, packs: Sequence[ProbePack] | Mapping[str, ProbePack]) -> None:
@@ -60,92 +63,91 @@ class PackGroup:
         self.alert_threshold = self._laid_out([pack.alert_threshold for pack in members])
         self.expand_threshold = self._laid_out([pack.expand_threshold for pack in members])
         self.concepts, bare = [], []
-        for at, own in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
-            concept = members[at].concepts[own]
-            here = f"{named[at][0]}{_QUALIFIES}"
+        for i, own in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
+            concept, prefix = members[i].concepts[own], f"{named[i][0]}{_QUALIFIES}"
             self.concepts.append(
                 {
                     **concept,
-                    "id": here + concept["id"],
-                    "name": here + concept["name"],
-                    "parents": [here + parent for parent in concept["parents"]],
+                    "id": prefix + concept["id"],
+                    "name": prefix + concept["name"],
+                    "parents": [prefix + parent for parent in concept["parents"]],
                 }
             )
             bare.append((concept["id"], concept["name"]))
-        self._bare = [name for _, name in bare]
+        self._bare_names = [name for _, name in bare]
         self._names = Names(self.name, self.concepts, self.path, bare)
 
     def find(self, concept: str | int) -> int:
-        """The number of a concept by qualified id or name ("pack:whale"), by the bare one where it is unambiguous, or
-        by number. Raises `UnknownConcept`.
+        """Return the number of a concept by qualified id or name ("pack:whale"), by the bare one where it is
+        unambiguous, or by number. Raises `UnknownConcept`.
         """
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Numbers of a name, id, number, list of these, or pattern over ids and names, qualified and bare. Raises
-        `UnknownConcept`.
+        """Return the numbers of a name, id, number, list of these, or pattern over ids and names, qualified and bare.
+        Raises `UnknownConcept`.
         """
         return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:
-        """Names from the root down to the probe; the root's is qualified by the pack's."""
+        """Return the names from the root down to the probe; the root's is qualified by the pack's."""
         root, *below = self.tree.path(check_count("probe", probe, most=self.n_probes - 1))
-        return [self.concepts[root]["name"], *(self._bare[i] for i in below)]
+        return [self.concepts[root]["name"], *(self._bare_names[i] for i in below)]
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:
-        """`ProbePack.thresholds_for`, NaN for the probes of packs that have none for it. Raises `ConfigError` where no
-        pack has any.
+        """Return what `ProbePack.thresholds_for` does, NaN for the probes of packs that have none for it. Raises
+        `ConfigError` where no pack has any.
         """
-        found, errors = [], []
+        thresholds, errors = [], []
         for pack in self.packs.values():
             try:
-                found.append(pack.thresholds_for(aggregator))
+                thresholds.append(pack.thresholds_for(aggregator))
             except ConfigError as error:
                 errors.append(error)
-                found.append(torch.full_like(pack.alert_threshold, float("nan")))
-        if len(errors) == len(found):
+                thresholds.append(torch.full_like(pack.alert_threshold, float("nan")))
+        if len(errors) == len(thresholds):
             raise errors[0]
-        return self._laid_out(found)
+        return self._laid_out(thresholds)
 
     def split(self, probes: Sequence[int] | Ints) -> list[Ints]:
-        """Of some numbers the packs' own, a list for each pack, in their order."""
-        at = np.asarray(probes, dtype=np.int64)
-        return [self._own[at[self._pack_of[at] == i]] for i in range(len(self.packs))]
+        """Return the packs' own numbers of some probes, an array for each pack, in their order."""
+        numbers = np.asarray(probes, dtype=np.int64)
+        return [self._own[numbers[self._pack_of[numbers] == i]] for i in range(len(self.packs))]
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights of all packs."""
+        """Return the bytes of all weights of all packs."""
         return sum(pack.weight_bytes() for pack in self.packs.values())
 
     def __repr__(self) -> str:
         return f"PackGroup({', '.join(f'{name}: {pack!r}' for name, pack in self.packs.items())})"
 
-    def _laid_out(self, parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.empty(self.n_probes, dtype=torch.float32, device="cpu")
-        for number, part in zip(self.numbers, parts, strict=True):
-            whole[torch.from_numpy(number)] = part
-        return whole
+    def _laid_out(self, own: Sequence[Tensor]) -> Tensor:
+        """Return values `[P]` of the group's probes, of those of each pack."""
+        values = torch.empty(self.n_probes, dtype=torch.float32, device="cpu")
+        for numbers, tensor in zip(self.numbers, own, strict=True):
+            values[torch.from_numpy(numbers)] = tensor
+        return values
 
 
 AnyPack = ProbePack | PackGroup
 
 
 def one_or_several(packs: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack]) -> AnyPack:
-    """A pack, or a group as it is; several packs as a group."""
+    """Return a pack, or a group, as it is; several packs as a group."""
     return packs if isinstance(packs, (ProbePack, PackGroup)) else PackGroup(packs)
 
 
 def open_packs(wanted: Sequence[str]) -> AnyPack:
-    """Packs by folder or hub name, for the commands: one is itself; several a group, named as they say, or NAME in
-    "NAME=folder".
+    """Open packs by folder or hub name, for the commands. One is itself; several are a group, named as their packs say,
+    or NAME in "NAME=folder".
     """
     if len(wanted) == 1:
         return ProbePack.from_pretrained(wanted[0])
     named: list[tuple[str, ProbePack]] = []
     for text in wanted:
-        name, is_named, where = (
-            ("", "", text) if Path(text).is_dir() else text.partition("=")
-        )  # a folder's own name may have one
-        pack = ProbePack.from_pretrained(where if is_named else text)
+        name, equals, folder = text.partition("=")
+        is_named = equals and not Path(text).is_dir()  # a folder's own name may have one
+        pack = ProbePack.from_pretrained(folder if is_named else text)
         named.append((name if is_named else pack.name, pack))
     _check_names([name for name, _ in named])
     return PackGroup(dict(named))
@@ -180,19 +182,18 @@ def _check_names(names: Sequence[object]) -> None:
 
 
 def _order(trees: Sequence[ConceptTree]) -> tuple[Ints, Ints]:
-    """By number of the whole: which pack, and its own number. In the order in which a hierarchy of all of them is
-    numbered, then pack, then own number.
+    """Return, by number in the group, which pack a probe is of, and its own number. In the order in which a hierarchy
+    of all of them is numbered, then pack, then own number.
     """
     pack_of = np.repeat(np.arange(len(trees)), [tree.n for tree in trees])
     own = np.concatenate([np.arange(tree.n) for tree in trees])
-    order = np.argsort(
-        np.concatenate([tree.rank for tree in trees]), kind="stable"
-    )  # stable: what comes first in the whole stays first in its rank
+    # Stable: what comes first in the whole stays first in its rank.
+    order = np.argsort(np.concatenate([tree.rank for tree in trees]), kind="stable")
     return pack_of[order], own[order]
 
 
 def _union(trees: Sequence[ConceptTree], numbers: Sequence[Ints]) -> ConceptTree:
-    """Hierarchies side by side; `numbers[i]`: where the probes of tree i are."""
+    """Return hierarchies side by side; `numbers[i]`: where the probes of tree i are."""
     n = sum(tree.n for tree in trees)
     level = np.empty(n, dtype=np.int64)
     for tree, number in zip(trees, numbers, strict=True):

@@ -27,17 +27,8 @@ from typing import Any, TypeVar
 from probemon.errors import PackChanged, PackCorrupt, PackError
 
 _BLOCK_BYTES = 1 << 20
-_WAITS = (
-    0.0,
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-)  # seconds before each attempt to open a folder that is being replaced
+# seconds before each attempt to open a folder that is being replaced
+_WAITS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 # attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a
 # moment
 _ABSENT = 6
@@ -112,7 +103,7 @@ class HeldFile:
             view, offset = view[n:], offset + n
 
     def read(self, max_bytes: int) -> bytes:
-        """All of it. Raises `PackCorrupt` for a file that is longer than `max_bytes`, before it is read."""
+        """Return all of it. Raises `PackCorrupt` for a file that is longer than `max_bytes`, before it is read."""
         if self.size > max_bytes:
             raise PackCorrupt(
                 f"{self.path} has {self.size:,} bytes, at most {max_bytes:,} are read: fetch the pack again"
@@ -122,7 +113,7 @@ class HeldFile:
         return bytes(data)
 
     def sha256(self) -> str:
-        """Hex digest of what is in the file."""
+        """Return the hex digest of what is in the file."""
         digest, block = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, self.size))
         for offset in range(0, self.size, _BLOCK_BYTES):
             part = memoryview(block)[: min(_BLOCK_BYTES, self.size - offset)]
@@ -131,7 +122,7 @@ class HeldFile:
         return digest.hexdigest()
 
     def descriptor(self) -> int:
-        """For who maps it. It belongs to this object."""
+        """Return the descriptor, for who maps the file. It belongs to this object."""
         return self._descriptor
 
 
@@ -160,11 +151,11 @@ class HeldFolder:
             os.close(self._descriptor)
 
     def names(self) -> list[str]:
-        """What is in the folder."""
+        """Return the names of what is in the folder."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name, a broken link too."""
+        """Return whether there is anything of that name, a broken link too."""
         try:
             (
                 os.lstat(self._at(name))
@@ -178,14 +169,14 @@ class HeldFolder:
         return True
 
     def is_folder(self, name: str) -> bool:
-        """Whether a folder has that name, or a link leads to one."""
+        """Return whether a folder has that name, or a link that leads to one."""
         try:
             return stat.S_ISDIR(os.stat(self._at(name), dir_fd=self._descriptor).st_mode)
         except FileNotFoundError:
             return False
 
     def hold(self, name: str, *, keep: bool = False) -> HeldFile:
-        """A file of the folder, held open, beyond the block with `keep`. Raises `PackCorrupt` where it is missing or is
+        """Hold a file of the folder open, beyond the block with `keep`. Raises `PackCorrupt` where it is missing or is
         a link that leads out of the folder.
         """
         if keep:
@@ -198,10 +189,10 @@ class HeldFolder:
         path = self.path / name
         where: Any = self._at(name)
         try:
-            link = stat.S_ISLNK(os.stat(where, dir_fd=self._descriptor, follow_symlinks=False).st_mode)
-            real = inside(path) if link else None
+            is_link = stat.S_ISLNK(os.stat(where, dir_fd=self._descriptor, follow_symlinks=False).st_mode)
+            real = inside(path) if is_link else None
             # Nobody waits for the other end of a pipe, and what became a link meanwhile is not followed.
-            flags = _FLAGS | getattr(os, "O_NONBLOCK", 0) | (0 if link else getattr(os, "O_NOFOLLOW", 0))
+            flags = _FLAGS | getattr(os, "O_NONBLOCK", 0) | (0 if is_link else getattr(os, "O_NOFOLLOW", 0))
             file = HeldFile(os.open(where, flags, dir_fd=self._descriptor), path)
             if real is not None and not os.path.samestat(file.stat, os.stat(real)):
                 raise PackChanged(
@@ -223,15 +214,15 @@ class HeldFolder:
         return self.path / name if self._descriptor is None else name
 
     def in_place(self) -> bool:
-        """Whether its path still leads to this folder."""
+        """Return whether its path still leads to this folder."""
         try:
             return os.path.samestat(self._stat, os.stat(self.path))
         except OSError:
             return False
 
     def unchanged(self) -> bool:
-        """Whether the held files are those of one moment: none was written to, and none has been put in the place of
-        another. A folder that was removed as a whole may be.
+        """Return whether the held files are those of one moment: none was written to, and none has been put in the
+        place of another. A folder that was removed as a whole may be.
         """
         for name, file in self._held.items():
             try:
@@ -248,10 +239,10 @@ class HeldFolder:
 
 
 def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
-    """What `read` makes of a folder in which nobody writes meanwhile. Where somebody does, it is read anew, a few
-    times; then `PackChanged` is raised.
+    """Return what `read` makes of a folder in which nobody writes meanwhile. Where somebody does, it is read anew, a
+    few times; then `PackChanged` is raised.
 
-    What `read` raises of a folder that stays as it is, is raised. `OSError` where there is no folder.
+    Raises what `read` raises of a folder that stays as it is, and `OSError` where there is no folder.
     """
     for attempt, seconds in enumerate(_WAITS):
         time.sleep(seconds)
@@ -274,8 +265,8 @@ def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
 
 
 def inside(path: Path) -> Path:
-    """Where a link of a pack leads. Raises `PackCorrupt` where that is out of its folder: whoever made the pack would
-    have another's file read, and copied on.
+    """Return where a link of a pack leads. Raises `PackCorrupt` where that is out of its folder: whoever made the pack
+    would have another's file read, and copied on.
 
     In the hub's cache a snapshot's files are links to the blobs beside it, and these are the pack's own.
     """
@@ -289,13 +280,13 @@ def inside(path: Path) -> Path:
     return real
 
 
-def _contents(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _contents(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _circumstances(found: os.stat_result) -> tuple[int, ...]:
-    """What changes `ctime` without a byte being written."""
-    return found.st_mode, found.st_nlink, found.st_uid, found.st_gid
+def _circumstances(status: os.stat_result) -> tuple[int, ...]:
+    """Return what changes `ctime` without a byte being written."""
+    return status.st_mode, status.st_nlink, status.st_uid, status.st_gid
 
 
 def _read_at(descriptor: int, view: memoryview, offset: int) -> int:

@@ -19,7 +19,6 @@ import mmap
 import threading
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,34 +53,33 @@ class HeldTensors:
         self._lock = threading.Lock()
         self._all: dict[str, Tensor] | None = None
 
-    def moved(self, path: Path) -> None:
-        """The file has another name now, for errors."""
-        self.file.path = path
-
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
+        """Return one tensor, in memory of its own."""
         return self.read_rows([name], None, None)[name]
 
     def read_rows(self, names: Iterable[str], first: int | None, stop: int | None) -> dict[str, Tensor]:
-        """Rows of some tensors, in memory of their own: as they were when the file was opened. Raises `PackChanged`."""
+        """Return rows of some tensors, in memory of their own: as they were when the file was opened. Raises
+        `PackChanged`.
+        """
         held = self._all
         if held is not None and self.in_memory:
             return {name: held[name][first:stop].clone() for name in names}
         self.file.check()
         copies = {}
         for name in names:
-            like, one = self.described[name], self._row_bytes(name)
+            like = self.described[name]
+            row_bytes = math.prod(like.shape[1:]) * like.element_size()
             begin, end = (0, len(like)) if first is None or stop is None else (first, stop)
-            raw = np.empty((end - begin) * one, dtype=np.uint8)
-            self.file.read_into(raw, self._offsets[name] + begin * one)
+            raw = np.empty((end - begin) * row_bytes, dtype=np.uint8)
+            self.file.read_into(raw, self._offsets[name] + begin * row_bytes)
             copies[name] = _as_tensor(raw, like.dtype, (end - begin, *like.shape[1:]))
         # what was read was there before anybody wrote: the time of a write is set before its bytes are
         self.file.check()
         return copies
 
     def all(self) -> dict[str, Tensor]:
-        """Every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into memory is
-        not what the manifest says.
+        """Return every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into
+        memory is not what the manifest says.
         """
         with self._lock:
             if self._all is None:
@@ -94,10 +92,6 @@ class HeldTensors:
         """Raise `PackChanged` where tensors are in a file that somebody wrote to since it was opened."""
         if self._all is None or not self.in_memory:
             self.file.check()
-
-    def _row_bytes(self, name: str) -> int:
-        like = self.described[name]
-        return math.prod(like.shape[1:]) * like.element_size()
 
     def _read_all(self) -> dict[str, Tensor]:
         raw: Any = np.empty(self.file.size, dtype=np.uint8)
@@ -143,10 +137,40 @@ def _as_tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Where each tensor begins in the file, and tensors without values that have its shape and dtype. As safetensors:
-    they follow one another without a gap.
+    """Return where each tensor begins in the file, and tensors without values that have its shape and dtype. As in
+    safetensors, they follow one another without a gap.
     """
-    damaged = f"{file.path} cannot be read as safetensors"
+    begin_of_data, entries = _entries(file)
+    offsets, described, at = {}, {}, 0
+    for begin, end, name, kind, shape in sorted(entries):
+        if kind not in _DTYPES:
+            raise PackCorrupt(f"{file.path}: tensor {name!r:.80} has dtype {kind!r:.20}, which packs do not use")
+        if (
+            len(shape) > _MAX_DIMS
+            or any(size >= _MAX_SIZE for size in shape)
+            or math.prod(max(1, size) for size in shape) >= 1 << 60
+        ):
+            raise PackCorrupt(
+                f"{file.path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS}"
+                f" dimensions under {_MAX_SIZE:,}: fetch the pack again"
+            )
+        dtype = _DTYPES[kind]
+        if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
+            raise PackCorrupt(
+                f"{_damaged(file)} (the bytes of {name!r:.80} are not where they should be): fetch the pack again"
+            )
+        offsets[name], described[name], at = begin_of_data + begin, torch.empty(shape, dtype=dtype, device="meta"), end
+    if begin_of_data + at != file.size:
+        raise PackCorrupt(
+            f"{_damaged(file)} (its tensors end at byte {begin_of_data + at:,} of {file.size:,}): fetch the pack again"
+        )
+    return offsets, described
+
+
+def _entries(file: HeldFile) -> tuple[int, list[tuple[int, int, str, str, tuple[int, ...]]]]:
+    """Return where the data begin in the file, and of each tensor, relative to that, begin and end, its name, its dtype
+    and its shape. Raises `PackCorrupt`.
+    """
     try:
         if file.size < 8:
             raise ValueError("it has no header")
@@ -174,28 +198,9 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, PackError):
             raise
-        raise PackCorrupt(f"{damaged} ({str(error)[:200]}): fetch the pack again") from None
-    offsets, described, at = {}, {}, 0
-    for begin, end, name, kind, shape in sorted(entries):
-        if kind not in _DTYPES:
-            raise PackCorrupt(f"{file.path}: tensor {name!r:.80} has dtype {kind!r:.20}, which packs do not use")
-        if (
-            len(shape) > _MAX_DIMS
-            or any(size >= _MAX_SIZE for size in shape)
-            or math.prod(max(1, size) for size in shape) >= 1 << 60
-        ):
-            raise PackCorrupt(
-                f"{file.path}: tensor {name} has shape {str(shape)[:80]}, those of a pack have at most {_MAX_DIMS}"
-                f" dimensions under {_MAX_SIZE:,}: fetch the pack again"
-            )
-        dtype = _DTYPES[kind]
-        if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
-            raise PackCorrupt(
-                f"{damaged} (the bytes of {name!r:.80} are not where they should be): fetch the pack again"
-            )
-        offsets[name], described[name], at = 8 + length + begin, torch.empty(shape, dtype=dtype, device="meta"), end
-    if 8 + length + at != file.size:
-        raise PackCorrupt(
-            f"{damaged} (its tensors end at byte {8 + length + at:,} of {file.size:,}): fetch the pack again"
-        )
-    return offsets, described
+        raise PackCorrupt(f"{_damaged(file)} ({str(error)[:200]}): fetch the pack again") from None
+    return 8 + length, entries
+
+
+def _damaged(file: HeldFile) -> str:
+    return f"{file.path} cannot be read as safetensors"

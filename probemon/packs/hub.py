@@ -29,18 +29,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from probemon.core.files import sha256, write_text_atomically
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
-from probemon.packs.pack import ProbePack
+from probemon.packs.opened import OpenedPack
 from probemon.packs.writer import check_target
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+Pack = TypeVar("Pack", bound=OpenedPack)
 _LIBRARY = "probemon"
 _TAGS = ("probemon", "concept-probes", "interpretability")
 # beside the cache's snapshots: a file a commit, with the sha256 of the manifest that its files were found to fit
@@ -59,9 +60,7 @@ _LICENCES = {
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made: `url` of the commit, `commit` (its hash), `manifest_sha256` (what others pin), `pull_request`
-    (its url, or None).
-    """
+    """What a push made: `url` and hash of the `commit`, what others pin, and the url of the `pull_request`, if any."""
 
     url: str
     commit: str
@@ -79,8 +78,8 @@ def find(
     manifest_sha256: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked snapshot of
-    it in the hub's cache. See `ProbePack.from_pretrained`.
+    """Return the folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked
+    snapshot of it in the hub's cache. See `ProbePack.from_pretrained`.
     """
     if manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256):
         raise ConfigError(f"manifest_sha256 is {manifest_sha256!r}: give all 64 hex digits of the sha256 of {MANIFEST}")
@@ -99,36 +98,36 @@ def find(
     return Path(repo)
 
 
-def save(pack: ProbePack, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
+def save(pack: Pack, folder: str | Path, *, overwrite: bool = False) -> Pack:
     """Copy a pack, with metadata for the hub in its card. See `ProbePack.save_pretrained`."""
     target = check_target(folder, overwrite)
     manifest, card = _for_hub(pack)
-    made: Path | None = None
+    staging: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         for file in (CONCEPTS, PROBES):
-            shutil.copyfile(pack.directory / file, made / file)
-            _check_copied(pack, file, sha256(made / file))
-        (made / CARD).write_bytes(card)
-        (made / MANIFEST).write_bytes(manifest)
-        made.chmod(0o755)  # mkdtemp makes it private
-        copy = ProbePack.open(made)
-        packfile.replace_directory(made, target)
+            shutil.copyfile(pack.directory / file, staging / file)
+            _check_copied(pack, file, sha256(staging / file))
+        (staging / CARD).write_bytes(card)
+        (staging / MANIFEST).write_bytes(manifest)
+        staging.chmod(0o755)  # mkdtemp makes it private
+        copy = type(pack).open(staging)
+        packfile.replace_directory(staging, target)
     except OSError as error:
         raise PackError(
             f"{pack.directory} cannot be copied to {target} ({error.strerror}: {error.filename}): make room, or choose"
             " another path"
         ) from error
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-    copy.moved(target)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+    copy.set_directory(target)
     return copy
 
 
 def push(
-    pack: ProbePack,
+    pack: OpenedPack,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -142,21 +141,21 @@ def push(
     from huggingface_hub import CommitOperationAdd
 
     manifest, card = _for_hub(pack)
-    sent: dict[str, bytes | str] = {
+    contents: dict[str, bytes | str] = {
         MANIFEST: manifest,
         CARD: card,
         CONCEPTS: str(pack.directory / CONCEPTS),
         PROBES: str(pack.directory / PROBES),
     }
-    with _asking(repo_id, revision):
+    with _hub_errors(repo_id, revision):
         api = _api(token, endpoint)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        added = [CommitOperationAdd(file, what) for file, what in sent.items()]
-        for one in added:
-            if one.path_in_repo in (CONCEPTS, PROBES):  # what will be sent must have these hashes
-                _check_copied(pack, one.path_in_repo, one.upload_info.sha256.hex())
+        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        for file in added:
+            if file.path_in_repo in (CONCEPTS, PROBES):  # what will be sent must have these hashes
+                _check_copied(pack, file.path_in_repo, file.upload_info.sha256.hex())
         commit = api.create_commit(
             repo,
             added,
@@ -168,8 +167,8 @@ def push(
 
 
 def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]) -> Path:
-    """First the manifest, then what it lists, of the same commit. What does not fit is not left in the cache, so that
-    it is fetched anew.
+    """Fetch the manifest, then what it lists, of the same commit; return the folder. What does not fit is not left in
+    the cache, so that it is fetched anew.
     """
     folder = _snapshot(repo, revision, [MANIFEST], how)
     if not (folder / MANIFEST).is_file():
@@ -180,7 +179,8 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
     accepted = _accepted(folder).is_file() and _accepted(folder).read_bytes() == digest.encode()
     suspect = MANIFEST
     try:
-        _check_pin(folder, pin)
+        if pin is not None:
+            packfile.check_pin(folder / MANIFEST, digest, pin)
         files = _listed(folder)
         others = sorted(set(files) - {CONCEPTS, PROBES, CARD})
         if others:
@@ -196,9 +196,8 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
             for suspect, stated in files.items():
                 _check_file(folder / suspect, stated)
     except PackError:
-        for file in (
-            {suspect} - {MANIFEST} if accepted else {suspect, MANIFEST}
-        ):  # an accepted manifest is right, and a pin may be wrong
+        # An accepted manifest is right, and a pin may be wrong.
+        for file in {suspect} - {MANIFEST} if accepted else {suspect, MANIFEST}:
             _forget(folder / file)
         raise
     if not accepted:
@@ -210,7 +209,7 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
 def _snapshot(repo: str, revision: str | None, files: list[str], how: dict[str, Any]) -> Path:
     from huggingface_hub import snapshot_download
 
-    with _asking(repo, revision):
+    with _hub_errors(repo, revision):
         return Path(
             snapshot_download(
                 repo,
@@ -224,10 +223,10 @@ def _snapshot(repo: str, revision: str | None, files: list[str], how: dict[str, 
 
 
 def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str, Any]) -> None:
-    """Before a download: the hub has these files, in the sizes that the manifest states."""
-    with _asking(repo, commit):
-        found = _api(how["token"], how["endpoint"]).get_paths_info(repo, list(sizes), revision=commit)
-    offered = {one.path: getattr(one, "size", None) for one in found}  # a folder has none
+    """Raise `PackCorrupt` unless the hub has these files in the sizes that the manifest states."""
+    with _hub_errors(repo, commit):
+        paths = _api(how["token"], how["endpoint"]).get_paths_info(repo, list(sizes), revision=commit)
+    offered = {path.path: getattr(path, "size", None) for path in paths}  # a folder has none
     for file, size in sizes.items():
         if offered.get(file) != size:
             has = f"{offered[file]} bytes of {file}" if file in offered else f"no {file}"
@@ -238,7 +237,7 @@ def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str,
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    """The files that a manifest lists, with `size` and `sha256`."""
+    """Return the files that a manifest lists, with `size` and `sha256`."""
     try:
         listed: dict[str, Any] = read_manifest(folder / MANIFEST)["files"]
     except ProbemonError:
@@ -250,17 +249,12 @@ def _listed(folder: Path) -> dict[str, Any]:
     return listed
 
 
-def _check_pin(folder: Path, pin: str | None) -> None:
-    if pin is not None:
-        packfile.check_pin(folder / MANIFEST, sha256(folder / MANIFEST), pin)
-
-
 def _check_file(path: Path, stated: dict[str, Any]) -> None:
     packfile.check_size(path, stated["size"])
     packfile.check_hash(path, stated["sha256"])
 
 
-def _check_copied(pack: ProbePack, file: str, digest: str) -> None:
+def _check_copied(pack: OpenedPack, file: str, digest: str) -> None:
     """Raise `PackChanged` where what is passed on is not what was opened: the pack was replaced meanwhile."""
     if digest != pack.manifest["files"][file]["sha256"]:
         raise PackChanged(f"{pack.directory / file} is another one than when the pack was opened: open the pack again")
@@ -282,9 +276,9 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
-    """Manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises `PackCorrupt`: a
-    damaged pack is not passed on.
+def _for_hub(pack: OpenedPack) -> tuple[bytes, bytes]:
+    """Return manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises
+    `PackCorrupt`: a damaged pack is not passed on.
     """
     card = _card(pack)
     files = {file: pack.manifest["files"][file] for file in (CONCEPTS, PROBES)}
@@ -300,9 +294,9 @@ def _for_hub(pack: ProbePack) -> tuple[bytes, bytes]:
         ) from error
 
 
-def _card(pack: ProbePack) -> bytes:
-    """The pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that is no
-    YAML.
+def _card(pack: OpenedPack) -> bytes:
+    """Return the pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that
+    is no YAML.
     """
     import yaml  # huggingface_hub's own
     from huggingface_hub import ModelCard
@@ -347,26 +341,22 @@ def _api(token: str | bool | None, endpoint: str | None) -> HfApi:
 
 
 @contextmanager
-def _asking(repo: str, revision: str | None) -> Iterator[None]:
-    """What a hub, a proxy or the net may answer is endless; whatever it breaks is one error that names the
-    repository.
-    """
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Raise what a hub, a proxy or the net breaks in the block as one error that names the repository."""
     try:
         yield
     except ProbemonError:
         raise
     except Exception as error:
-        raise PackError(_told(repo, revision, error)) from error
+        raise PackError(_explanation(repo, revision, error)) from error
 
 
-def _told(repo: str, revision: str | None, error: Exception) -> str:
-    """What went wrong with the hub, and what to do."""
+def _explanation(repo: str, revision: str | None, error: Exception) -> str:
+    """Say what went wrong with the hub, and what to do."""
     from huggingface_hub import errors
 
-    if isinstance(error, RuntimeError) and isinstance(
-        error.__cause__, Exception
-    ):  # an upload in a thread says which file; its cause says why
-        error = error.__cause__
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # an upload in a thread says which file; its cause says why
     log_in = "log in by `hf auth login`, set HF_TOKEN, or pass token="
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HFValidationError):

@@ -8,12 +8,16 @@ manifest = parse_manifest(data, path)                      # of bytes that were 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import NORMS
+from probemon.core.settings import CascadeConfig
 from probemon.core.strict_json import loads
-from probemon.errors import PackCorrupt, PackError, PackVersionError
+from probemon.errors import ConfigError, PackCorrupt, PackError, PackVersionError
 from probemon.packs.claims import check_claims
 
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
@@ -32,29 +36,38 @@ _KINDS = {"id": str, "name": str, "level": int, "parents": list}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, with every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
+    """Return the manifest, every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
     return parse_manifest(_read(path, MAX_MANIFEST_BYTES), path)
 
 
 def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
-    """`read_manifest` of what was read from `path`."""
+    """Return the manifest that the bytes `data` are, as `read_manifest` does; `path` is for errors."""
     try:
         manifest = loads(data.decode())
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # a text of another encoding, brackets without end, a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # another encoding, endless brackets, a number of thousands of digits
         raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise PackError(f"{path}: format is {found!r:.80}, expected {FORMAT!r}: this is not a probe pack")
-    if (
-        type(manifest.get("format_version")) is not int or manifest["format_version"] != FORMAT_VERSION
-    ):  # 1.0 and true equal 1
+        stated = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PackError(f"{path}: format is {stated!r:.80}, expected {FORMAT!r}: this is not a probe pack")
+    version = manifest.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:  # 1.0 and true equal 1
         raise PackVersionError(
-            f"{path}: format_version is {manifest.get('format_version')!r:.80}, this probemon reads {FORMAT_VERSION}: "
+            f"{path}: format_version is {version!r:.80}, this probemon reads {FORMAT_VERSION}: "
             "upgrade probemon or fetch the pack in that version"
         )
+    _check_kinds(manifest, path)
+    try:
+        check_claims(manifest)
+    except ValueError as error:
+        raise PackCorrupt(f"{path}: {error}: fetch the pack again, or mend its manifest") from None
+    for spec in manifest["inputs"]:
+        if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
+            raise PackError(f"{path}: input {spec!r:.200}: expected site, norm ({', '.join(NORMS)}) and eps")
+    _check_files(manifest["files"], path)
+    return manifest
+
+
+def _check_kinds(manifest: dict[str, Any], path: Path) -> None:
     kinds = {"name": str, "licence": str, "host": dict, "inputs": list, "score_rule": str, "files": dict}
     for key, kind in kinds.items():
         if not isinstance(manifest.get(key), kind):
@@ -71,14 +84,10 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
     for key in ("recommended", "quality", "provenance"):
         if not isinstance(manifest.get(key) or {}, dict):
             raise PackCorrupt(f"{path}: {key!r} is not an object: fetch the pack again")
-    try:
-        check_claims(manifest)
-    except ValueError as error:
-        raise PackCorrupt(f"{path}: {error}: fetch the pack again, or mend its manifest") from None
-    for spec in manifest["inputs"]:
-        if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
-            raise PackError(f"{path}: input {spec!r:.200}: expected site, norm ({', '.join(NORMS)}) and eps")
-    for file, stated in manifest["files"].items():
+
+
+def _check_files(files: dict[str, Any], path: Path) -> None:
+    for file, stated in files.items():
         if Path(file).name != file:
             raise PackCorrupt(f"{path}: file {file!r:.200} lies outside the pack")
         size = stated.get("size") if isinstance(stated, dict) else None
@@ -88,16 +97,24 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
             raise PackCorrupt(
                 f"{path}: {file!r:.200} has size {str(size)[:40]}, and no file has that: fetch the pack again"
             )
-    return manifest
+
+
+def check_recommended(recommended: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` (`UnknownSetting` for a typo) where what a pack recommends would be refused as settings."""
+    try:
+        CascadeConfig.of(recommended)
+    except (ConfigError, ArithmeticError, TypeError) as error:
+        kind = type(error) if isinstance(error, ConfigError) else ConfigError
+        raise kind(f"{where}: what the pack recommends is refused as a setting, too: {str(error)[:300]}") from error
 
 
 def read_concepts(path: Path) -> list[dict[str, Any]]:
-    """One concept a line. Raises `PackCorrupt` naming the line."""
+    """Return the concepts, one a line. Raises `PackCorrupt` naming the line."""
     return parse_concepts(_read(path, MAX_CONCEPTS_BYTES), path)
 
 
 def parse_concepts(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """`read_concepts` of what was read from `path`."""
+    """Return the concepts that the bytes `data` are, as `read_concepts` does; `path` is for errors."""
     concepts = []
     try:
         text = data.decode()
@@ -130,6 +147,21 @@ def parse_concepts(data: bytes, path: Path) -> list[dict[str, Any]]:
                 )
         concepts.append(concept)
     return concepts
+
+
+def check_numbering(concepts: Sequence[Mapping[str, Any]], tree: ConceptTree, path: Path) -> None:
+    """Raise `PackCorrupt` where two lines have one id, or a line has other parents or another level than its probe."""
+    ids = [concept["id"] for concept in concepts]
+    for i, concept in enumerate(concepts):
+        parents, level = [ids[parent] for parent in tree.parents(i).tolist()], int(tree.level[i])
+        if concept["level"] != level or sorted(concept["parents"]) != sorted(parents):
+            raise PackCorrupt(
+                f"{path} line {i + 1} ({concept['id']!r:.80}): level {str(concept['level'])[:20]} and parents"
+                f" {concept['parents']!r:.200} differ from {PROBES} ({level}, {parents!r:.200}): fetch the pack again"
+            )
+    if len(set(ids)) != len(ids):
+        twice = Counter(ids).most_common(1)[0][0]
+        raise PackCorrupt(f"{path}: id {twice!r:.80} appears twice")
 
 
 def _read(path: Path, max_bytes: int) -> bytes:

@@ -20,25 +20,29 @@ from torch import Tensor
 
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, PackCorrupt
-from probemon.packs.edit import opened
+from probemon.packs.copies import spec_of
 from probemon.packs.manifest import PROBES
-from probemon.packs.pack import MATRICES, ProbePack
+from probemon.packs.pack import ProbePack, check_pack
+from probemon.packs.tensors import MATRICES
+from probemon.packs.writer import PackWriter
 
 _STATES = 64  # random ones, for a pack without golden states
 
 
 def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stacked weights with int8 matrices and their scales, `w1_scale [P, H1]` and so on. A row of zeros has scale 1."""
-    made = {}
+    """Return stacked weights with int8 matrices and their scales, `w1_scale [P, H1]` and so on. A row of zeros has
+    scale 1.
+    """
+    quantized = {}
     for name, tensor in weights.items():
         if name not in MATRICES:
-            made[name] = tensor
+            quantized[name] = tensor
             continue
         largest = tensor.to(torch.float32).abs().amax(dim=-1)
         scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-        made[name] = (tensor.to(torch.float32) / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-        made[f"{name}_scale"] = scale
-    return made
+        quantized[name] = (tensor.to(torch.float32) / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        quantized[f"{name}_scale"] = scale
+    return quantized
 
 
 def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> ProbePack:
@@ -48,7 +52,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     it has none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`,
     `PackError`.
     """
-    pack = opened(pack)
+    pack = check_pack(pack)
     if pack.dtype == torch.int8:
         raise ConfigError(f"{pack.name} is int8 already")
     bounding = next((concept["id"] for concept in pack.concepts if concept.get("bounding")), None)
@@ -61,40 +65,29 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     pack.check_finite()
     weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
     pack.check_unchanged()
-    golden, hidden = pack.golden_hidden, pack.golden_hidden
+    hidden, kind = pack.golden_hidden, "golden"
     if hidden is None or not len(hidden):
         size = (_STATES, len(pack.sites), pack.architecture.hidden_size)
-        hidden = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    stated = _error(pack, weights, hidden, "random" if hidden is not golden else "golden")
-    source = pack.manifest
-    card = pack.card_text()
-    return ProbePack.write(
-        path,
-        name=f"{pack.name}-int8",
-        concepts=pack.concepts,
-        weights=weights,
-        score_rule=pack.score_rule,
-        inputs=[spec.as_dict() for spec in pack.inputs],
-        host=source["host"],
-        licence=source["licence"],
-        card=card + _note(stated),
-        input_index=pack.input_index,
-        alert_threshold=pack.alert_threshold,
-        expand_threshold=pack.expand_threshold,
-        aggregated={name: pack.thresholds_for(name) for name in pack.aggregated},
-        golden_hidden=golden,
-        recommended=pack.recommended,
-        provenance={
+        generator = torch.Generator().manual_seed(0)
+        hidden, kind = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu"), "random"
+    error, source = _error(pack, weights, hidden, kind), pack.manifest
+    spec = spec_of(pack) | {
+        "name": f"{pack.name}-int8",
+        "dtype": torch.int8,
+        "card": pack.card_text() + _note(error),
+        "provenance": {
             **(source.get("provenance") or {}),
             "quantized_from": {"name": pack.name, **source["files"][PROBES]},
         },
-        quality={**(source.get("quality") or {}), "int8": stated},
-        overwrite=overwrite,
-    )
+        "quality": {**(source.get("quality") or {}), "int8": error},
+    }
+    with PackWriter(path, **spec, overwrite=overwrite) as writer:
+        writer.put_slice(0, weights)
+    return ProbePack.of(writer.opened)
 
 
 def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind: str) -> dict[str, Any]:
-    """How far the scores of some states `[G, S, D]` move, by the reference kernel."""
+    """Return how far the scores of some states `[G, S, D]` move, by the reference kernel."""
     states = {site: hidden[:, i] for i, site in enumerate(pack.sites)}
     before = exhaustive_reference(states, pack).numpy()
     after = exhaustive_reference(states, pack, weights).numpy()

@@ -1,7 +1,7 @@
 """Probes of one shape as probes of a larger one, with the same scores.
 
-    both = common([a.architecture, b.architecture])
-    weights = embed(a.weights, both)                  # stacked tensors of the larger shape
+    both = smallest_common([a.architecture, b.architecture])
+    weights = widen(a.weights, both)                  # stacked tensors of the larger shape
 
 Exact: relu(z) - relu(-z) = z carries a logit through a hidden layer, relu(h) = h what is 0 or more already, and zeros
 fill the rest.
@@ -10,6 +10,7 @@ fill the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from probemon.core.probes import Architecture
 from probemon.errors import PackError
 
 
-def common(architectures: Sequence[Architecture]) -> Architecture:
-    """The smallest architecture that has room for probes of each. Raises `PackError` where they read states of
-    different sizes.
+def smallest_common(architectures: Sequence[Architecture]) -> Architecture:
+    """Return the smallest architecture that has room for probes of each.
+
+    Raises `PackError` where they read states of different sizes.
     """
     sizes = sorted({architecture.hidden_size for architecture in architectures})
     if len(sizes) != 1:
@@ -29,48 +31,50 @@ def common(architectures: Sequence[Architecture]) -> Architecture:
             " different hosts"
         )
     depth = max(len(architecture.hidden) for architecture in architectures)
-    # Of fewer layers: two units carry a logit, its own units what is 0 or more.
     widths = [max(_width(architecture, i) for architecture in architectures) for i in range(depth)]
     return Architecture(sizes[0], tuple(widths))
 
 
 def _width(architecture: Architecture, i: int) -> int:
+    """Units that a probe needs in hidden layer `i`: two carry a logit, its last layer's own what is 0 or more."""
     return architecture.hidden[min(i, len(architecture.hidden) - 1)] if architecture.hidden else 2
 
 
-def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
-    """Stacked weights `[P, ...]` as those of probes of `to`, in their dtype. Raises `PackError` where `to` is too
-    small.
+class _Layer(NamedTuple):
+    """A layer of n probes: matrix `[n, out, in]`, bias `[n, out]`, and the scale `[n, out]` of int8."""
+
+    matrix: Tensor
+    bias: Tensor
+    scale: Tensor | None
+
+
+def widen(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
+    """Return stacked weights `[P, ...]` as those of probes of the shape `to`, in their dtype.
+
+    Raises `PackError` where `to` is too small.
     """
-    found = Architecture.of(weights, "weights")
-    if common([found, to]) != to:
-        raise PackError(f"probes {found} over {found.hidden_size} values do not fit into {to} over {to.hidden_size}")
-    if found == to:
+    own = Architecture.of(weights, "weights")
+    if smallest_common([own, to]) != to:
+        raise PackError(f"probes {own} over {own.hidden_size} values do not fit into {to} over {to.hidden_size}")
+    if own == to:
         return dict(weights)
-    n, dtype = len(weights["w1"]), weights["w1"].dtype
-    layers = [[weights["w1"], weights["b1"], weights.get("w1_scale")]]
-    if len(found.hidden) == 2:
-        layers.append([weights["w2"], weights["b2"], weights.get("w2_scale")])
-    if found.hidden:
+    layers = [_Layer(weights["w1"], weights["b1"], weights.get("w1_scale"))]
+    if len(own.hidden) == 2:
+        layers.append(_Layer(weights["w2"], weights["b2"], weights.get("w2_scale")))
+    if own.hidden:
         scale = weights.get("w3_scale")
-        layers.append([weights["w3"][:, None], weights["b3"][:, None], None if scale is None else scale[:, None]])
+        layers.append(_Layer(weights["w3"][:, None], weights["b3"][:, None], None if scale is None else scale[:, None]))
     elif to.hidden:
         matrix, bias, scale = layers[0]
-        assert matrix is not None and bias is not None
-        layers[0] = [
-            torch.cat([matrix, -matrix], dim=1),
-            torch.cat([bias, -bias], dim=1),
-            None if scale is None else torch.cat([scale, scale], dim=1),
-        ]
-        layers.append(_unscaled(torch.tensor([[1.0, -1.0]], dtype=torch.float32, device="cpu"), n, dtype))
+        scales = None if scale is None else torch.cat([scale, scale], dim=1)
+        layers[0] = _Layer(torch.cat([matrix, -matrix], dim=1), torch.cat([bias, -bias], dim=1), scales)
+        layers.append(_without_bias(torch.tensor([[1.0, -1.0]], dtype=torch.float32, device="cpu"), matrix))
     if len(layers) == 2 and len(to.hidden) == 2:
-        first = layers[0][0]
-        assert first is not None
-        layers.insert(1, _unscaled(torch.eye(first.shape[1], dtype=torch.float32, device="cpu"), n, dtype))
-    sizes = (to.hidden_size, *to.hidden, 1)
-    made: dict[str, Tensor] = {}
+        matrix = layers[0].matrix
+        layers.insert(1, _without_bias(torch.eye(matrix.shape[1], dtype=torch.float32, device="cpu"), matrix))
+    n, sizes = len(weights["w1"]), (to.hidden_size, *to.hidden, 1)
+    widened: dict[str, Tensor] = {}
     for i, (matrix, bias, scale) in enumerate(layers):
-        assert matrix is not None and bias is not None
         name = str(i + 1) if i + 1 < len(layers) else "3" if to.hidden else "1"
         padded = {
             f"w{name}": _padded(matrix, (n, sizes[i + 1], sizes[i])),
@@ -78,17 +82,19 @@ def embed(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
         }
         if scale is not None:
             padded[f"w{name}_scale"] = _padded(scale, (n, sizes[i + 1]), 1.0)
-        made |= {key: value[:, 0] if name == "3" else value for key, value in padded.items()}
-    return made
+        widened |= {key: tensor[:, 0] if name == "3" else tensor for key, tensor in padded.items()}
+    return widened
 
 
-def _unscaled(matrix: Tensor, n: int, dtype: torch.dtype) -> list[Tensor | None]:
-    """The same layer without bias for n probes."""
-    scale = torch.ones(n, len(matrix), dtype=torch.float32, device="cpu") if dtype == torch.int8 else None
-    return [matrix.to(dtype).expand(n, -1, -1), torch.zeros(n, len(matrix), dtype=torch.float32, device="cpu"), scale]
+def _without_bias(matrix: Tensor, like: Tensor) -> _Layer:
+    """The layer of one matrix, without bias, for as many probes as `like` has and in its dtype."""
+    n = len(like)
+    scale = torch.ones(n, len(matrix), dtype=torch.float32, device="cpu") if like.dtype == torch.int8 else None
+    bias = torch.zeros(n, len(matrix), dtype=torch.float32, device="cpu")
+    return _Layer(matrix.to(like.dtype).expand(n, -1, -1), bias, scale)
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...], value: float = 0.0) -> Tensor:
-    made = tensor.new_full(shape, value)
-    made[tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return made
+    padded = tensor.new_full(shape, value)
+    padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return padded

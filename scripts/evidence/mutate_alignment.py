@@ -52,7 +52,7 @@ FIRST = {
     "host/fingerprint.py": "corpus_hosts",
     "tracking/copied_caches.py": "by_hand",
     "engine/outcome.py": "extreme",
-    "packs/pack.py": "extreme",
+    "packs/opened.py": "extreme",
 }
 # Slow ones, run where those above notice nothing: compiled hosts, and steps on a device (in Triton's interpreter here).
 SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
@@ -409,7 +409,7 @@ MUTATIONS = [
         "states that are not finite are seen",
     ),
     (
-        "packs/pack.py",
+        "packs/opened.py",
         "self.input_limit[first : first + len(limits)] = limits",
         "self.input_limit[first : first + len(limits)] = np.inf",
         "no weight is too large for any state",

@@ -16,7 +16,7 @@ from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.hierarchies import propose, with_hierarchy
 from probemon.packs.quantize import quantize
-from probemon.packs.widen import common, embed
+from probemon.packs.widen import smallest_common, widen
 
 D = 24
 SHAPES = {"linear": Architecture(D), "one": Architecture(D, (5,)), "two": Architecture(D, (6, 3))}
@@ -95,8 +95,8 @@ def states(*sites, n=7, seed=5):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_smaller_probe_embedded_in_a_larger_shape_scores_the_same_to_the_last_bit(tmp_path, small, large, dtype):
     pack = write(tmp_path / "small", shape=small, dtype=dtype)
-    to = common([SHAPES[small], SHAPES[large]])
-    weights = embed(pack.weights, to)
+    to = smallest_common([SHAPES[small], SHAPES[large]])
+    weights = widen(pack.weights, to)
     assert Architecture.of(weights, "made") == to and weights["w1"].dtype == dtype
     hidden = states("resid_post.1")
     before, after = exhaustive_reference(hidden, pack), exhaustive_reference(hidden, pack, weights)
@@ -105,9 +105,9 @@ def test_a_smaller_probe_embedded_in_a_larger_shape_scores_the_same_to_the_last_
 
 def test_a_probe_does_not_fit_into_a_smaller_shape_nor_another_host(tmp_path):
     with pytest.raises(PackError, match="do not fit into"):
-        embed(random_weights(2, SHAPES["two"]), SHAPES["one"])
+        widen(random_weights(2, SHAPES["two"]), SHAPES["one"])
     with pytest.raises(PackError, match="24 and 32 values"):
-        common([SHAPES["one"], Architecture(32)])
+        smallest_common([SHAPES["one"], Architecture(32)])
 
 
 def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):

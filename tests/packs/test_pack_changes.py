@@ -179,7 +179,7 @@ def test_a_pack_that_is_replaced_again_and_again_is_a_typed_error(two, tmp_path)
 def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_leaves_nothing(
     two, tmp_path, make, monkeypatch
 ):
-    monkeypatch.setattr("probemon.packs.pack._BLOCK_BYTES", 2000)
+    monkeypatch.setattr("probemon.packs.opened._BLOCK_BYTES", 2000)
     folder, counted, real = aged(two[0], tmp_path / "pack"), [], ProbePack.check_unchanged
 
     def counting(pack):

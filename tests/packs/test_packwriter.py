@@ -69,7 +69,8 @@ def test_probe_by_probe_in_any_order_is_byte_for_byte_the_pack_written_whole(tmp
             slices.put_slice(start, {key: tensor[start:stop] for key, tensor in net.items()})
     assert files(tmp_path / "single") == files(tmp_path / "whole") == files(tmp_path / "sliced")
     assert (
-        whole.verify() == made.pack.verify() == 0 and ProbePack.open(tmp_path / "single", verify=True).name == "random"
+        whole.verify() == made.opened.verify() == 0
+        and ProbePack.open(tmp_path / "single", verify=True).name == "random"
     )
     for i, concept in enumerate(whole.concepts):
         for key, tensor in net.items():
@@ -111,7 +112,8 @@ def test_card_provenance_and_quality_may_change_until_the_end(tmp_path):
         made.put_slice(0, net)
         made.card, made.quality, made.provenance["late"] = "# later\n", {"x": 1}, True
     assert (tmp_path / "pack/README.md").read_text() == "# later\n"
-    assert made.pack.manifest["quality"] == {"x": 1} and made.pack.manifest["provenance"] == {"seed": 0, "late": True}
+    manifest = made.opened.manifest
+    assert manifest["quality"] == {"x": 1} and manifest["provenance"] == {"seed": 0, "late": True}
 
 
 def broken(net, **changes):
@@ -171,7 +173,7 @@ def test_what_goes_wrong_is_named_and_leaves_nothing(tmp_path, put, error, words
         put(made, net)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(PackError, match="not written yet"):
-        assert made.pack
+        assert made.opened
 
 
 def test_weights_whose_sum_overflows_are_finite_all_the_same(tmp_path):

@@ -1,0 +1,400 @@
+"""Open a pack, verify it, ask it: everything but writing one, which `ProbePack` adds.
+
+    pack = OpenedPack.open("probes/wordnet-smollm2-135m")       # milliseconds; weights are not read until used
+    pack = OpenedPack.open(path, verify=True)                   # hashes, every weight, and the golden scores
+    pack.concepts[3]["name"], pack.path(17), pack.find("whale")
+
+What becomes of the files of an opened pack does not change what it scores: `PackChanged` says where its weights can no
+longer be read as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_bool, check_count, check_path
+from probemon.core.concept_names import Names, Wanted
+from probemon.core.hierarchy import ConceptTree
+from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits
+from probemon.core.reference import exhaustive_reference
+from probemon.errors import ConfigError, HierarchyError, PackCorrupt, PackError, ProbemonError
+from probemon.packs import files as packfile
+from probemon.packs.held_file import HeldFolder, read_whole
+from probemon.packs.held_tensors import HeldTensors
+from probemon.packs.manifest import (
+    CARD,
+    CONCEPTS,
+    MANIFEST,
+    MAX_CONCEPTS_BYTES,
+    MAX_MANIFEST_BYTES,
+    PROBES,
+    check_numbering,
+    check_recommended,
+    parse_concepts,
+    parse_manifest,
+)
+from probemon.packs.tensors import (
+    AGGREGATED,
+    THRESHOLDS,
+    VECTORS,
+    aggregator_names,
+    check_dtypes,
+    check_golden,
+    first_wrong_threshold,
+    largest_magnitudes,
+    name_of,
+)
+
+_FINITE_BYTES = _BLOCK_BYTES = 64 << 20
+_MAX_REPLAY_ERROR = 1e-5
+
+
+class OpenedPack:
+    """A pack that was opened, read-only: make one with `open`. `ProbePack` is one that can also be written and pushed.
+
+    - `manifest`: dict; `concepts`: a dict for each probe; `card`: bytes, or None where there is none
+    - `tree`: ConceptTree
+    - `weights`: stacked tensors by parameter, read when first asked for: into memory, or mapped where they are many
+    - `inputs`: list of InputSpec; `input_index [P]` int64: which of them each probe reads
+    - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
+    - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
+      (`thresholds_for`)
+    - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: found by `verify`
+    - `input_limit [P]` fp64: the largest value of an input with which no sum of the probe can overflow fp32, NaN until
+      its weights are looked at; `lowest_input_limit` of those that were
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: dict[str, Any],
+        concepts: list[dict[str, Any]],
+        tensors: HeldTensors,
+        card: bytes | None = None,
+    ):
+        self.directory = directory
+        self.manifest = manifest
+        self.concepts = concepts
+        self.card = card
+        self.name: str = manifest["name"]
+        self.score_rule: str = manifest["score_rule"]
+        self.inputs = [InputSpec(**spec) for spec in manifest["inputs"]]
+        self.recommended: dict[str, Any] = manifest.get("recommended") or {}
+        self._tensors, self._weights = tensors, dict[str, Tensor]()
+        where, described = f"{directory / PROBES}", tensors.described
+        check_dtypes(described, where)
+        vectors = {name: tensors.read(name) for name in VECTORS}
+        try:
+            self.tree = ConceptTree(*(vectors[name].numpy() for name in ("child_ptr", "child_idx", "level")))
+        except HierarchyError as error:
+            raise HierarchyError(f"{where}: {error}") from None
+        self.n_probes = self.tree.n
+        self._parameters = {name: described[name] for name in Architecture.parameters() if name in described}
+        self.architecture = Architecture.of(self._parameters, where)
+        self.dtype = self._parameters["w1"].dtype
+        self.input_dtype = input_dtype(self.dtype)
+        self.input_index = vectors["input"]
+        self.alert_threshold, self.expand_threshold = vectors["alert_threshold"], vectors["expand_threshold"]
+        self.aggregated = aggregator_names(described, self.n_probes, where)
+        self._aggregated = {name: tensors.read(AGGREGATED + name) for name in self.aggregated}
+        self.golden_error: float | None = None
+        self.input_limit = np.full(self.n_probes, np.nan)
+        self.lowest_input_limit = math.inf
+        self._check_vectors(where)
+        self._check_manifest(where)
+        check_golden(described, len(self.sites), self.n_probes, self.architecture.hidden_size, where)
+        check_recommended(self.recommended, f"{directory / MANIFEST}")
+        check_numbering(concepts, self.tree, directory / CONCEPTS)
+        # Not the pack's own method: a pack in a circle would hold its file for long.
+        self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))
+
+    def _check_vectors(self, where: str) -> None:
+        n, shape = self.n_probes, self.architecture
+        if not n or not shape.hidden_size or 0 in shape.hidden:
+            raise PackCorrupt(
+                f"{where} holds {n} probes of {shape.hidden_size} values and layers of {list(shape.hidden)}: a pack has"
+                " one probe or more, and none is empty"
+            )
+        if len(self.concepts) != n:
+            raise PackCorrupt(
+                f"{self.directory / CONCEPTS} has {len(self.concepts)} lines for {n} probes: fetch the pack again"
+            )
+        thresholds = {"alert_threshold": self.alert_threshold, "expand_threshold": self.expand_threshold}
+        for name, tensor in {"input": self.input_index, **thresholds}.items():
+            if tuple(tensor.shape) != (n,):
+                raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
+        for name, tensor in {**thresholds, **self._aggregated}.items():
+            wrong = first_wrong_threshold(name, tensor)
+            if wrong is not None:
+                raise PackCorrupt(
+                    f"{where}: the {name} of concept {self.concepts[wrong]['id']!r:.80} is {float(tensor[wrong]):g}:"
+                    f" {THRESHOLDS}. Fetch the pack again, or calibrate it"
+                )
+        if not 0 <= int(self.input_index.min()) <= int(self.input_index.max()) < len(self.inputs):
+            raise PackCorrupt(f"{where}: input must index the manifest's {len(self.inputs)} inputs")
+
+    def _check_manifest(self, where: str) -> None:
+        """Raise `PackCorrupt` where the manifest says another thing of the weights than they are."""
+        for name, value in {"architecture": self.architecture.as_dict(), "dtype": name_of(self.dtype)}.items():
+            if self.manifest.get(name, value) != value:
+                raise PackCorrupt(
+                    f"{where}: {name} is {value}, the manifest says {str(self.manifest[name])[:100]}: fetch the pack"
+                    " again"
+                )
+        stated, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
+        if stated not in (None, hidden_size):
+            raise PackCorrupt(f"{where}: w1 reads {hidden_size} values, the manifest says hidden_size {stated}")
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> Self:
+        """Open the pack in a directory, checking structure, sizes and hierarchy.
+
+        `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced
+        meanwhile is one of the two, whole. Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`,
+        `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
+        """
+        return cls._open(check_path("path", path), check_bool("verify", verify))
+
+    @classmethod
+    def _open(cls, directory: Path, verify: bool, *, hashed: bool = False, pin: str | None = None) -> Self:
+        """Open a pack. `hashed`: hash every file, as `verify` does. `pin`: the sha256 that the manifest must have."""
+        try:
+            pack = read_whole(directory, lambda folder: cls._read(folder, verify or hashed, pin))
+            if verify:
+                pack.verify()
+            return pack
+        except ProbemonError:
+            raise
+        except (FileNotFoundError, NotADirectoryError):
+            raise PackError(f"{directory} is not a directory: give the folder that holds {MANIFEST}") from None
+        except PermissionError as error:
+            raise PackError(f"{directory} cannot be read ({error.strerror}): check its permissions") from error
+        except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+            # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
+            first = (str(error).splitlines() or [""])[0][:200]
+            raise PackCorrupt(
+                f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again"
+            ) from error
+
+    @classmethod
+    def _read(cls, folder: HeldFolder, hashed: bool, pin: str | None) -> Self:
+        directory = folder.path
+        if not folder.has(MANIFEST):
+            raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
+        # All at once, so that a folder that is replaced while the texts are read is still there, whole.
+        held = {
+            name: folder.hold(name, keep=name == PROBES)
+            for name in (MANIFEST, CONCEPTS, PROBES, CARD)
+            if folder.has(name)
+        }
+        data = held[MANIFEST].read(MAX_MANIFEST_BYTES)
+        if pin is not None:
+            packfile.check_pin(directory / MANIFEST, sha256(data).hexdigest(), pin)
+        manifest = parse_manifest(data, directory / MANIFEST)
+        for needed in (CONCEPTS, PROBES):
+            if needed not in manifest["files"]:
+                raise PackCorrupt(f"{directory / MANIFEST} lists no {needed}: fetch the pack again")
+        for name, stated in manifest["files"].items():
+            file = folder.hold(name)
+            packfile.check_stated_size(file.path, file.size, stated["size"])
+            if hashed:
+                packfile.check_stated_hash(file.path, file.sha256(), stated["sha256"])
+        card = held[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held else None
+        data = held[CONCEPTS].read(MAX_CONCEPTS_BYTES)
+        concepts = parse_concepts(data, directory / CONCEPTS)
+        files = manifest["files"]
+        packfile.check_stated_hash(directory / CONCEPTS, sha256(data).hexdigest(), files[CONCEPTS]["sha256"])
+        return cls(directory, manifest, concepts, HeldTensors(held[PROBES], sha256=files[PROBES]["sha256"]), card)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # it is read-only
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickled, a pack is opened again from its directory, which must hold the same one."""
+        return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Stacked tensors by parameter. Raises `PackChanged` where their file was written to since the pack was opened,
+        and `PackCorrupt` where it is not the manifest's.
+        """
+        if not self._weights:
+            tensors = self._tensors.all()
+            self._weights = {name: tensors[name] for name in self._parameters}
+        self._tensors.check()
+        return self._weights
+
+    @property
+    def golden_hidden(self) -> Tensor | None:
+        """Golden states, read when asked for. Raises as `weights`."""
+        return self._tensors.all().get("golden_hidden")
+
+    @property
+    def golden_scores(self) -> Tensor | None:
+        """The scores of the golden states."""
+        return self._tensors.all().get("golden_scores")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether weights, once asked for, lie in memory of their own, where nobody can change them, or are mapped."""
+        return self._tensors.in_memory
+
+    def check_unchanged(self) -> None:
+        """Raise `PackChanged` where weights are in a file that was written to since. Takes a microsecond or two."""
+        self._tensors.check()
+
+    def set_directory(self, directory: Path) -> None:
+        """Say where the pack's folder, which was renamed, lies now. Its files are held."""
+        self.directory = directory
+        self._tensors.file.path = directory / PROBES
+
+    def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Return copies of the weights of the probes `first..stop - 1`. Raises `PackChanged`."""
+        if self._weights and self.in_memory:
+            return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
+        return self._tensors.read_rows(self._parameters, first, stop)
+
+    def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield where each block of `probes` (all) begins, and copies of their weights. Raises `PackChanged`."""
+        wanted = torch.from_numpy(np.arange(self.n_probes) if probes is None else probes)
+        size = max(1, _BLOCK_BYTES // max(1, self.weight_bytes() // self.n_probes))
+        for start in range(0, len(wanted), size):
+            block = {name: tensor[wanted[start : start + size]] for name, tensor in self.weights.items()}
+            self.check_unchanged()
+            yield start, block
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of all stacked weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
+
+    # -- verifying -------------------------------------------------------------------------------
+
+    def verify(self) -> float | None:
+        """Check every weight and replay the golden states; return the largest score error, None without golden states.
+
+        Raises `PackCorrupt` where a replayed score is more than 1e-5 from the recorded one.
+        """
+        self.check_finite()
+        hidden, recorded = self.golden_hidden, self.golden_scores
+        if hidden is None or recorded is None:
+            return None
+        replayed = exhaustive_reference({site: hidden[:, i] for i, site in enumerate(self.sites)}, self)
+        error = (replayed - recorded).abs()
+        self.check_unchanged()
+        worst = float(error.max()) if error.numel() else 0.0
+        if not worst <= _MAX_REPLAY_ERROR:
+            probe = int(error.max(dim=0).values.argmax())
+            raise PackCorrupt(
+                f"{self.directory}: golden replay of {self.concepts[probe]['id']!r} is off by {worst:.3g} (at most"
+                " 1e-5): the weights are not those the pack was published with"
+            )
+        self.golden_error = worst
+        return worst
+
+    def check_finite(self, probes: np.ndarray | None = None) -> None:
+        """Look at the weights of `probes` (all): raise `PackCorrupt` naming the first that has one that is NaN or
+        infinite, and put the `input_limit` of the rest in its place (see `input_limits`).
+        """
+        wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
+        weights = self.weights
+        # In bounded pieces: absolute values are a copy.
+        most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
+        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(wanted) else []:
+            for first in range(int(run[0]), int(run[-1]) + 1, most):
+                stop = min(first + most, int(run[-1]) + 1)
+                self.check_unchanged()
+                self.check_rows({name: tensor[first:stop] for name, tensor in weights.items()}, first)
+        self.check_unchanged()
+
+    def check_rows(self, rows: Mapping[str, Tensor], first: int) -> None:
+        """Check stacked weights of neighbours as `check_finite` does, the first of them the probe `first`."""
+        largest = {}
+        for name, tensor in rows.items():
+            largest[name] = largest_magnitudes(tensor)
+            finite = np.isfinite(largest[name])
+            if not finite.all():
+                probe = first + int(np.flatnonzero(~finite)[0])
+                raise PackCorrupt(
+                    f"{self.directory / PROBES}: {name} of concept {self.concepts[probe]['id']!r} (probe {probe}) "
+                    "is not finite: the pack is damaged or was trained to divergence"
+                )
+        limits = input_limits(self.architecture, largest)
+        self.input_limit[first : first + len(limits)] = limits
+        self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min(initial=math.inf)))
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Distinct sites in the order of the inputs: the second axis of `golden_hidden`."""
+        return list(dict.fromkeys(spec.site for spec in self.inputs))
+
+    def find(self, concept: str | int) -> int:
+        """Return the probe of a concept given by id, unambiguous name, or number. Raises `UnknownConcept`."""
+        return self._names.find(concept)
+
+    def find_all(self, concept: Wanted) -> list[int]:
+        """Return the probes of a name, id, number, list of these, or pattern over both. Raises `UnknownConcept`."""
+        return self._names.find_all(concept)
+
+    def path(self, probe: int) -> list[str]:
+        """Return the names from the root down to the probe."""
+        return _path(self.tree, self.concepts, check_count("probe", probe, most=self.n_probes - 1))
+
+    def thresholds_for(self, aggregator: object = None) -> Tensor:
+        """Return the alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; without
+        one, those of each token's own score.
+
+        `aggregator`: one of `probemon.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack
+        has none for it.
+        """
+        name = "each" if aggregator is None else str(aggregator)
+        if name == "each":
+            return self.alert_threshold
+        if name not in self._aggregated:
+            known = ", ".join(["single tokens", *self.aggregated])
+            raise ConfigError(
+                f"the alert thresholds of {self.name} are for {known}, not for {name}: give above= or calibrate the"
+                " pack for it"
+            )
+        return self._aggregated[name]
+
+    def card_text(self) -> str:
+        """Return the card, as far as it is UTF-8; a heading where there is none."""
+        return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.name!r}, {self.n_probes} probes, {self.architecture}, {self.score_rule}, {self.dtype})"
+
+
+def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:
+    return [concepts[i]["name"] for i in tree.path(probe)]
+
+
+def _reopen(kind: type[OpenedPack], directory: str, name: str, manifest: dict[str, Any]) -> OpenedPack:
+    try:
+        pack = kind.open(directory)
+    except PackError as error:
+        raise PackError(
+            f"{name} was pickled as the pack in {directory}, and is opened from there again: {error}"
+        ) from error
+    if pack.manifest != manifest:
+        raise PackError(
+            f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open"
+            " this one and pickle it anew"
+        )
+    return pack

@@ -1,0 +1,188 @@
+"""All of a pack but its weights, as somebody gives it who writes one: checked, and numbered as the pack will be.
+
+spec = PackSpec(name="mine", concepts=concepts, architecture=Architecture(2560, (128, 64)), ...)
+spec.order                     # concept order[i] of those given is probe i
+spec.small_tensors()["level"]  # in the order of the probes
+spec.manifest(), spec.lines()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.checks import check_choice, check_mapping, check_mappings, check_tensor, check_text
+from probemon.core.hierarchy import ConceptTree, Ints
+from probemon.core.probes import Architecture, InputSpec
+from probemon.errors import ConfigError, PackError
+from probemon.packs.manifest import CONTROL, FORMAT, FORMAT_VERSION, SCORE_RULES, check_recommended
+from probemon.packs.tensors import AGGREGATED, DTYPES, THRESHOLDS, first_wrong_threshold, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackSpec:
+    """What `PackWriter` takes, one field an option; see there. Raises `PackError`, `HierarchyError`, `ConfigError`."""
+
+    name: str
+    concepts: Sequence[Mapping[str, Any]]
+    architecture: Architecture
+    dtype: torch.dtype
+    score_rule: str
+    inputs: Sequence[Mapping[str, Any]]
+    host: Mapping[str, Any]
+    licence: str
+    card: str
+    input_index: Tensor | None = None
+    alert_threshold: Tensor | None = None
+    expand_threshold: Tensor | None = None
+    aggregated: Mapping[str, Tensor] | None = None
+    golden_hidden: Tensor | None = None
+    recommended: Mapping[str, Any] | None = None
+    provenance: Mapping[str, Any] | None = None
+    quality: Mapping[str, Any] | None = None
+    order: Ints = field(init=False)
+    tree: ConceptTree = field(init=False)
+    input_specs: list[InputSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_concepts()
+        levels = [concept["level"] for concept in self.concepts if "level" in concept]
+        if levels and len(levels) != len(self.concepts):
+            raise PackError(f"{len(levels)} of {len(self.concepts)} concepts state a level: state it on all or on none")
+        order, tree = ConceptTree.build(self.ids, [concept["parents"] for concept in self.concepts], levels or None)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "input_specs", [InputSpec(**spec) for spec in self.inputs])
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids in the order in which the concepts were given."""
+        return [concept["id"] for concept in self.concepts]
+
+    def small_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors but the weights, by name, in the order of the probes. Golden scores are zeros: those of
+        the weights, once they are known, belong there.
+        """
+        n, order = len(self.order), torch.from_numpy(self.order)
+        per_probe = {
+            "input_index": self.input_index,
+            "alert_threshold": self.alert_threshold,
+            "expand_threshold": self.expand_threshold,
+            **{f"aggregated[{name!r}]": thresholds for name, thresholds in (self.aggregated or {}).items()},
+        }
+        for name, tensor in per_probe.items():
+            if tensor is not None:
+                check_tensor(name, tensor, (n,), PackError)
+
+        def ordered(thresholds: Tensor | None) -> Tensor:
+            if thresholds is None:
+                return torch.full((n,), math.nan, dtype=torch.float32, device="cpu")
+            return thresholds.to(torch.float32)[order]
+
+        index = torch.zeros(n, dtype=torch.int64, device="cpu") if self.input_index is None else self.input_index
+        small = {
+            "child_ptr": torch.from_numpy(self.tree.child_ptr),
+            "child_idx": torch.from_numpy(self.tree.child_idx),
+            "level": torch.from_numpy(self.tree.level),
+            "input": index.to(torch.int64)[order],
+            "alert_threshold": ordered(self.alert_threshold),
+            "expand_threshold": ordered(self.expand_threshold),
+            **{AGGREGATED + str(name): ordered(thresholds) for name, thresholds in (self.aggregated or {}).items()},
+        }
+        self._check_values(small)
+        if self.golden_hidden is not None:
+            small["golden_hidden"] = golden = self._golden(self.golden_hidden)
+            small["golden_scores"] = torch.zeros(len(golden), n, dtype=torch.float32, device="cpu")
+        return small
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest without `provenance`, `quality` and `files`."""
+        levels, counts = np.unique(self.tree.level, return_counts=True)
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "name": self.name,
+            "licence": self.licence,
+            "host": dict(self.host),
+            "inputs": [spec.as_dict() for spec in self.input_specs],
+            "score_rule": self.score_rule,
+            "recommended": dict(self.recommended or {}),
+            "architecture": self.architecture.as_dict(),
+            "dtype": name_of(self.dtype),
+            "counts_per_level": {str(int(level)): int(count) for level, count in zip(levels, counts, strict=True)},
+        }
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of the concepts, in the order of the probes."""
+        lines = []
+        for level, given in zip(self.tree.level.tolist(), self.order.tolist(), strict=True):
+            concept = dict(self.concepts[given])
+            first = {"id": concept["id"], "name": concept["name"], "level": level, "parents": list(concept["parents"])}
+            lines.append({**first, **{key: value for key, value in concept.items() if key not in first}})
+        return lines
+
+    def _check_kinds(self) -> None:
+        check_choice("score_rule", self.score_rule, SCORE_RULES)
+        check_text("licence", self.licence, PackError)
+        check_text("card", self.card, PackError)
+        check_mapping("host", self.host, PackError)
+        for key in ("aggregated", "recommended", "provenance", "quality"):
+            if getattr(self, key) is not None:
+                check_mapping(key, getattr(self, key), PackError)
+        check_mappings("concepts", self.concepts, PackError)
+        check_mappings("inputs", self.inputs, PackError)
+        if self.golden_hidden is not None:
+            check_tensor("golden_hidden", self.golden_hidden, error=PackError)
+        if self.dtype not in DTYPES.values():
+            raise ConfigError(f"dtype {self.dtype}: a pack's weights are one of {', '.join(DTYPES)}")
+
+    def _check_concepts(self) -> None:
+        for concept in self.concepts:
+            missing = [key for key in ("id", "name", "parents") if key not in concept]
+            if missing:
+                raise PackError(f"concept {concept.get('id', concept)!r} lacks {', '.join(missing)}")
+        texts = [(f"a concept's {key}", concept[key]) for concept in self.concepts for key in ("id", "name")]
+        for what, text in [("the pack's name", self.name), *texts]:
+            if not isinstance(text, str) or CONTROL.search(text):
+                raise PackError(
+                    f"{what} is {ascii(text)[:100]}: give a text without control characters, on which a terminal"
+                    " would act"
+                )
+        shape = self.architecture
+        if not self.concepts or not shape.hidden_size or 0 in shape.hidden:
+            raise PackError(
+                f"{len(self.concepts)} concepts, whose probes read {shape.hidden_size} values with layers of"
+                f" {list(shape.hidden)}: a pack has one probe or more, and none is empty"
+            )
+
+    def _check_values(self, small: Mapping[str, Tensor]) -> None:
+        for name, tensor in small.items():
+            wrong = first_wrong_threshold(name, tensor) if "threshold" in name else None
+            if wrong is not None:
+                raise PackError(
+                    f"the {name} of concept {self.ids[int(self.order[wrong])]!r} is {float(tensor[wrong]):g}:"
+                    f" {THRESHOLDS}"
+                )
+        check_recommended(self.recommended or {}, f"{self.name!r:.100}")
+        index = small["input"]
+        if not 0 <= int(index.min()) <= int(index.max()) < len(self.input_specs):
+            raise PackError(
+                f"input_index must lie in 0..{len(self.input_specs) - 1}: it says which of the inputs a probe reads"
+            )
+
+    def _golden(self, golden_hidden: Tensor) -> Tensor:
+        golden = golden_hidden.to(torch.float32).contiguous()
+        expected = (len({spec.site for spec in self.input_specs}), self.architecture.hidden_size)
+        if golden.dim() != 3 or tuple(golden.shape[1:]) != expected:
+            raise PackError(
+                f"golden_hidden has shape {tuple(golden.shape)}, expected (G, {expected[0]}, {expected[1]}): G states"
+                " at each site"
+            )
+        return golden

@@ -1,0 +1,120 @@
+"""The tensors of a pack: their names and dtypes, and what may be in them.
+
+check_dtypes(described, where)                         # PackCorrupt for one that is missing or of another dtype
+first_wrong_threshold("alert_threshold", thresholds)   # the number of a probe, or None
+largest_magnitudes(weights)                            # of each probe; infinite or NaN where a weight is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.probes import Architecture
+from probemon.errors import PackCorrupt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+MATRICES = ("w1", "w2", "w3")
+VECTORS = {
+    **dict.fromkeys(("child_ptr", "child_idx", "level", "input"), torch.int64),
+    **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
+}
+AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
+ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
+THRESHOLDS = (
+    "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
+    " threshold may be -1 (always opened)"
+)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name that a manifest has for the dtype of weights."""
+    return next(name for name, known in DTYPES.items() if known is dtype)
+
+
+def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
+    """Raise `PackCorrupt` where a tensor that every pack has is missing, or one is of another dtype than in a pack.
+
+    `described`: tensors without values, by name. `where`: their file, for the error.
+    """
+    for needed in (*VECTORS, "w1", "b1"):
+        if needed not in described:
+            raise PackCorrupt(f"{where} holds no tensor {needed!r}: it is not a probe pack's")
+    for name, dtype in VECTORS.items():
+        tensor = described[name]
+        if tensor.dim() != 1 or tensor.dtype != dtype:
+            raise PackCorrupt(f"{where}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected a vector of {dtype}")
+    for name in Architecture.parameters():
+        allowed, expected = (
+            (tuple(DTYPES.values()), "a float type or int8")
+            if name in MATRICES
+            else ((torch.float32,), "torch.float32")
+        )
+        if name in described and described[name].dtype not in allowed:
+            raise PackCorrupt(f"{where}: {name} is {described[name].dtype}, expected {expected}")
+
+
+def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
+    """Return the aggregators that have alert thresholds of their own. Raises `PackCorrupt` where these are no vector of
+    numbers.
+    """
+    names = sorted(key.removeprefix(AGGREGATED) for key in described if key.startswith(AGGREGATED))
+    for name in names:
+        key, tensor = AGGREGATED + name, described[AGGREGATED + name]
+        if name in ("", "each") or tuple(tensor.shape) != (n_probes,) or tensor.dtype != torch.float32:
+            raise PackCorrupt(
+                f"{where}: {key} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and"
+                f" torch.float32 ({n_probes},)"
+            )
+    return tuple(names)
+
+
+def check_golden(described: Mapping[str, Tensor], n_sites: int, n_probes: int, hidden_size: int, where: str) -> None:
+    """Raise `PackCorrupt` where golden states or their scores are alone, or of another shape than the pack's."""
+    golden = {name: described[name] for name in ("golden_hidden", "golden_scores") if name in described}
+    if len(golden) == 1:
+        raise PackCorrupt(
+            f"{where} has golden states without their scores, or scores without their states: fetch the pack again"
+        )
+    if not golden:
+        return
+    g = golden["golden_hidden"].shape[0] if golden["golden_hidden"].dim() else 0
+    expected = {"golden_hidden": (g, n_sites, hidden_size), "golden_scores": (g, n_probes)}
+    for name, shape in expected.items():
+        if tuple(golden[name].shape) != shape or golden[name].dtype != torch.float32:
+            raise PackCorrupt(
+                f"{where}: {name} has shape {tuple(golden[name].shape)} in {golden[name].dtype}, expected {shape} in"
+                " torch.float32"
+            )
+
+
+def first_wrong_threshold(name: str, thresholds: Tensor) -> int | None:
+    """Return the first probe whose threshold in `[P]` is none (see `THRESHOLDS`), or None."""
+    outside = (thresholds < 0) | (thresholds > 1)
+    if name == "expand_threshold":
+        outside &= thresholds != ALWAYS
+    return int(outside.nonzero()[0, 0]) if bool(outside.any()) else None
+
+
+def largest_magnitudes(weights: Tensor) -> np.ndarray:
+    """Return the largest absolute value of each probe `[n]` fp64; infinite or NaN where a weight is.
+
+    Floats without their sign are ordered as their bits are, NaN last, and whole numbers are compared many times faster
+    than a float that is half as wide as its register: this is done before a probe is first used, so it is a good part
+    of a cold step.
+    """
+    if weights.dtype == torch.int8:
+        return np.full(len(weights), 128.0)  # the most there can be, without looking
+    signed, unsigned = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}[
+        weights.element_size()
+    ]
+    bits = weights.reshape(len(weights), -1).view(signed).numpy()
+    sign = np.array(1 << (8 * weights.element_size() - 1), unsigned)
+    negative = bits.view(unsigned).max(axis=1)  # those without a sign are smaller; of those with one it is the largest
+    largest = np.maximum(
+        np.maximum(bits.max(axis=1), 0), np.where(negative & sign, negative ^ sign, 0).astype(bits.dtype)
+    )
+    return torch.from_numpy(largest).view(weights.dtype).to(torch.float64).numpy()

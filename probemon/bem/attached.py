@@ -43,8 +43,8 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
     `how`: what else `Bem` takes.
     `strict`: a saved adapter of another checkpoint is an error, not a warning.
 
-    Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`; for a folder also `BemFileError` and
-    `HostMismatch`.
+    Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`; for a folder, `BemFileError` and
+    `HostMismatch` too.
     """
     if isinstance(config, (str, Path)):
         return Bem.from_pretrained(model, config, strict=strict, **how)
@@ -52,11 +52,11 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
 
 
 class Bem(nn.Module):
-    """An adapter and its parameters: `controller`, and `updates` by site. `attach` puts it on its host, `detach` takes
-    it off.
+    """An adapter and its parameters: `controller`, and `updates` by site.
 
-    Its parameters are its own: it neither changes nor freezes the host's. Write to them under `torch.no_grad()`: torch
-    does not report writes through `.data`, so limits would still be those of the values before.
+    `attach` puts it on its host, `detach` takes it off. Its parameters are its own: it neither changes nor freezes the
+    host's. Write to them under `torch.no_grad()`: torch does not report writes through `.data`, so limits would still
+    be those of the values before.
 
     `impl`: how updates, and the codes of steps of one column, are computed: "reference", "triton", or "auto", which
     chooses once, here; `impl_why` gives the reason.
@@ -148,8 +148,7 @@ class Bem(nn.Module):
         return self
 
     def detach(self) -> None:
-        """Take it off its host, and leave nothing on the host or on caches. It keeps its parameters, and can be
-        attached again.
+        """Take it off its host, and leave nothing there or on caches. Its parameters stay, for another `attach`.
 
         Raises `BemError` while a generate() runs, in whatever thread: half of its output would be steered.
         """

@@ -84,9 +84,7 @@ class BemConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
-        """Make a config of what `dataclasses.asdict` gave, lists in place of tuples. Raises `UnknownSetting`,
-        `ConfigError`.
-        """
+        """Make a config of a dict, with lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them"

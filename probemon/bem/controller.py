@@ -119,8 +119,7 @@ class Controller(nn.Module):
     `guard`: what may fall back to static codes, or None.
     `checkpointed`: with gradients, what lies between the hidden states and the codes is not kept, and the backward
     pass computes it again (Chen et al. 2016).
-    `fused`: a forward of one column is one step of `probemon.bem.kernels.controller`, in Triton, unless it is
-    checkpointed.
+    `fused`: unless checkpointed, a forward of one column is a step of `probemon.bem.kernels.controller`, in Triton.
     """
 
     guard: Guard | None = None
@@ -331,9 +330,7 @@ class Controller(nn.Module):
         return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence)
 
     def _summaries(self, carry: Carry, chunks: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
-        """The prefix summary at the start of each chunk `[B, K + 1, w]`, and the log of its denominator after all that
-        close `[B]`.
-        """
+        """Prefix summaries at the start of each chunk `[B, K + 1, w]`, and the last one's log denominator `[B]`."""
         prefix_chunks = self.config.prefix_tokens // self.config.chunk_tokens
         first = carry.n // self.config.chunk_tokens
         summary, log_mass, summaries = carry.summary, carry.log_mass, [carry.summary]

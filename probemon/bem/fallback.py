@@ -92,8 +92,7 @@ class CircuitBreaker:
         if breaker.allows():
             breaker.record(failed=False, seconds=0.01, kind="decode")
 
-    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: the first failure opens it
-    again).
+    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: one failure opens it again).
     """
 
     def __init__(self, policy: FallbackPolicy | None = None) -> None:

@@ -83,8 +83,7 @@ class _Matrices:
 
 
 class Governor:
-    """Scales codes down to the limits of `config`. It keeps what it needs of U and V until an optimiser or anyone else
-    writes to them.
+    """Scales codes down to the limits of `config`. What it needs of U and V it keeps until somebody writes to them.
 
     A forward that makes gradients for them computes it anew, and so does the one after it: whoever trains is about to
     write, in whatever way. At other times neither torch nor this sees a write through `.data`: use `torch.no_grad()`.

@@ -90,9 +90,7 @@ class _ThreadState(threading.local):
 
 
 class HostHooks:
-    """The hooks and shadows of one time that an adapter is attached. `n_generating`: generate() calls under way, in all
-    threads.
-    """
+    """An adapter's hooks and shadows on its host. `n_generating`: generate() calls under way, in all threads."""
 
     def __init__(self, bem: Bem, states: States) -> None:
         self._bem, self._states, self._controller = bem, states, bem.controller

@@ -66,8 +66,11 @@ class LossWeights:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """`total`: the weighted sum, with a gradient. `terms`: unweighted scalars by name. `logits [B, T, V]`: of the
-    steered host.
+    """What `adapter_losses` returns.
+
+    `total`: the weighted sum, with a gradient.
+    `terms`: unweighted scalars by name.
+    `logits [B, T, V]`: of the steered host.
     """
 
     total: Tensor
@@ -120,9 +123,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
 
 
 def kl_to_base(steered: Tensor, base: Tensor, real: Tensor) -> Tensor:
-    """Return KL(steered || base) in nats, the mean over real tokens, of logits `[B, T, V]`. No gradient goes into
-    `base`.
-    """
+    """Return the mean KL(steered || base) in nats over real tokens: logits `[B, T, V]`. `base` gets no gradient."""
     log_p = _wide(steered[real]).log_softmax(dim=-1)
     log_q = _wide(base[real].detach()).log_softmax(dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
@@ -297,9 +298,7 @@ def hooked_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[No
 
 
 def base_logits(bem: Bem, inputs: Batch) -> Tensor:
-    """Return logits `[B, T, V]` of the bare host in evaluation mode (its dropout is no part of what it says), without a
-    gradient.
-    """
+    """Return logits `[B, T, V]` of the bare host, without a gradient or dropout, which is no part of what it says."""
     with torch.no_grad(), silenced(bem), mode(bem.host, training=False):
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     return logits

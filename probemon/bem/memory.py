@@ -68,9 +68,7 @@ def process_memory() -> tuple[int, int]:
 
 
 def gpu_memory(device: str | torch.device = "cuda") -> Source:
-    """Return a source of bytes in use on a GPU, by all processes, and bytes there are. What torch holds and does not
-    use is free.
-    """
+    """Return a source for the memory of a GPU, used by all processes. What torch holds and does not use is free."""
 
     def measure() -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)

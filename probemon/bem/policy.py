@@ -67,8 +67,9 @@ class Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Actions are one of K experts' codes `[K, r]`, with probability softmax(`codes . experts / temperature`). Raises
-    `ConfigError`.
+    """Actions are those of K experts `[K, r]`, with probability softmax(`codes . experts / temperature`).
+
+    Raises `ConfigError`.
     """
 
     experts: Tensor

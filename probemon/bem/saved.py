@@ -246,9 +246,7 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the adapter does not fit. For another checkpoint of the same shape, warn; if `strict`,
-    raise.
-    """
+    """Raise `HostMismatch` where the adapter does not fit; warn of another checkpoint, or raise if `strict`."""
     _, layers = find_layers(model)
     for key, value in (("hidden_size", hidden_size(model)), ("n_layers", len(layers))):
         if saved.host.get(key) != value:

@@ -56,8 +56,7 @@ class ControllerState:
     """What was read of one batch of sequences: `n_rows` and `n_columns` so far, and `level [B]` int64 where it was
     decided once, else None.
 
-    `carry` is None until something was read, and where columns were cut off or only fed: it then follows from the
-    history.
+    `carry` is None until something was read, and after columns were cut off or only fed: the history then has it.
     """
 
     def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
@@ -84,9 +83,7 @@ class ControllerState:
         self.carry, self.room = None, 0
 
     def history(self) -> tuple[Tensor, Tensor]:
-        """Return features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` where nothing was
-        read.
-        """
+        """Return features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` if there are none."""
         if not self._pieces:
             raise BemStateError("this state has read nothing yet: run a forward first")
         if len(self._pieces) > 1:

@@ -119,9 +119,7 @@ def _over_columns(  # type: ignore[no-untyped-def]
 
 
 def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return compile-time sizes of the kernels for weights of this rank, the longer of them `widest` long, and sums in
-    `dtype`.
-    """
+    """Return compile-time sizes for weights of this rank, the longer `widest` long, and sums in `dtype`."""
     r = triton.next_power_of_2(rank)
     block = min(max(triton.next_power_of_2(widest), 16), _TILE // (ROWS * r))
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
@@ -225,8 +223,7 @@ def _forward(
 def generated_update(
     x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """Return `scale * ((x V) * codes) U^T`, [M, out] in the dtype of x; with `base` [M, out], base plus it, in the
-    dtype of base.
+    """Return `scale * ((x V) * codes) U^T` [M, out], in the dtype of x; with `base` [M, out], base plus it, in its own.
 
     x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device.
     `scale` and `eps` are rounded to fp32. A row whose codes are all `|c| <= eps` is left out: its update is exactly

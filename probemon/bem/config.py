@@ -9,11 +9,11 @@ What is here is saved with the adapter. How it is computed (`impl`) is chosen wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import is_int, is_number, plain, shown
+from probemon.core.checks import LARGEST, check_count, check_number, is_int, plain, shown
 from probemon.errors import ConfigError, UnknownSetting, closest
 
 LEVELS = ("prefix", "chunk", "token")
@@ -29,22 +29,25 @@ CHUNK_KINDS = ("q", "k", "v")
 class BemConfig:
     """Settings of one adapter; every default is that of the source where it states one. Raises `ConfigError`.
 
-    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`. `sites`: kinds of linear layers; `layers`: of which
-    host layers (None: all from `read_layer` on, whose input the controller reads).
-
-    `width`: of the controller. `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N. `ema`: what a chunk's code
-    keeps of the one before. `max_norm`: of a code, before its confidence multiplies it.
-
-    `level`: which codes attention outputs and MLPs take. "position": token codes for the first `token_limit` tokens of
-    a row, chunk codes beyond. "auto": by the row's prompt, prefix codes under `auto_limits[0]` tokens, chunk codes
-    under `auto_limits[1]`, else token codes. Or one of `LEVELS`. Queries, keys and values always take chunk codes.
-
-    `spectral_cap`: on the largest singular value of every update; `trust_region`: on the Frobenius norm over all sites
-    together; None for none. `dropout`: of an update's input, in training. `sparse_eps`: updates of at most this
-    Frobenius norm,
-    after the limits, are left out, token by token and site by site, in forwards that make no gradients; None computes
-    all.
-    It is a size of updates, as the limits are: no output differs by more than `sparse_eps` times the norm of its input.
+    `rank` r, `alpha`: an update is `alpha / rank * U diag(c) V^T`.
+    `sites`: kinds of linear layers. Queries, keys and values always take chunk codes.
+    `layers`: host layers whose sites are updated; None: all from `read_layer` on.
+    `read_layer`: the layer whose input the controller reads.
+    `width`: of the controller.
+    `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N.
+    `ema`: what a chunk's code keeps of the one before.
+    `max_norm`: of a code, before its confidence multiplies it.
+    `level`: which codes attention outputs and MLPs take: those of one of `LEVELS`, or by "position" or "auto".
+    `token_limit`: by "position", a row takes token codes for so many tokens, and chunk codes beyond.
+    `auto_limits`: by "auto", a row takes prefix codes if its prompt has fewer tokens than the first, chunk codes if it
+    has fewer than the second, else token codes.
+    `spectral_cap`: on the largest singular value of every update; None for none.
+    `trust_region`: on the Frobenius norm over all sites together; None for none.
+    `dropout`: of an update's input, in training.
+    `sparse_eps`: updates of at most this Frobenius norm, after the limits, are left out, token by token and site by
+    site, in forwards that make no gradients: no output differs by more than `sparse_eps` times the norm of its input.
+    None computes all.
+    `seed`: of the parameters at the start.
     """
 
     rank: int = 8
@@ -81,7 +84,7 @@ class BemConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
-        """From what `dataclasses.asdict` gave, lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
+        """Make a config of a dict, with lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them"
@@ -90,74 +93,43 @@ class BemConfig:
         for key in settings:
             if key not in known:
                 raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
-        given: dict[str, Any] = {
+        tuples: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
         }
-        return cls(**given)
+        return cls(**tuples)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        for name, most in (
-            ("rank", 4096),
-            ("width", 8192),
-            ("prefix_tokens", 1 << 20),
-            ("chunk_tokens", 1 << 20),
-        ):  # what is sized by these stays within memory
+        # What is sized by these stays within memory.
+        for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):
             self._check(name, is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
-            self._check(
-                name,
-                is_int(getattr(self, name)) and 0 <= getattr(self, name) < 1 << 63,
-                "give 0 or more, within 63 bits",
-            )
-        self._check("alpha", is_number(self.alpha) and self.alpha > 0, "give a number over 0")
-        self._check(
-            "max_norm",
-            is_number(self.max_norm) and 0 < self.max_norm <= MAX_NORM,
-            f"give a number over 0, at most {MAX_NORM:g}",
-        )
+            check_count(name, getattr(self, name), remedy="give 0 or more, within 63 bits")
+        check_number("alpha", self.alpha, low=0, high=LARGEST, open_low=True, remedy="give a number over 0")
+        remedy = f"give a number over 0, at most {MAX_NORM:g}"
+        check_number("max_norm", self.max_norm, low=0, high=MAX_NORM, open_low=True, remedy=remedy)
         for name in ("ema", "dropout"):
-            self._check(
-                name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "give a number from 0, under 1"
-            )
+            remedy = "give a number from 0, under 1"
+            check_number(name, getattr(self, name), low=0, high=1, open_high=True, remedy=remedy)
         for name in ("spectral_cap", "trust_region"):
-            value = getattr(self, name)
-            self._check(
-                name, value is None or (is_number(value) and value > 0), "give a number over 0, or None for no limit"
-            )
-        self._check(
-            "sparse_eps",
-            self.sparse_eps is None or (is_number(self.sparse_eps) and self.sparse_eps >= 0),
-            "give 0 or more, or None to compute all",
-        )
-        kinds = isinstance(self.sites, tuple) and len(self.sites) > 0 and all(kind in KINDS for kind in self.sites)
-        self._check(
-            "sites",
-            kinds and len(set(self.sites)) == len(self.sites),
-            f"give a tuple of some of {', '.join(KINDS)}, each once",
-        )
+            if (limit := getattr(self, name)) is not None:
+                remedy = "give a number over 0, or None for no limit"
+                check_number(name, limit, low=0, high=LARGEST, open_low=True, remedy=remedy)
+        if self.sparse_eps is not None:
+            remedy = "give 0 or more, or None to compute all"
+            check_number("sparse_eps", self.sparse_eps, low=0, high=LARGEST, remedy=remedy)
+        fine = _is_tuple_of_different(self.sites, lambda kind: kind in KINDS)
+        self._check("sites", fine, f"give a tuple of some of {', '.join(KINDS)}, each once")
         self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
-        limits = (
-            isinstance(self.auto_limits, tuple)
-            and len(self.auto_limits) == 2
-            and all(is_int(limit) for limit in self.auto_limits)
-        )
-        self._check(
-            "auto_limits",
-            limits and 0 <= self.auto_limits[0] <= self.auto_limits[1],
-            "give two numbers of tokens, the smaller first",
-        )
+        limits = self.auto_limits
+        fine = isinstance(limits, tuple) and len(limits) == 2 and all(map(is_int, limits))
+        fine = fine and 0 <= limits[0] <= limits[1]
+        self._check("auto_limits", fine, "give two numbers of tokens, the smaller first")
         if self.layers is not None:
-            fine = (
-                isinstance(self.layers, tuple)
-                and len(self.layers) > 0
-                and all(is_int(layer) and layer >= self.read_layer for layer in self.layers)
-            )
+            fine = _is_tuple_of_different(self.layers, lambda layer: is_int(layer) and layer >= self.read_layer)
             self._check(
-                "layers",
-                fine and len(set(self.layers)) == len(self.layers),
-                f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once",
+                "layers", fine, f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once"
             )
         if self.prefix_tokens % self.chunk_tokens:
             raise ConfigError(
@@ -173,3 +145,7 @@ class BemConfig:
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:
             raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
+
+
+def _is_tuple_of_different(value: object, allowed: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(map(allowed, value)) and len(set(value)) == len(value)

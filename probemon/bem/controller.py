@@ -13,9 +13,8 @@ Time is counted in real tokens of the row: token n lies in chunk n // N. With z 
     prefix code          from the summary of the token's chunk
     token code           from [z of the token, summary of its chunk]
 
-so that a code depends on its own token and on complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times
-the confidence of the token's chunk, `sigmoid(g / exp(t))`, with g from what the chunk code is from, and learned for
-chunk 0.
+So a code depends on its own token and on complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times the
+confidence of the token's chunk, `sigmoid(g / exp(t))`; g is from what the chunk code is from, and learned for chunk 0.
 """
 
 from __future__ import annotations
@@ -43,11 +42,13 @@ _FP32: dict[str, Any] = {"dtype": torch.float32}  # whatever torch.set_default_d
 class Codes:
     """Codes of one forward, before governance; zeros at padding. `[B, T, r]` each, None for a level that no site uses.
 
-    `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`. `confidence [B, T]`,
-    already in the codes. `chunk_index [B, T]` int64, -1 at padding; `boundary [B, T]` bool: the first token of a chunk.
-    `fallback [B, T]` bool: tokens whose codes are not the controller's but the static 1 of a `FallbackPolicy`; their
-    confidence is NaN where none was computed. `sigma1`, `delta_rel_norm` `[B, T]`: of what is applied, after governance
-    (`Governor.sizes`); only in what `Bem.steered` gives, where somebody listens.
+    `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`.
+    `confidence [B, T]`: already in the codes; NaN where codes fell back and none was computed.
+    `chunk_index [B, T]` int64: -1 at padding.
+    `boundary [B, T]` bool: the first token of a chunk.
+    `fallback [B, T]` bool: tokens whose codes are not the controller's but the static 1 of a `FallbackPolicy`.
+    `sigma1`, `delta_rel_norm` `[B, T]`: sizes of what is applied, after governance (`Governor.sizes`); only where
+    somebody has a hook on `Bem.steered`.
     """
 
     prefix: Tensor | None
@@ -61,32 +62,32 @@ class Codes:
     sigma1: Tensor | None = None
     delta_rel_norm: Tensor | None = None
 
+    def by_level(self) -> dict[str, Tensor]:
+        """Return the codes `[B, T, r]` of every level that some site uses, in the order of `LEVELS`."""
+        return {name: code for name in LEVELS if (code := getattr(self, name)) is not None}
+
     def of(self, level: str) -> Tensor:
-        """Codes of "prefix", "chunk" or "token" `[B, T, r]`. Raises `ConfigError` for one that no site uses."""
-        code: Tensor | None = getattr(self, level) if level in LEVELS else None
-        if code is None:
-            used = [name for name in LEVELS if getattr(self, name) is not None]
-            raise ConfigError(f"there are no codes of level {level!r}: this adapter uses {', '.join(used)}")
-        return code
+        """Return codes `[B, T, r]` of "prefix", "chunk" or "token". Raises `ConfigError` for one that no site uses."""
+        codes = self.by_level()
+        if level not in codes:
+            raise ConfigError(f"there are no codes of level {level!r}: this adapter uses {', '.join(codes)}")
+        return codes[level]
 
     def adaptive(self) -> Tensor:
-        """What attention outputs and MLPs take `[B, T, r]`: of each token, the code of its level."""
-        used = [(i, getattr(self, name)) for i, name in enumerate(LEVELS) if getattr(self, name) is not None]
-        chosen: Tensor = used[0][1]
-        for i, code in used[1:]:
-            chosen = torch.where((self.level == i)[..., None], code, chosen)
+        """Return what attention outputs and MLPs take `[B, T, r]`: of each token, the code of its level."""
+        (_, chosen), *others = self.by_level().items()
+        for name, code in others:
+            chosen = torch.where((self.level == LEVELS.index(name))[..., None], code, chosen)
         return chosen
 
     def replace(self, **changes: Tensor) -> Codes:
-        """The same with other tensors: what a forward hook on the controller may return."""
+        """Return these codes with other tensors, as a forward hook on the controller may."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """The chunks that tokens of one forward lie in: the open one and the K that may follow; `at [B, T]` is each
-    token's.
-    """
+    """The chunks that tokens of one forward lie in: the open one and K that may follow. `at [B, T]`: each token's."""
 
     at: Tensor
     code: Tensor  # [B, K + 1, r]
@@ -95,9 +96,7 @@ class _Chunks:
 
 
 class Guard(Protocol):
-    """Stands in the place of a controller's `route`, and may give other codes, as long as the state goes on by the same
-    columns.
-    """
+    """Runs in place of a controller's `route`. It may give other codes; the state goes on by the same columns."""
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
 
@@ -115,12 +114,12 @@ class Router(nn.Sequential):
 
 
 class Controller(nn.Module):
-    """Reads the input of one host layer. Its forward returns `Codes`, so that a forward hook on it can see or replace
-    them.
+    """Reads the input of one host layer. Its forward returns `Codes`, which a forward hook on it can see or replace.
 
-    `guard`: what may fall back to static codes, or None. `checkpointed`: with gradients, what lies between the hidden
-    states and the codes is computed again in the backward pass and not kept (Chen et al. 2016). `fused`: a forward of
-    one column is one step of `probemon.bem.kernels.controller`, in Triton; not where it is checkpointed.
+    `guard`: what may fall back to static codes, or None.
+    `checkpointed`: with gradients, what lies between the hidden states and the codes is not kept, and the backward
+    pass computes it again (Chen et al. 2016).
+    `fused`: unless checkpointed, a forward of one column is a step of `probemon.bem.kernels.controller`, in Triton.
     """
 
     guard: Guard | None = None
@@ -148,7 +147,7 @@ class Controller(nn.Module):
         self.token = Router(2 * width, width, rank) if "token" in levels else None
 
     def forward(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
-        """hidden `[B, T, D]`, real `[B, T]` bool; `state` is that of the columns before, and goes on by these.
+        """Return the codes of hidden `[B, T, D]`, real `[B, T]` bool; `state`, that of the columns before, goes on.
 
         Under level="auto" a state whose level is not decided takes these columns as the prompt.
         """
@@ -159,38 +158,29 @@ class Controller(nn.Module):
     def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
         """As `forward`, without a guard. An error leaves the state as if these columns had not been read."""
         before = self.resume(state)
-        again = self.checkpointed and torch.is_grad_enabled()
-        fused = self.fused and not again and real.shape[1] == 1
+        checkpointed = self.checkpointed and torch.is_grad_enabled()
+        fused = self.fused and not checkpointed and real.shape[1] == 1
         if state.room == 0 and state.n_columns and not fused:  # the kernel sees for itself which rows complete a chunk
             # On a GPU this waits, once in N steps of decoding; the others then have a fraction of the work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
         inside = real.shape[1] <= state.room
+        arguments = (before, hidden, real, state.level)
         if fused:
-            made = self._step(before, hidden, real, state.level)
-        elif again:
-            made = checkpoint(
-                self._route,
-                before,
-                hidden,
-                real,
-                state.level,
-                not inside,
-                use_reentrant=False,
-                preserve_rng_state=False,
+            z, carry, codes = self._step(*arguments)
+        elif checkpointed:
+            z, carry, codes = checkpoint(
+                self._route, *arguments, not inside, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            made = self._route(before, hidden, real, state.level, not inside)
-        z, carry, codes = made
-        state.append(z, real, carry)  # here and once: the backward pass of a checkpoint runs the other again
+            z, carry, codes = self._route(*arguments, not inside)
+        state.append(z, real, carry)  # here and once: the backward pass of a checkpoint runs `_route` again
         state.room, state.inside = state.room - z.shape[1] if inside else 0, inside
         return codes
 
     def _route(
         self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None, closes: bool
     ) -> tuple[Tensor, Carry, Codes]:
-        """Features `[B, T, w]`, the carry after them, and codes. A plain function of its arguments: no state is
-        written.
-        """
+        """Features `[B, T, w]`, the carry after them, and codes. It writes to no state."""
         z = self.features(hidden, real)
         carry, chunks = self.advance(before, z, real, closes)
         rows = torch.arange(len(z), device=z.device)[:, None]
@@ -207,30 +197,29 @@ class Controller(nn.Module):
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
         """As `_route`, of one column, by the kernel."""
-        kernel: Any = importlib.import_module("probemon.bem.kernels.controller")
+        kernel: Any = importlib.import_module("probemon.bem.kernels.controller")  # here: it imports Triton
         config = self.config
         under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
         settings = kernel.StepSettings(
             config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
         )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
-        made = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
-        levels = made.level if level is None else level[:, None]
+        step = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
         codes = Codes(
-            made.prefix,
-            made.chunk,
-            made.token,
-            levels,
-            made.confidence,
-            made.chunk_index,
-            made.boundary,
-            torch.zeros_like(real),
+            prefix=step.prefix,
+            chunk=step.chunk,
+            token=step.token,
+            level=step.level if level is None else level[:, None],
+            confidence=step.confidence,
+            chunk_index=step.chunk_index,
+            boundary=step.boundary,
+            fallback=torch.zeros_like(real),
         )
-        return made.z, Carry(*made.carry), codes
+        return step.z, Carry(*step.carry), codes
 
     def static(self, real: Tensor, state: ControllerState) -> Codes:
-        """Codes of 1 for the columns that a state has not read yet, real `[B, T]` bool, with what is known without the
-        routers.
+        """Return codes of 1 for columns that a state has not read yet, real `[B, T]` bool, and what is known of them
+        without the routers.
         """
         if state.carry is not None:
             n = state.carry.n
@@ -238,16 +227,8 @@ class Controller(nn.Module):
             n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
         ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.rank)
         prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
-        return self._codes(
-            prefix,
-            chunk,
-            token,
-            torch.where(real, self.query.new_tensor(math.nan), 0.0),
-            n,
-            real,
-            state.level,
-            real.clone(),
-        )
+        confidence = torch.where(real, self.query.new_tensor(math.nan), 0.0)
+        return self._codes(prefix, chunk, token, confidence, n, real, state.level, real.clone())
 
     def _codes(
         self,
@@ -265,9 +246,7 @@ class Controller(nn.Module):
         return Codes(prefix, chunk, token, self._level(n, level), confidence, chunk_index, boundary, fallback)
 
     def resume(self, state: ControllerState) -> Carry:
-        """The carry of a state, which has it afterwards if it has read anything: where it was cut back or only fed, all
-        of it is read again.
-        """
+        """Return the carry of a state. Where it was cut back or only fed, read all of it again first."""
         if state.n_columns == 0:
             return self.start(state.n_rows)
         if state.carry is None:
@@ -275,30 +254,29 @@ class Controller(nn.Module):
         return state.carry
 
     def decide(self, lengths: Tensor) -> Tensor:
-        """Levels `[B]` int64 for rows whose prompts have `lengths [B]` real tokens, under level="auto"."""
+        """Return levels `[B]` int64 for rows whose prompts have `lengths [B]` real tokens, under level="auto"."""
         short, long = self.config.auto_limits
         return torch.where(lengths < short, PREFIX, torch.where(lengths < long, CHUNK, TOKEN))
 
     def replay(self, z: Tensor, real: Tensor) -> Carry:
-        """The carry after these columns: features z `[B, L, w]`, real `[B, L]`."""
+        """Return the carry after these columns: features z `[B, L, w]`, real `[B, L]`."""
         with torch.no_grad():
             return self.advance(self.start(len(z)), z, real)[0]
 
     def features(self, hidden: Tensor, real: Tensor) -> Tensor:
-        """z `[B, T, w]`. The hidden states of padding may be anything, even not a number: they are not read."""
+        """Return z `[B, T, w]`. Hidden states of padding are not read: they may be anything, even not a number."""
         hidden = torch.where(real[..., None], hidden.to(self.project.weight.dtype), 0.0)
         projected: Tensor = self.project(self.norm(hidden))
         return projected
 
     def start(self, n_rows: int) -> Carry:
-        """Before the first token: chunk 0 is open, with what was learned for it."""
+        """Return the carry before the first token: chunk 0 is open, with what was learned for it."""
         width, size, device = self.config.width, self.config.chunk_tokens, self.query.device
-        confidence = self._sure(self.default_confidence)
-        code = (
-            self.query.new_zeros(self.config.rank)
-            if self.default_code is None
-            else self._clamp(self.default_code) * confidence
-        )
+        confidence = self._confidence(self.default_confidence)
+        if self.default_code is None:
+            code = self.query.new_zeros(self.config.rank)
+        else:
+            code = self._clamp(self.default_code) * confidence
         return Carry(
             n=torch.zeros(n_rows, dtype=torch.int64, device=device),
             open=self.query.new_zeros(n_rows, size, width),
@@ -309,46 +287,40 @@ class Controller(nn.Module):
         )
 
     def advance(self, carry: Carry, z: Tensor, real: Tensor, closes: bool = True) -> tuple[Carry, _Chunks]:
-        """The chunks that z `[B, T, w]` completes, and the carry after it. A plain function of its arguments: no state
-        is written.
+        """Return the carry after features z `[B, T, w]`, and the chunks that these complete. It writes to no state.
 
         `closes`: False where it is known that no row completes a chunk.
         """
         n_rows, n_columns, width = z.shape
         size = self.config.chunk_tokens
-        n_closed_at_most = (
-            (size - 1 + n_columns) // size if closes else 0
-        )  # K; how many each row really closes stays on the device
+        most_closed = (size - 1 + n_columns) // size if closes else 0  # K; each row's own number stays on the device
         offset = carry.n % size
+        n = carry.n + real.sum(dim=1)
         slot = offset[:, None] + real.cumsum(dim=1) - 1
         # Tokens in their places, chunk by chunk. Padding goes to one place more, which is thrown away.
-        room = (n_closed_at_most + 1) * size
+        room = (most_closed + 1) * size
         empty = z.new_zeros(n_rows, room + 1 - size, width)
         places = torch.where(real, slot, room)[..., None].expand(-1, -1, width)
-        chunks = (
-            torch.cat([carry.open, empty], dim=1)
-            .scatter(1, places, z)[:, :room]
-            .view(n_rows, n_closed_at_most + 1, size, width)
-        )
+        chunks = torch.cat([carry.open, empty], dim=1).scatter(1, places, z)[:, :room]
+        chunks = chunks.view(n_rows, most_closed + 1, size, width)
         if not closes:
-            same = dataclasses.replace(carry, n=carry.n + real.sum(dim=1), open=chunks[:, 0])
-            return same, _Chunks(
+            return dataclasses.replace(carry, n=n, open=chunks[:, 0]), _Chunks(
                 torch.zeros_like(slot), carry.code[:, None], carry.summary[:, None], carry.confidence[:, None]
             )
         closed = (offset + real.sum(dim=1)) // size
         summary, log_mass = self._summaries(carry, chunks, closed)
         # Of a chunk that a row does not complete, what follows is computed from zeros and chosen by no token.
-        seen = torch.cat([chunks[:, :-1].mean(dim=2), summary[:, 1:]], dim=-1)
-        confidence = torch.cat([carry.confidence[:, None], self._sure(self.confidence(seen)[..., 0])], dim=1)
+        features = torch.cat([chunks[:, :-1].mean(dim=2), summary[:, 1:]], dim=-1)
+        confidence = torch.cat([carry.confidence[:, None], self._confidence(self.confidence(features)[..., 0])], dim=1)
         codes = [carry.code]
         if self.chunk is not None:
-            fresh = self._code(self.chunk, seen, confidence[:, 1:])
-            for k in range(n_closed_at_most):
+            fresh = self._code(self.chunk, features, confidence[:, 1:])
+            for k in range(most_closed):
                 codes.append(torch.lerp(fresh[:, k], codes[-1], self.config.ema))
-        code = torch.stack(codes if self.chunk is not None else codes * (n_closed_at_most + 1), dim=1)
+        code = torch.stack(codes if self.chunk is not None else codes * (most_closed + 1), dim=1)
         rows = torch.arange(n_rows, device=z.device)
         after = Carry(
-            n=carry.n + real.sum(dim=1),
+            n=n,
             open=chunks[rows, closed],
             code=code[rows, closed],
             summary=summary[rows, closed],
@@ -358,9 +330,7 @@ class Controller(nn.Module):
         return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence)
 
     def _summaries(self, carry: Carry, chunks: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
-        """The prefix summary at the start of each chunk `[B, K + 1, w]`, and the log of its denominator after all that
-        close `[B]`.
-        """
+        """Prefix summaries at the start of each chunk `[B, K + 1, w]`, and the last one's log denominator `[B]`."""
         prefix_chunks = self.config.prefix_tokens // self.config.chunk_tokens
         first = carry.n // self.config.chunk_tokens
         summary, log_mass, summaries = carry.summary, carry.log_mass, [carry.summary]
@@ -384,7 +354,7 @@ class Controller(nn.Module):
         norm = code.norm(dim=-1, keepdim=True)
         return code * norm.clamp(max=self.config.max_norm) / (norm + 1e-8)
 
-    def _sure(self, logit: Tensor) -> Tensor:
+    def _confidence(self, logit: Tensor) -> Tensor:
         return torch.sigmoid(logit / self.log_temperature.exp())
 
     def _level(self, n: Tensor, level: Tensor | None) -> Tensor:
@@ -396,13 +366,11 @@ class Controller(nn.Module):
 
 
 def _named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """As `named_parameters()`, more cheaply: a step of decoding asks for them every time, since they may have been
-    replaced.
-    """
-    found: dict[str, Tensor] = {
+    """As `named_parameters()`, more cheaply: each step of decoding asks for them, since they may have been replaced."""
+    weights: dict[str, Tensor] = {
         prefix + name: weight for name, weight in module._parameters.items() if weight is not None
     }
     for name, child in module._modules.items():
         if child is not None:
-            found |= _named_weights(child, f"{prefix}{name}.")
-    return found
+            weights |= _named_weights(child, f"{prefix}{name}.")
+    return weights

@@ -12,13 +12,13 @@ and how much:
     a code is not finite              the tokens that it is of      a failure for the breaker, once for each row
     confidence under a threshold      the tokens that it is of
 
-Keys and values that are cached stay as they are, and the state goes on: what was not routed is still read (its features
-alone), and the first forward that is routed again reads what it missed. So a code after a fallback is the one it would
-have been for the same hidden states. Where not even the features could be computed they are NaN, and so are all codes
-that depend on them, which fall back one by one. What falls back by token depends on that token's codes alone: nothing
-from the future leaks, and cached still equals full. Tokens are told in `Codes.fallback`.
+Cached keys and values stay as they are, and the state goes on: a forward that is not routed is still read (its features
+alone), and the next that is routed reads what was missed. So a code after a fallback is the one it would have been for
+the same hidden states. Where not even the features could be computed they are NaN; the codes that depend on them are
+too, and fall back one by one. Whether a token falls back depends on its own codes alone: nothing leaks from the future,
+and a cache changes nothing. `Codes.fallback` says which tokens fell back.
 
-Errors of probemon's own (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its
+probemon's own errors (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its
 own (`probemon.bem.memory`).
 """
 
@@ -30,19 +30,17 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from probemon.bem.config import BemConfig
 from probemon.bem.controller import Codes, Controller
 from probemon.bem.memory import is_out_of_memory
 from probemon.bem.state import Carry, ControllerState
-from probemon.bem.update import check_update_impl, generated_update
-from probemon.core.checks import is_int, is_number, shown
-from probemon.errors import ConfigError, KernelUnavailable, ProbemonError
+from probemon.core.checks import LARGEST, check_count, check_number, shown
+from probemon.errors import ConfigError, ProbemonError
 
 LOG = logging.getLogger("probemon")
 CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
@@ -50,12 +48,15 @@ CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackPolicy:
-    """When codes fall back; the numbers of the breaker are those of the source. Raises `ConfigError`.
+    """When codes fall back. The defaults of the breaker are those of the source. Raises `ConfigError`.
 
-    `min_confidence`: tokens under it fall back; 0 for none. The breaker opens at `n_failures` among the last `window`
-    calls, for `open_seconds`, and closes after `n_successes` in a row. A call fails that takes longer than
-    `latency_factor` times the median of the first `n_baseline` calls of its kind; None for no limit. `clock` gives
-    seconds.
+    `min_confidence`: tokens under it fall back; 0 for none.
+    `latency_factor`: a call fails that takes longer than this times the baseline of its kind; None for no limit.
+    `n_baseline`: the baseline is the median of so many first calls.
+    `window`, `n_failures`: the breaker opens at `n_failures` among the last `window` calls.
+    `open_seconds`: how long it stays open.
+    `n_successes`: it closes after so many in a row.
+    `clock`: returns seconds.
     """
 
     min_confidence: float = 0.0
@@ -69,28 +70,20 @@ class FallbackPolicy:
 
     def __post_init__(self) -> None:
         for name in ("n_baseline", "window", "n_failures", "n_successes"):
-            self._check(name, is_int(getattr(self, name)) and getattr(self, name) >= 1, "give 1 or more")
-        self._check(
-            "n_failures",
-            self.n_failures <= self.window,
-            f"give at most the window of {self.window} calls, or it never opens",
+            check_count(name, getattr(self, name), least=1, remedy="give 1 or more")
+        if self.n_failures > self.window:
+            raise ConfigError(
+                f"n_failures is {self.n_failures}: give at most the window of {self.window} calls, or it never opens"
+            )
+        check_number(
+            "min_confidence", self.min_confidence, low=0, high=1, open_high=True, remedy="give a number from 0, under 1"
         )
-        self._check(
-            "min_confidence",
-            is_number(self.min_confidence) and 0 <= self.min_confidence < 1,
-            "give a number from 0, under 1",
-        )
-        self._check(
-            "latency_factor",
-            self.latency_factor is None or (is_number(self.latency_factor) and self.latency_factor > 1),
-            "give a number over 1, or None for no limit",
-        )
-        self._check("open_seconds", is_number(self.open_seconds) and self.open_seconds >= 0, "give 0 or more")
-        self._check("clock", callable(self.clock), "give what returns seconds, such as time.perf_counter")
-
-    def _check(self, name: str, fine: bool, remedy: str) -> None:
-        if not fine:
-            raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
+        if self.latency_factor is not None:
+            remedy = "give a number over 1, or None for no limit"
+            check_number("latency_factor", self.latency_factor, low=1, high=LARGEST, open_low=True, remedy=remedy)
+        check_number("open_seconds", self.open_seconds, low=0, high=LARGEST, remedy="give 0 or more")
+        if not callable(self.clock):
+            raise ConfigError(f"clock is {shown(self.clock)}: give what returns seconds, such as time.perf_counter")
 
 
 class CircuitBreaker:
@@ -99,8 +92,7 @@ class CircuitBreaker:
         if breaker.allows():
             breaker.record(failed=False, seconds=0.01, kind="decode")
 
-    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: the first failure opens it
-    again).
+    `state`: "closed" (all is well), "open" (nothing is allowed), "half-open" (on trial: one failure opens it again).
     """
 
     def __init__(self, policy: FallbackPolicy | None = None) -> None:
@@ -116,7 +108,7 @@ class CircuitBreaker:
     def state(self) -> str:
         """What it is now."""
         with self._lock:
-            return self._now()
+            return self._current_state()
 
     def baseline(self, kind: Hashable = None) -> float | None:
         """Seconds that a call of this kind takes; None while too few were seen."""
@@ -126,16 +118,17 @@ class CircuitBreaker:
     def allows(self) -> bool:
         """Whether to make the call."""
         with self._lock:
-            return self._now() != OPEN
+            return self._current_state() != OPEN
 
     def record(self, *, failed: bool, seconds: float | None = None, kind: Hashable = None) -> None:
-        """How a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises
+        """Note how a call went that it allowed. Calls of one `kind` should take about as long as each other. Raises
         `ConfigError` where `seconds` is no duration.
         """
-        if seconds is not None and not (is_number(seconds) and seconds >= 0):
-            raise ConfigError(f"seconds is {seconds!r}: give how long the call took, 0 or more, or None")
+        if seconds is not None:
+            remedy = "give how long the call took, 0 or more, or None"
+            check_number("seconds", seconds, low=0, high=LARGEST, remedy=remedy)
         with self._lock:
-            state = self._now()
+            state = self._current_state()
             if state == OPEN:
                 return  # another thread opened it meanwhile
             failed = failed or (seconds is not None and self._slow(kind, seconds))
@@ -151,7 +144,7 @@ class CircuitBreaker:
             elif sum(self._calls) >= self.policy.n_failures:
                 self._open(f"{sum(self._calls)} of the last {len(self._calls)} calls failed or were slow")
 
-    def _now(self) -> str:
+    def _current_state(self) -> str:
         if self._state == OPEN and self.policy.clock() - self._opened_at >= self.policy.open_seconds:
             self._state, self._n_fine = HALF_OPEN, 0
         return self._state
@@ -179,9 +172,13 @@ class CircuitBreaker:
 
 @dataclass(frozen=True)
 class Fallbacks:
-    """What fell back so far, in forwards: `n_failed` of which the controller raised, `n_refused` by an open breaker,
-    both whole; with tokens whose codes were `n_not_finite` or `n_unsure`; `n_unread`: of which not even features could
-    be computed. `last_error`: what was raised last.
+    """What fell back so far, of `n_forwards`.
+
+    `n_failed`: forwards in which the controller raised; they fell back whole.
+    `n_refused`: forwards that an open breaker kept from the controller; they fell back whole.
+    `n_not_finite`, `n_unsure`: forwards with tokens whose codes were not finite, or of too little confidence.
+    `n_unread`: forwards of which not even features could be computed.
+    `last_error`: what was raised last.
     """
 
     n_forwards: int = 0
@@ -194,13 +191,12 @@ class Fallbacks:
 
 
 class FallbackGuard:
-    """A `Guard` by a policy: `breaker`, and `told` (what fell back). On a GPU it waits once a forward, for what the
+    """A `Guard` by a policy: `breaker`, and `counts` of what fell back. On a GPU it waits once a forward, for what the
     codes are and how long they took.
     """
 
     def __init__(self, policy: FallbackPolicy) -> None:
-        self.policy, self.breaker = policy, CircuitBreaker(policy)
-        self.told = Fallbacks()
+        self.policy, self.breaker, self.counts = policy, CircuitBreaker(policy), Fallbacks()
         self._lock = threading.Lock()
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
@@ -208,7 +204,7 @@ class FallbackGuard:
         if not self.breaker.allows():
             self._count(n_refused=1)
             return self._static(controller, hidden, real, state)
-        read = state.n_columns
+        n_read = state.n_columns
         try:
             before = controller.resume(state)  # not timed: after a fallback it reads all of the history again
             begin = self.policy.clock()
@@ -221,35 +217,29 @@ class FallbackGuard:
             if isinstance(error, ProbemonError) or is_out_of_memory(error):
                 raise
             self.breaker.record(failed=True)
-            self._count(n_failed=1, last_error=f"{type(error).__name__}: {error}")
-            LOG.warning(
-                "the controller failed, this forward's codes are the static ones: %s: %s", type(error).__name__, error
-            )
-            return self._static(controller, hidden, real, state, fed=state.n_columns > read)
+            reason = f"{type(error).__name__}: {error}"
+            self._count(n_failed=1, last_error=reason)
+            LOG.warning("the controller failed, this forward's codes are the static ones: %s", reason)
+            return self._static(controller, hidden, real, state, fed=state.n_columns > n_read)
         # About as much to compute: as many tokens, to 41 %, and whether chunks may be completed.
-        self.breaker.record(
-            failed=any_bad and self._lost(before, bad),
-            seconds=seconds,
-            kind=(round(2 * math.log2(max(1, real.numel()))), state.inside),
-        )
+        kind = (round(2 * math.log2(max(1, real.numel()))), state.inside)
+        self.breaker.record(failed=any_bad and self._newly_lost(before, bad), seconds=seconds, kind=kind)
         self._count(n_not_finite=int(any_bad), n_unsure=int(any_unsure))
         if not (any_bad or any_unsure):
             return codes
-        taken = bad | unsure
-        levels = {name: code for name in ("prefix", "chunk", "token") if (code := getattr(codes, name)) is not None}
-        return codes.replace(
-            fallback=taken, **{name: torch.where(taken[..., None], 1.0, code) for name, code in levels.items()}
-        )
+        fallback = bad | unsure
+        static = {name: torch.where(fallback[..., None], 1.0, code) for name, code in codes.by_level().items()}
+        return codes.replace(fallback=fallback, **static)
 
     def _faults(self, codes: Codes, real: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens whose codes are not finite, and others of too little confidence: `[B, T]` bool both."""
-        used = [code for code in (codes.prefix, codes.chunk, codes.token) if code is not None]
-        finite = torch.isfinite(torch.cat([*used, codes.confidence[..., None]], dim=-1)).all(dim=-1)
+        values = torch.cat([*codes.by_level().values(), codes.confidence[..., None]], dim=-1)
+        finite = torch.isfinite(values).all(dim=-1)
         return real & ~finite, real & finite & (codes.confidence < self.policy.min_confidence)
 
     @torch.no_grad()
-    def _lost(self, before: Carry, bad: Tensor) -> bool:
-        """Whether a row with such tokens was all numbers before. One that was not stays so: counted again and again, it
+    def _newly_lost(self, before: Carry, bad: Tensor) -> bool:
+        """Whether a row with such tokens was finite before. One that was not stays so: counted again and again, it
         would take the others with it.
         """
         known = torch.cat([before.open.flatten(1), before.code, before.summary, before.confidence[:, None]], dim=1)
@@ -275,46 +265,5 @@ class FallbackGuard:
 
     def _count(self, last_error: str | None = None, **more: int) -> None:
         with self._lock:
-            sums = {name: getattr(self.told, name) + n for name, n in more.items()}
-            self.told = replace(self.told, **sums, last_error=last_error or self.told.last_error)
-
-
-MOST_RANK, MOST_WIDTH = 64, 1024  # that the kernels have; here too, so that choosing needs no Triton
-
-
-def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:
-    """What computes the updates of sites on `devices`, and why. "auto" takes the kernel where every site is on a GPU
-    and a trial of it runs.
-
-    Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
-    """
-    too_large = config.rank > MOST_RANK or config.width > MOST_WIDTH
-    sizes = (
-        f"the kernels have ranks to {MOST_RANK} and widths to {MOST_WIDTH}, this adapter has rank {config.rank} and"
-        f" width {config.width}"
-    )
-    if impl == "triton" and too_large:
-        raise ConfigError(f"{sizes}: use impl='reference' or 'auto'")
-    if impl == "auto":
-        chosen, why = ("reference", sizes) if too_large else _best_impl(devices)
-        LOG.info("updates are computed by %s: %s", chosen, why)
-        return chosen, why
-    for device in set(devices):
-        check_update_impl(impl, device)
-    return impl, "it was asked for"
-
-
-def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
-    where = sorted(set(devices), key=str)
-    other = next((device for device in where if device.type != "cuda"), None)
-    if other is not None:
-        return "reference", f"the kernels are for GPUs, and a site or the layer that is read is on {other}"
-    for device in where:
-        try:
-            x, v, codes = (torch.ones(2, n, dtype=torch.float32, device=device) for n in (16, 16, 2))
-            generated_update(x, v.T.contiguous(), v.T.contiguous(), codes, 1.0, impl="triton").sum().item()
-        except KernelUnavailable as error:
-            return "reference", str(error)
-        except Exception as error:  # a compiler that is not there, a driver that is too old: each raises something else
-            return "reference", f"the kernel does not run on {device}: {type(error).__name__}: {error}"
-    return "triton", "every site is on a GPU, where the kernel runs"
+            sums = {name: getattr(self.counts, name) + n for name, n in more.items()}
+            self.counts = replace(self.counts, **sums, last_error=last_error or self.counts.last_error)

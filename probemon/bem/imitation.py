@@ -4,10 +4,10 @@
     history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
     imitation_error(bem, held_out)                  # 0: the experts' codes; 1: no better than the best single code
 
-`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: of which tokens, those where it
-is not 0; all real ones if it is not given. A code of chunk k knows complete chunks before k alone, and that of chunk 0
-is one learned vector (a token code also knows its own token): leave tokens out whose expert cannot be known yet. U and
-V do not learn, and the host is run without its head.
+`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: tokens count where it is not 0;
+without it all real ones do. A code of chunk k knows complete chunks before k alone, and that of chunk 0 is one learned
+vector (a token code also knows its own token): leave out tokens whose expert cannot be known yet. U and V do not learn,
+and the host runs without its head.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from probemon.bem.attached import Bem
-from probemon.bem.losses import Batch, chosen, codes_taken, frozen, host_inputs, host_of, learner, watched
-from probemon.bem.training import History, TrainSettings, check_lessons, fit
+from probemon.bem.losses import (
+    Batch,
+    check_learnable,
+    codes_taken,
+    frozen,
+    host_inputs,
+    masked_tokens,
+    recorded_codes,
+)
+from probemon.bem.training import History, TrainSettings, check_fit, fit
 from probemon.errors import ConfigError
 from probemon.host.model import find_layers
 
@@ -29,8 +37,8 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> Hist
 
     Raises `ConfigError` for experts out of reach (a norm of `max_norm` or more), `BemError` as `train`.
     """
-    learner(bem)
-    check_lessons(batches, settings)
+    check_learnable(bem)
+    check_fit(batches, settings)
     for batch in batches:
         check_experts(bem, batch)
 
@@ -42,16 +50,14 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings) -> Hist
 
 
 def imitation_loss(codes: Tensor, experts: Tensor) -> Tensor:
-    """Mean squared distance of codes `[M, r]` to experts' `[M, r]`, over tokens and dimensions."""
+    """Return the mean squared distance of codes `[M, r]` to experts' `[M, r]`, over tokens and dimensions."""
     return (codes - experts).square().mean()
 
 
 @torch.no_grad()
 def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
-    """Squared distance to the experts' codes over that of their mean, on all batches together: 0 exact, 1 as good as
-    one code for all.
-
-    Raises `ConfigError` where all experts' codes are the same.
+    """Return the squared distance to the experts' codes over that of their mean, on all batches together: 0 is exact, 1
+    as good as one code for all. Raises `ConfigError` where all experts' codes are the same.
     """
     if not batches:
         raise ConfigError("there are no batches to measure on: give at least one")
@@ -68,14 +74,11 @@ def check_experts(bem: Bem, batch: Batch) -> None:
     (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
     rank, most = bem.config.rank, bem.config.max_norm
     if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
-        found = (
-            f"shape {tuple(experts.shape)}"
-            if isinstance(experts, Tensor)
-            else "none"
-            if experts is None
-            else f"a {type(experts).__name__}"
-        )
-        raise ConfigError(f"expert_codes: {found}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
+        if isinstance(experts, Tensor):
+            problem = f"shape {tuple(experts.shape)}"
+        else:
+            problem = "none" if experts is None else f"a {type(experts).__name__}"
+        raise ConfigError(f"expert_codes: {problem}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
     largest = float(experts.norm(dim=-1).max())
     if not largest < most:
         raise ConfigError(
@@ -86,15 +89,14 @@ def check_experts(bem: Bem, batch: Batch) -> None:
 
 def _compared(bem: Bem, batch: Batch) -> tuple[Tensor, Tensor]:
     """Codes that sites take `[M, r]`, and the experts' `[M, r]`, of the tokens that count."""
-    inputs, counted = host_inputs(batch), chosen(batch, "counted")
-    decoder, _ = find_layers(host_of(bem))
-    with frozen(host_of(bem)), watched(bem) as seen:
+    inputs, counted = host_inputs(batch), masked_tokens(batch, "counted")
+    decoder, _ = find_layers(bem.host)
+    with frozen(bem.host), recorded_codes(bem) as recorded:
         decoder(**inputs, use_cache=False)
     if not bool(counted.any()):
         raise ConfigError("a batch has no token that counts: leave it out")
     experts = batch["expert_codes"]
     experts = experts[:, None].expand(-1, counted.shape[1], -1) if experts.dim() == 2 else experts
-    taken = codes_taken(bem, seen[-1])
-    return torch.cat([codes[counted] for codes in taken.values()]), torch.cat(
-        [experts[counted].to(codes) for codes in taken.values()]
-    )
+    taken = torch.cat([codes[counted] for codes in codes_taken(bem, recorded[-1]).values()])
+    wanted = experts[counted].to(taken)
+    return taken, wanted.repeat(len(taken) // len(wanted), 1)

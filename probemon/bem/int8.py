@@ -6,8 +6,8 @@
     small.save_pretrained("adapter-int8/")    # attach_bem(model, "adapter-int8/") needs no torchao
 
 A column of U or V is a channel: the direction of one rank, which c multiplies. `quantize` needs torchao, whose
-symmetric rounding it is; a plain cast would leave nothing, as most values lie between -1 and 1. In use the matrices are
-made wide again, site by site, and the limits on updates are of these.
+symmetric rounding it is; a plain cast would leave nothing, as most values lie between -1 and 1. In use each site's
+matrices are widened again, and the limits on updates are computed from these.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Int8Update(nn.Module):
-    """One site's update: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns `U_scale`, `V_scale` `[r]`
-    fp32. It does not learn.
+    """One site's update, which does not learn: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns
+    `U_scale`, `V_scale` `[r]` fp32.
     """
 
     U8: Tensor
@@ -53,10 +53,8 @@ class Int8Update(nn.Module):
 
 
 def quantize(bem: Bem) -> Bem:
-    """The same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing are as
-    they were, states its own.
-
-    Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
+    """Return the same adapter with int8 U and V, for the same host, not attached: `impl`, fallbacks and checkpointing
+    as they were, states of its own. Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
     """
     from probemon.bem.attached import Bem  # which needs this file
 
@@ -64,19 +62,19 @@ def quantize(bem: Bem) -> Bem:
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
     if any(isinstance(update, Int8Update) for update in bem.updates.values()):
         raise BemError("this adapter's U and V are int8 already: quantise the one that it was made from")
-    made = type(bem)(
+    small = type(bem)(
         bem.host, bem.config, impl=bem.impl, fallback=bem.fallback, checkpoint_controller=bem.controller.checkpointed
     )
-    made.impl_why = bem.impl_why
-    made.controller.to(bem.controller.query)  # first, for what is loaded is rounded to what is there
-    made.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))
-    make_int8(made)
-    for key, update in made.updates.items():
+    small.impl_why = bem.impl_why
+    small.controller.to(bem.controller.query)  # first, for what is loaded is rounded to the dtype that is there
+    small.controller.load_state_dict(copy.deepcopy(bem.controller.state_dict()))
+    make_int8(small)
+    for key, update in small.updates.items():
         for name in "UV":
-            whole, scale = _rounded(getattr(bem.updates[key], name).detach())
-            getattr(update, f"{name}8").copy_(whole)
+            rounded, scale = _round(getattr(bem.updates[key], name).detach())
+            getattr(update, f"{name}8").copy_(rounded)
             getattr(update, f"{name}_scale").copy_(scale)
-    return made
+    return small
 
 
 def make_int8(bem: Bem) -> None:
@@ -86,11 +84,11 @@ def make_int8(bem: Bem) -> None:
     bem.governor = type(bem.governor)(bem.config, bem.sites, bem.updates)
 
 
-def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`[n, r]` -> int8 `[n, r]` and the scale of each column `[r]` fp32."""
+def _round(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `[n, r]` as int8 `[n, r]` and the scale of each column `[r]` fp32."""
     try:
         from torchao.quantization import Int8Tensor, PerRow
     except ImportError as error:
         raise MissingExtra("int8 U and V need torchao: pip install torchao") from error
-    made = Int8Tensor.from_hp(matrix.float().T.contiguous(), PerRow())
-    return made.qdata.T.contiguous(), made.scale.flatten().float()
+    rounded = Int8Tensor.from_hp(matrix.float().T.contiguous(), PerRow())
+    return rounded.qdata.T.contiguous(), rounded.scale.flatten().float()

@@ -1,9 +1,9 @@
 """Losses an adapter is trained on: what it should say, how far it may go from its host, and how its codes should
 behave.
 
-    found = adapter_losses(bem, {"input_ids": ids, "attention_mask": mask, "labels": labels}, LossWeights(kl=0.1))
-    found.total.backward()                     # gradients for the adapter's parameters alone
-    found.terms["kl"]                          # every term by itself, before its weight
+    losses = adapter_losses(bem, {"input_ids": ids, "attention_mask": mask, "labels": labels}, LossWeights(kl=0.1))
+    losses.total.backward()                    # gradients for the adapter's parameters alone
+    losses.terms["kl"]                         # every term by itself, before its weight
 
     lm             cross-entropy of each label, given the tokens before it
     kl             KL(steered || bare host), mean over tokens; the bare host is the same model with the adapter silenced
@@ -13,10 +13,10 @@ behave.
     decorrelation  mean squared correlation between dimensions of the codes
     flips          max(0, soft flips - 0.1)^2
 
-A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: the smallest is that of a router
-that gives every token to one dimension, the largest that of one that does not decide. Their difference, minus the
-mutual information of token and dimension, is 0 for both. The last four terms are of the codes that sites take, the mean
-over what chunk-coded sites and the others take.
+A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: a router that gives every token
+to one dimension has the smallest, and one that does not decide has the largest. The difference of the two entropies,
+which is minus the mutual information of token and dimension, is 0 for both. The last four terms are of the codes that
+sites take: the mean over those of chunk-coded sites and those of the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TINY = 1e-12
 class LossWeights:
     """What each term is multiplied by. A term of weight 0 is not computed. Raises `ConfigError`.
 
-    The first four and `flips` are those of the source; it names decorrelation and gives no number.
+    The defaults are those of the source, which gives no number for `decorrelation`.
     """
 
     lm: float = 1.0
@@ -66,8 +66,11 @@ class LossWeights:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """`total`, the weighted sum, with a gradient; `terms` by name, unweighted scalars; `logits [B, T, V]` of the
-    steered host.
+    """What `adapter_losses` returns.
+
+    `total`: the weighted sum, with a gradient.
+    `terms`: unweighted scalars by name.
+    `logits [B, T, V]`: of the steered host.
     """
 
     total: Tensor
@@ -76,30 +79,30 @@ class Losses:
 
 
 def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -> Losses:
-    """All terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100: not
-    counted; None: the tokens).
+    """Compute all terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100:
+    not counted; without them, the tokens).
 
-    One forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is not on
-    its host, `ConfigError` for a batch of padding alone or without a label.
+    It takes one forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is
+    not on its host, `ConfigError` for a batch of padding alone or without a label.
     """
     if weights is not None and not isinstance(weights, LossWeights):
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
     inputs, labels = host_inputs(batch), batch.get("labels")
-    with frozen(host_of(bem)), watched(bem) as seen:
-        logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
-    real, taken = real_tokens(batch), codes_taken(bem, seen[-1])
+    with frozen(bem.host), recorded_codes(bem) as recorded:
+        logits: Tensor = bem.host(**inputs, use_cache=False).logits
+    real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
     if not bool(real.any()):
         raise ConfigError("a batch has no token, only padding: leave it out")
     terms: dict[str, Tensor] = {}
     if weights.lm:
-        wanted = labels_after(batch["input_ids"] if labels is None else labels, real).flatten()
-        if not bool((wanted != -100).any()):
+        targets = next_labels(batch["input_ids"] if labels is None else labels, real).flatten()
+        if not bool((targets != -100).any()):
             raise ConfigError(
                 "a batch has no label behind a token, so there is nothing to predict: leave it out, or give"
                 " LossWeights(lm=0)"
             )
-        terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), wanted, ignore_index=-100)
+        terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100)
     if weights.kl:
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
     if weights.entropy:
@@ -120,19 +123,17 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
 
 
 def kl_to_base(steered: Tensor, base: Tensor, real: Tensor) -> Tensor:
-    """KL(steered || base) in nats, the mean over real tokens: logits `[B, T, V]` both, real `[B, T]` bool. No gradient
-    goes into `base`.
-    """
+    """Return the mean KL(steered || base) in nats over real tokens: logits `[B, T, V]`. `base` gets no gradient."""
     log_p = _wide(steered[real]).log_softmax(dim=-1)
     log_q = _wide(base[real].detach()).log_softmax(dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
 
 
 def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
-    """Mean entropy of a token's shares less the entropy of their mean, over log r, of codes `[B, T, r]` at real `[B,
-    T]`: in [-1, 0].
+    """Return the mean entropy of a token's shares less the entropy of their mean, over log r, in [-1, 0]: codes
+    `[B, T, r]`, real `[B, T]` bool.
 
-    0 for one dimension, and where no token is real.
+    It is 0 for one dimension, and where no token is real.
     """
     rank, squares = codes.shape[-1], codes[real].square()
     if rank < 2 or len(squares) == 0:
@@ -166,17 +167,12 @@ def _mean(terms: Iterator[Tensor]) -> Tensor:
     return torch.stack(list(terms)).mean()
 
 
-# -- what they are of --------------------------------------------------------------------------------
+# -- adapters and batches ----------------------------------------------------------------------------
 
 
-def host_of(bem: Bem) -> Any:
-    """The transformers model that an adapter was made for."""
-    return bem._host[0]
-
-
-def learner(bem: Bem) -> Bem:
-    """The adapter, where it can be learned from. Raises `ConfigError` with a `FallbackPolicy`: codes that fell back
-    teach the controller nothing, and nobody would be told; and with a host made in inference mode.
+def check_learnable(bem: Bem) -> None:
+    """Raise `ConfigError` for an adapter that cannot learn: one with a `FallbackPolicy`, for codes that fell back teach
+    the controller nothing, or on a host made in inference mode.
     """
     if not isinstance(bem, Bem):
         raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
@@ -185,17 +181,16 @@ def learner(bem: Bem) -> Bem:
             "the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without"
             " fallback= to train or distil it"
         )
-    if any(parameter.is_inference() for parameter in host_of(bem).parameters()):
+    if any(parameter.is_inference() for parameter in bem.host.parameters()):
         raise ConfigError(
             "the host was made in torch.inference_mode(), and nothing can be learned through it: load it outside that"
             " block"
         )
-    return bem
 
 
 def host_inputs(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch the host is given; the rest is for losses and rewards. Raises `ConfigError` where it is none:
-    whoever learns from one, or measures on it, asks here first.
+    """Return what of a batch is for the host; the rest is for losses and rewards. Raises `ConfigError` for what is no
+    batch: whoever learns from one, or measures on it, calls this first.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -204,55 +199,55 @@ def host_inputs(batch: Batch) -> dict[str, Tensor]:
         )
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        told = (
-            f"of shape {tuple(ids.shape)} and {ids.dtype}"
-            if isinstance(ids, Tensor)
-            else f"a {type(ids).__name__}"
-            if ids is not None
-            else "not among " + (", ".join(batch) or "nothing")
-        )
-        raise ConfigError(f"a batch's input_ids are {told}: give whole numbers [B, T] in a tensor")
+        if isinstance(ids, Tensor):
+            problem = f"of shape {tuple(ids.shape)} and {ids.dtype}"
+        elif ids is not None:
+            problem = f"a {type(ids).__name__}"
+        else:
+            problem = "not among " + (", ".join(batch) or "nothing")
+        raise ConfigError(f"a batch's input_ids are {problem}: give whole numbers [B, T] in a tensor")
     for name in ("attention_mask", "labels"):
         if batch.get(name) is not None:
-            by_token(batch, name)
+            token_values(batch, name)
     return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
 
 
-def by_token(batch: Batch, name: str) -> Tensor:
-    """What a batch has for each token `[B, T]`. Raises `ConfigError` for another shape."""
-    given, ids = batch[name], batch["input_ids"]
-    if not isinstance(given, Tensor) or given.shape != ids.shape:
-        told = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+def token_values(batch: Batch, name: str) -> Tensor:
+    """Return what a batch has for each token `[B, T]`. Raises `ConfigError` for another shape."""
+    values, ids = batch[name], batch["input_ids"]
+    if not isinstance(values, Tensor) or values.shape != ids.shape:
+        problem = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ConfigError(
-            f"{name} of a batch are {told}, its input_ids of {tuple(ids.shape)}: give one for each token, in a tensor"
+            f"{name} of a batch are {problem}, its input_ids of {tuple(ids.shape)}: give one for each token, in a"
+            " tensor"
         )
-    return given
+    return values
 
 
-def chosen(batch: Batch, name: str) -> Tensor:
-    """Real tokens `[B, T]` bool; of these the ones at which the batch's mask `name` is not 0, if it has one. Raises
+def masked_tokens(batch: Batch, name: str) -> Tensor:
+    """Return which columns are tokens `[B, T]` bool at which the batch's mask `name`, if it has one, is not 0. Raises
     `ConfigError` for a mask of another shape.
     """
     real = real_tokens(batch)
-    return real if batch.get(name) is None else real & (by_token(batch, name) != 0).to(real.device)
+    return real if batch.get(name) is None else real & (token_values(batch, name) != 0).to(real.device)
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """Which columns are tokens `[B, T]` bool."""
+    """Return which columns are tokens `[B, T]` bool."""
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask != 0
 
 
-def labels_after(labels: Tensor, real: Tensor) -> Tensor:
-    """What is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or this
-    one is padding, which predicts nothing.
+def next_labels(labels: Tensor, real: Tensor) -> Tensor:
+    """Return what is to be predicted at each column but the last `[B, T - 1]`: the next one's label, -100 where that or
+    this one is padding, which predicts nothing.
     """
     return labels[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
-    """The codes that sites take, before governance: `[B, T, r]` for those of chunk codes alone (True) and for the
-    others (False).
+    """Return the codes `[B, T, r]` that sites take, before governance: those of sites that take chunk codes alone
+    (True), and those of the others (False).
     """
     return {
         chunked: codes.of("chunk") if chunked else codes.adaptive()
@@ -261,42 +256,39 @@ def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
 
 
 @contextmanager
-def watched(bem: Bem) -> Iterator[list[Codes]]:
-    """For the time of the block, the codes of every forward. Raises `BemError` where the adapter is off, or no forward
-    was run.
+def recorded_codes(bem: Bem) -> Iterator[list[Codes]]:
+    """In the block, record the codes of every forward in the list. Raises `BemError` where the adapter is off, or no
+    forward was run.
     """
     if not bem.open:
         raise BemError("the adapter is not on its host: attach it before it is trained")
-    seen: list[Codes] = []
-    with on_codes(bem, seen.append):
-        yield seen
-    if not seen:
+    recorded: list[Codes] = []
+    with hooked_codes(bem, recorded.append):
+        yield recorded
+    if not recorded:
         raise BemError("a forward of the host did not pass the controller: detach the adapter and attach it again")
 
 
 @contextmanager
 def silenced(bem: Bem) -> Iterator[None]:
-    """For the time of the block, every code is 0: the host alone, bit for bit, while caches keep what the controller
-    knows of them.
-    """
+    """In the block, make every code 0: the host alone, bit for bit, while caches keep what the controller knows."""
 
     def silence(codes: Codes) -> Codes:
-        levels = {name: getattr(codes, name) for name in ("prefix", "chunk", "token")}
-        return codes.replace(**{name: torch.zeros_like(code) for name, code in levels.items() if code is not None})
+        return codes.replace(**{name: torch.zeros_like(code) for name, code in codes.by_level().items()})
 
-    with on_codes(bem, silence):
+    with hooked_codes(bem, silence):
         yield
 
 
 @contextmanager
-def on_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
-    """For the time of the block, `call(codes)` at every forward of this thread; what it returns is taken in their
-    place. Other threads generate as they did.
+def hooked_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
+    """In the block, run `call(codes)` at every forward of this thread, and take what it returns in their place. Other
+    threads generate as they did.
     """
-    mine = threading.get_ident()
+    thread = threading.get_ident()
 
     def hook(controller: nn.Module, args: Any, codes: Codes) -> Codes | None:
-        return call(codes) if threading.get_ident() == mine else None
+        return call(codes) if threading.get_ident() == thread else None
 
     handle = bem.controller.register_forward_hook(hook)
     try:
@@ -306,31 +298,27 @@ def on_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
 
 
 def base_logits(bem: Bem, inputs: Batch) -> Tensor:
-    """Logits `[B, T, V]` of the bare host in evaluation mode (its dropout is no part of what it says), without a
-    gradient.
-    """
-    with torch.no_grad(), silenced(bem), mode(host_of(bem), training=False):
-        logits: Tensor = host_of(bem)(**inputs, use_cache=False).logits
+    """Return logits `[B, T, V]` of the bare host, without a gradient or dropout, which is no part of what it says."""
+    with torch.no_grad(), silenced(bem), mode(bem.host, training=False):
+        logits: Tensor = bem.host(**inputs, use_cache=False).logits
     return logits
 
 
 @contextmanager
 def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
-    """For the time of the block, the host is in training or evaluation mode; afterwards every module is in the one it
-    was in.
-    """
+    """In the block, put the host into training or evaluation mode; afterwards every module is in the one it was in."""
     before = [(module, module.training) for module in host.modules()]
     host.train(training)
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module, was_training in before:
+            module.training = was_training
 
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """For the time of the block, a forward makes no gradient for these parameters."""
+    """In the block, make no gradient for these parameters."""
     changed = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in changed:
         parameter.requires_grad_(False)

@@ -2,8 +2,8 @@
 
     memory_pressure(host_memory)                              # 0.41 of what this machine or container has
     memory_pressure(gpu_memory("cuda:0"))
-    done = with_batch_backoff(lambda rows: model.generate(ids[rows]), len(ids))
-    done.results, done.sizes, done.n_out_of_memory            # in order; how many rows each call had
+    backoff = with_batch_backoff(lambda rows: model.generate(ids[rows]), len(ids))
+    backoff.results, backoff.sizes, backoff.n_out_of_memory   # in order; how many rows each call had
 
 Sizes are halved and never grow again within one call: what ran out once would run out again.
 """
@@ -28,8 +28,8 @@ LOG = logging.getLogger("probemon")
 T = TypeVar("T")
 Source = Callable[[], tuple[int, int]]  # bytes in use, and bytes there are
 
-# Of cgroups 2 and 1, below the folder of this process's group or, in a container, at the top: limit, use, and what of
-# it is a cache of files.
+# The files of cgroups 2 and 1, below the folder of this process's group or, in a container, at the top: the limit, the
+# use, and, in memory.stat, how much of the use is a cache of files.
 _GROUPS = (
     (Path("/sys/fs/cgroup"), "", ("memory.max", "memory.current", "inactive_file")),
     (
@@ -41,55 +41,53 @@ _GROUPS = (
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes in use and bytes there are, of this machine or of the group that limits this process: whichever is nearer
-    to its end.
+    """Return bytes in use and bytes there are, of this machine or of the group that limits this process: whichever is
+    nearer to its end.
 
     A cache of files is not in use: it is given up when memory is asked for.
     """
     page = os.sysconf("SC_PAGE_SIZE")
-    whole = os.sysconf("SC_PHYS_PAGES") * page
+    total = os.sysconf("SC_PHYS_PAGES") * page
     info = Path("/proc/meminfo")
     stated = _numbers(info.read_text()) if info.is_file() else {}
     available = stated["MemAvailable:"] * 1024 if "MemAvailable:" in stated else os.sysconf("SC_AVPHYS_PAGES") * page
-    return max([(whole - available, whole), *_groups(whole)], key=lambda pair: pair[0] / pair[1])
+    return max([(total - available, total), *_groups(total)], key=lambda pair: pair[0] / pair[1])
 
 
 def process_memory() -> tuple[int, int]:
-    """Bytes in use by this process alone, and bytes that it may have: the machine's, or what the group that limits it
-    allows.
+    """Return bytes in use by this process alone, and bytes that it may have: the machine's, or what the group that
+    limits it allows.
     """
     page = os.sysconf("SC_PAGE_SIZE")
-    whole = os.sysconf("SC_PHYS_PAGES") * page
-    whole = min([whole, *(allowed for _, allowed in _groups(whole))])
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    total = min([total, *(limit for _, limit in _groups(total))])
     pages = Path("/proc/self/statm")
     if pages.is_file():
-        return int(pages.read_text().split()[1]) * page, whole
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, whole  # no Linux: the most there was
+        return int(pages.read_text().split()[1]) * page, total
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, total  # no Linux: the most there was
 
 
 def gpu_memory(device: str | torch.device = "cuda") -> Source:
-    """Bytes in use and bytes there are on a GPU, by all processes. What torch holds and does not use is free."""
+    """Return a source for the memory of a GPU, used by all processes. What torch holds and does not use is free."""
 
-    def on_device() -> tuple[int, int]:
-        free, whole = torch.cuda.mem_get_info(device)
+    def measure() -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return whole - free - held, whole
+        return total - free - held, total
 
-    return on_device
+    return measure
 
 
 def memory_pressure(source: Source = host_memory) -> float:
-    """Share of memory in use, 0 to 1. `source` gives bytes in use and bytes there are: `host_memory`,
+    """Return the share of memory in use, 0 to 1. `source` returns bytes in use and bytes there are: `host_memory`,
     `gpu_memory(device)`. Raises `ConfigError`.
     """
-    found = source()
-    if not (
-        isinstance(found, tuple) and len(found) == 2 and all(is_number(n) and n >= 0 for n in found) and found[1] > 0
-    ):
+    pair = source()
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(is_number(n) and n >= 0 for n in pair) and pair[1] > 0):
         raise ConfigError(
-            f"the source of memory gives {found!r}: give one that returns bytes in use and how many there are"
+            f"the source of memory gives {pair!r}: give one that returns bytes in use and how many there are"
         )
-    return found[0] / found[1]
+    return pair[0] / pair[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -101,8 +99,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Backoff(Generic[T]):
-    """`results` of all calls in order, `sizes` of their batches (which sum to n), how often memory ran out, how often a
-    batch was halved for pressure.
+    """The `results` of all calls in order, the `sizes` of their batches (which sum to n), how often memory ran out, and
+    how often a batch was halved for pressure.
     """
 
     results: tuple[T, ...]
@@ -114,11 +112,11 @@ class Backoff(Generic[T]):
 def with_batch_backoff(
     call: Callable[[slice], T], n: int, *, size: int | None = None, limit: float = 0.9, source: Source = host_memory
 ) -> Backoff[T]:
-    """`call(slice)` over n rows, in batches of `size` (all at once if None), which is halved where memory runs out and
-    before a call at which more than `limit` of it is in use.
+    """Run `call(slice)` over n rows, in batches of `size` (all at once if None). The size is halved where memory runs
+    out, and before a call at which more than `limit` of it is in use.
 
-    A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. What
-    runs out for a single row is raised; pressure never stops a single row. Raises `ConfigError`.
+    A batch whose memory ran out is called again in halves, so `call` must leave nothing behind when it raises. An error
+    for a single row is raised; pressure never stops a single row. Raises `ConfigError`.
     """
     if (
         not is_int(n)
@@ -131,59 +129,57 @@ def with_batch_backoff(
             f"n is {shown(n)}, size {shown(size)}, limit {shown(limit)}: give n from 0, a size of at least 1, a limit"
             " over 0, at most 1"
         )
-    now, at, n_out, n_pressed = min(size or n, n), 0, 0, 0
+    batch, begin, n_out, n_pressed = min(size or n, n), 0, 0, 0
     results: list[T] = []
     sizes: list[int] = []
-    while at < n:
-        while now > 1 and memory_pressure(source) > limit:
-            now, n_pressed = now // 2, n_pressed + 1
-            LOG.warning("over %g of memory is in use: batches of %d from here on", limit, now)
-            _give_back()
-        took = min(now, n - at)
+    while begin < n:
+        while batch > 1 and memory_pressure(source) > limit:
+            batch, n_pressed = batch // 2, n_pressed + 1
+            LOG.warning("over %g of memory is in use: batches of %d from here on", limit, batch)
+            _free_unused()
+        n_rows = min(batch, n - begin)
         try:
-            results.append(call(slice(at, at + took)))
+            results.append(call(slice(begin, begin + n_rows)))
         except Exception as error:
-            if took == 1 or not is_out_of_memory(error):
+            if n_rows == 1 or not is_out_of_memory(error):
                 raise
         else:
-            sizes.append(took)
-            at += took
+            sizes.append(n_rows)
+            begin += n_rows
             continue
         # Outside of the handler: its error would hold the frames that hold the memory.
-        now, n_out = took // 2, n_out + 1
-        LOG.warning("memory ran out for a batch of %d: batches of %d from here on", took, now)
-        _give_back()
+        batch, n_out = n_rows // 2, n_out + 1
+        LOG.warning("memory ran out for a batch of %d: batches of %d from here on", n_rows, batch)
+        _free_unused()
     return Backoff(tuple(results), tuple(sizes), n_out, n_pressed)
 
 
-def _give_back() -> None:
+def _free_unused() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def _groups(whole: int) -> list[tuple[int, int]]:
-    """Use and limit of each group that allows this process less than the `whole` machine."""
-    return [pair for top, controller, names in _GROUPS for pair in _of_group(top, controller, names, whole)]
+def _groups(total: int) -> list[tuple[int, int]]:
+    """Use and limit of each group that allows this process less than the `total` of the machine."""
+    return [pair for top, controller, names in _GROUPS for pair in _of_group(top, controller, names, total)]
 
 
-def _of_group(top: Path, controller: str, names: tuple[str, str, str], whole: int) -> list[tuple[int, int]]:
+def _of_group(top: Path, controller: str, names: tuple[str, str, str], total: int) -> list[tuple[int, int]]:
     limit_name, used_name, cache_name = names
     own = Path("/proc/self/cgroup")
     lines = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
     below = next((path for _, name, path in lines if name == controller), "/")
     for folder in (top / below.lstrip("/"), top):
-        limit, used = folder / limit_name, folder / used_name
-        if limit.is_file() and used.is_file():
-            allowed = limit.read_text().strip()
-            if allowed.isdigit() and 0 < int(allowed) < whole:  # else it is no limit
-                cache = (
-                    _numbers((folder / "memory.stat").read_text()).get(cache_name, 0)
-                    if (folder / "memory.stat").is_file()
-                    else 0
-                )
-                return [(max(0, int(used.read_text()) - cache), int(allowed))]
+        limit, used = _text(folder / limit_name).strip(), _text(folder / used_name)
+        if used and limit.isdigit() and 0 < int(limit) < total:  # else it is no limit
+            cache = _numbers(_text(folder / "memory.stat")).get(cache_name, 0)
+            return [(max(0, int(used) - cache), int(limit))]
     return []
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -4,15 +4,15 @@
     history = improve(bem, batches, reward, policy, TrainSettings(n_steps=300, lr=3e-3))
     regret(history.rewards, best)                         # cumulative, against the best that was possible
 
-`reward(batch, output) -> [B]`: of each row, given the host's output under the codes that were tried. It needs no
+`reward(batch, output) -> [B]` rates each row of the host's output under the codes that were tried. It needs no
 gradient, and may be anything: what a user said, a checker's verdict, a score. The gradient is that of Williams 1992
-(REINFORCE), `(R - b) grad log pi(a | c)` with b the running mean of earlier rewards, which does not depend on the
-action and so leaves the expectation as it is.
+(REINFORCE), `(R - b) grad log pi(a | c)`. b is the running mean of earlier rewards, which does not depend on the action
+and so leaves the expectation as it is.
 
-A decision is made where a code may change: at each token of token codes, at the first token of each chunk otherwise,
-and holds until the next. `acts [B, T]` in a batch, optional, says which tokens are steered by the policy, those where
-it is not 0; the others keep the controller's code. U and V do not learn. Codes of sites that take chunk codes whatever
-the level are the policy's only where no others are used.
+The policy decides where a code may change: at each token of token codes, else at the first token of each chunk; a
+decision holds until the next. `acts [B, T]` in a batch, optional: the policy steers the tokens where it is not 0, and
+the others keep the controller's code. U and V do not learn. Codes of sites that take chunk codes whatever the level are
+the policy's only where no others are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +29,9 @@ from torch import Tensor
 from probemon.bem.attached import Bem
 from probemon.bem.config import LEVELS
 from probemon.bem.controller import TOKEN, Codes
-from probemon.bem.losses import Batch, chosen, frozen, host_inputs, host_of, learner, on_codes
-from probemon.bem.training import History, TrainSettings, check_lessons, fit
-from probemon.core.checks import is_number, shown
+from probemon.bem.losses import Batch, check_learnable, frozen, hooked_codes, host_inputs, masked_tokens
+from probemon.bem.training import History, TrainSettings, check_fit, fit
+from probemon.core.checks import LARGEST, check_number
 from probemon.errors import BemError, ConfigError
 
 Reward = Callable[[Batch, Any], Tensor]
@@ -41,12 +41,10 @@ class Policy(Protocol):
     """A distribution of actions around codes."""
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        """One action for each of codes `[M, r]`: `[M, r]`, without a gradient."""
+        """Draw an action `[M, r]` for each of codes `[M, r]`, without a gradient."""
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
-        """Log of the density, or probability, of actions `[M, r]` given codes `[M, r]`: `[M]`, with a gradient to
-        codes.
-        """
+        """Return `[M]` log densities, or probabilities, of actions given codes `[M, r]`, with a gradient to codes."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,11 @@ class Gaussian:
     std: float = 0.3
 
     def __post_init__(self) -> None:
-        if not is_number(self.std) or not self.std > 0:
-            raise ConfigError(f"std is {shown(self.std)}: give a number over 0")
+        check_number("std", self.std, low=0, high=LARGEST, open_low=True, remedy="give a number over 0")
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        return codes.detach() + self.std * torch.randn(
-            codes.shape, generator=generator, dtype=torch.float32, device=generator.device
-        ).to(codes)
+        noise = torch.randn(codes.shape, generator=generator, dtype=torch.float32, device=generator.device)
+        return codes.detach() + self.std * noise.to(codes)
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
         distance = ((actions - codes) / self.std).square().sum(dim=-1)
@@ -71,8 +67,9 @@ class Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Actions are one of K experts' codes `[K, r]`, with probability softmax(`codes . experts / temperature`). Raises
-    `ConfigError`.
+    """Actions are those of K experts `[K, r]`, with probability softmax(`codes . experts / temperature`).
+
+    Raises `ConfigError`.
     """
 
     experts: Tensor
@@ -80,34 +77,33 @@ class Categorical:
 
     def __post_init__(self) -> None:
         if not isinstance(self.experts, Tensor) or self.experts.dim() != 2 or len(self.experts) < 2:
-            told = (
-                f"have shape {tuple(self.experts.shape)}"
-                if isinstance(self.experts, Tensor)
-                else f"are a {type(self.experts).__name__}"
-            )
-            raise ConfigError(f"experts {told}: give the codes of two or more, [K, r]")
-        if not is_number(self.temperature) or not self.temperature > 0:
-            raise ConfigError(f"temperature is {shown(self.temperature)}: give a number over 0")
+            if isinstance(self.experts, Tensor):
+                problem = f"have shape {tuple(self.experts.shape)}"
+            else:
+                problem = f"are a {type(self.experts).__name__}"
+            raise ConfigError(f"experts {problem}: give the codes of two or more, [K, r]")
+        remedy = "give a number over 0"
+        check_number("temperature", self.temperature, low=0, high=LARGEST, open_low=True, remedy=remedy)
 
     def log_probs(self, codes: Tensor) -> Tensor:
-        """Of every expert, given codes `[M, r]`: `[M, K]`."""
+        """Return log probabilities `[M, K]` of every expert, given codes `[M, r]`."""
         return (codes @ self.experts.to(codes).T / self.temperature).log_softmax(dim=-1)
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
         if not len(codes):
             return codes.detach()
-        chosen = torch.multinomial(self.log_probs(codes.detach()).exp().cpu(), 1, generator=generator)[:, 0]
-        return self.experts.to(codes)[chosen.to(codes.device)]
+        expert = torch.multinomial(self.log_probs(codes.detach()).exp().cpu(), 1, generator=generator)[:, 0]
+        return self.experts.to(codes)[expert.to(codes.device)]
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
-        chosen = torch.cdist(actions[:, None], self.experts.to(actions)[None])[:, 0].argmin(dim=-1)
-        return self.log_probs(codes).gather(-1, chosen[:, None])[:, 0]
+        expert = torch.cdist(actions[:, None], self.experts.to(actions)[None])[:, 0].argmin(dim=-1)
+        return self.log_probs(codes).gather(-1, expert[:, None])[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
-class Acted:
-    """One forward under a policy: `log_prob [B]`, of all decisions of a row, with a gradient; how many they were, `n
-    [B]`; `actions [B, T, r]`.
+class Decisions:
+    """One forward under a policy: `log_prob [B]` of all decisions of a row, with a gradient; `n [B]`, how many they
+    were; `actions [B, T, r]`.
     """
 
     log_prob: Tensor
@@ -116,30 +112,28 @@ class Acted:
 
 
 @contextmanager
-def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[Acted]]:
-    """For the time of the block, forwards without a cache are steered by what the policy draws; `acts [B, T]` bool: at
-    which tokens.
+def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[Decisions]]:
+    """In the block, let the policy steer forwards without a cache, at the tokens `acts [B, T]` bool, and record its
+    decisions in the list.
     """
-    seen: list[Acted] = []
+    recorded: list[Decisions] = []
 
     def act(codes: Codes) -> Codes:
-        wanted, level = codes.adaptive(), _level(codes)
-        decides = _decisions(codes, level, acts)
-        actions = wanted.detach().clone()
-        actions[decides] = policy.sample(wanted[decides], generator)
-        log_prob = torch.zeros(decides.shape, dtype=wanted.dtype, device=wanted.device).masked_scatter(
-            decides, policy.log_prob(wanted[decides], actions[decides])
+        proposed, level = codes.adaptive(), _level(codes)
+        decides = _decides(codes, level, acts)
+        actions = proposed.detach().clone()
+        actions[decides] = policy.sample(proposed[decides], generator)
+        log_prob = torch.zeros(decides.shape, dtype=proposed.dtype, device=proposed.device).masked_scatter(
+            decides, policy.log_prob(proposed[decides], actions[decides])
         )
-        at = torch.where(decides, torch.arange(decides.shape[1], device=decides.device), 0).cummax(dim=1).values
-        held = actions.gather(1, at[..., None].expand_as(actions))
-        actions = torch.where(acts[..., None], held, wanted.detach())
-        seen.append(Acted(log_prob.sum(dim=1), decides.sum(dim=1), actions))
-        levels = {name: getattr(codes, name) for name in LEVELS}
+        latest = torch.where(decides, torch.arange(decides.shape[1], device=decides.device), 0).cummax(dim=1).values
+        held = actions.gather(1, latest[..., None].expand_as(actions))
+        actions = torch.where(acts[..., None], held, proposed.detach())
+        recorded.append(Decisions(log_prob.sum(dim=1), decides.sum(dim=1), actions))
         return codes.replace(
             **{
-                name: torch.where((level == i)[..., None], actions, levels[name].detach())
-                for i, name in enumerate(LEVELS)
-                if levels[name] is not None
+                name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
+                for name, code in codes.by_level().items()
             }
         )
 
@@ -150,26 +144,26 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
             f"experts have shape {tuple(policy.experts.shape)}, and this adapter's codes have rank {bem.config.rank}:"
             f" give [K, {bem.config.rank}]"
         )
-    with on_codes(bem, act):
-        yield seen
+    with hooked_codes(bem, act):
+        yield recorded
 
 
 def _level(codes: Codes) -> Tensor:
     """Of which level the code is that sites take at each token `[B, T]`."""
-    used = [i for i, name in enumerate(LEVELS) if getattr(codes, name) is not None]
-    return torch.full_like(codes.level, used[0]) if len(used) == 1 else codes.level
+    used = list(codes.by_level())
+    return torch.full_like(codes.level, LEVELS.index(used[0])) if len(used) == 1 else codes.level
 
 
-def _decisions(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
+def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
     """Where a new action is drawn `[B, T]` bool: where a code may change, and where the policy or a level begins."""
-    fresh = torch.ones_like(acts)
-    fresh[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
-    return acts & ((level == TOKEN) | codes.boundary | fresh)
+    begins = torch.ones_like(acts)
+    begins[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
+    return acts & ((level == TOKEN) | codes.boundary | begins)
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyHistory:
-    """`history` of the training, and the `rewards [n_steps, B]` of every step, in order."""
+    """The `history` of the training, and the `rewards [n_steps, B]` of every step, in order."""
 
     history: History
     rewards: Tensor
@@ -180,7 +174,7 @@ class _Baseline:
     """The running mean of rewards, of earlier steps alone. Nothing is learned from the first, which only sets it."""
 
     decay: float
-    value: float | None = field(default=None)
+    value: float | None = None
 
     def advantage(self, rewards: Tensor) -> Tensor:
         before = self.value
@@ -203,46 +197,44 @@ def improve(
     Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row,
     `BemError` as `train`.
     """
-    learner(bem)
-    check_lessons(batches, settings)
+    check_learnable(bem)
+    check_fit(batches, settings)
     if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
         raise ConfigError(
             f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"
         )
-    if not is_number(baseline_decay) or not 0 <= baseline_decay <= 1:
-        raise ConfigError(
-            f"baseline_decay is {baseline_decay!r}: give 0 to 1, how much of the running mean is kept at each step"
-        )
+    remedy = "give 0 to 1, how much of the running mean is kept at each step"
+    check_number("baseline_decay", baseline_decay, low=0, high=1, remedy=remedy)
     if len(sizes := {len(host_inputs(batch)["input_ids"]) for batch in batches}) > 1:
         raise ConfigError(
             f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards"
             " are kept a row"
         )
     generator, baseline = torch.Generator().manual_seed(settings.seed), _Baseline(baseline_decay)
-    taken: list[Tensor] = []
+    all_rewards: list[Tensor] = []
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, acts = host_inputs(batch), chosen(batch, "acts")
+        inputs, acts = host_inputs(batch), masked_tokens(batch, "acts")
         if not bool(acts.any()):
             raise ConfigError("a batch has no token at which the policy acts: leave it out")
-        with frozen(host_of(bem)), frozen(bem.updates), acting(bem, policy, generator, acts) as seen:
-            output = host_of(bem)(**inputs, use_cache=False)
+        with frozen(bem.host), frozen(bem.updates), acting(bem, policy, generator, acts) as recorded:
+            output = bem.host(**inputs, use_cache=False)
         with torch.no_grad():
-            rewards = _numbers(reward(batch, output)).to(acts.device)
+            rewards = _as_tensor(reward(batch, output)).to(acts.device)
         if rewards.shape != (len(acts),) or not bool(torch.isfinite(rewards).all()):
             raise ConfigError(
                 f"the reward gave {rewards.tolist()} for {len(acts)} rows: give one finite number for each"
             )
-        taken.append(rewards.cpu())
-        [acted] = seen
-        return -(baseline.advantage(rewards) * acted.log_prob).mean(), {"reward": rewards.mean()}
+        all_rewards.append(rewards.cpu())
+        [decisions] = recorded
+        return -(baseline.advantage(rewards) * decisions.log_prob).mean(), {"reward": rewards.mean()}
 
     history = fit(list(bem.controller.parameters()), loss_of, batches, settings)
-    return PolicyHistory(history, torch.stack(taken))
+    return PolicyHistory(history, torch.stack(all_rewards))
 
 
-def _numbers(rewards: Any) -> Tensor:
-    """What a reward gave, in a tensor of fp32: a checker gives a list."""
+def _as_tensor(rewards: Any) -> Tensor:
+    """A reward may give a list."""
     try:
         return torch.as_tensor(rewards, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -250,7 +242,7 @@ def _numbers(rewards: Any) -> Tensor:
 
 
 def regret(rewards: Tensor, best: Tensor | float) -> Tensor:
-    """Cumulative regret `[n]`: after each step, how much more the best actions would have earned on average over rows;
-    rewards `[n, B]`, best alike or a number.
+    """Return the cumulative regret `[n]`: after each step, how much more the best actions would have earned, on average
+    over rows. rewards `[n, B]`; best alike, or a number.
     """
     return (best - rewards).mean(dim=1).cumsum(dim=0)

@@ -7,8 +7,8 @@
 A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the
 settings beside the weights, as a tensor of bytes.
 
-Nothing is unpickled. The weights are written first and named with their hash, so a crash between the two files is
-noticed; the settings have a hash of their own, for an adapter with another number in them is another adapter.
+Nothing is unpickled. The weights are written first, and the settings state their hash, so that reading notices a crash
+between the two. The settings have a hash of their own: an adapter with another number in them is another adapter.
 """
 
 from __future__ import annotations
@@ -38,19 +38,15 @@ from probemon.host.model import find_layers, hidden_size
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
-CHECKPOINT, OF_OBJECTIVE, STATED = (
-    "model.safetensors",
-    "bem.",
-    "settings",
-)  # a Trainer's file; in it, what adapters' tensors begin with, and the tensor of settings
+# A Trainer's file; in it, what the names of an adapter's tensors begin with, and the tensor of settings.
+CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
 _UNUSED = "controller.default_code"  # older adapters have it without a chunk router too, where nothing reads it
+_AGAIN = "copy the folder again"
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A folder as read: its settings, the host it was made on, its tensors by name, and the file that these are
-    from.
-    """
+    """A folder as read: its settings, the host it was made on, and its tensors by name, from the file `weights`."""
 
     folder: Path
     weights: Path
@@ -67,57 +63,63 @@ class Saved:
         """Put the tensors into an adapter made from `config`, each in the dtype it was saved in: in another one it
         would be another adapter.
 
-        Raises `BemFileError` where names, shapes or kinds of numbers are not its own.
+        Raises `BemFileError` where names, shapes or kinds of numbers are not the adapter's.
         """
         own = module.state_dict()
         tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
-        wrong = [
-            name
-            for name in {*own, *tensors}
-            if name not in own or name not in tensors or own[name].shape != tensors[name].shape
-        ]
+        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, tensors)]
+        wrong = [name for name in {*own, *tensors} if shapes[0].get(name) != shapes[1].get(name)]
         if wrong:
             raise BemFileError(
                 f"{self.weights}: tensor {min(wrong)!r} is missing, unknown or of another shape than its settings "
-                "say: copy the folder again"
+                f"say: {_AGAIN}"
             )
         for name, tensor in tensors.items():
             if tensor.dtype != own[name].dtype and not (tensor.is_floating_point() and own[name].is_floating_point()):
                 raise BemFileError(
-                    f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: copy the folder "
-                    "again"
+                    f"{self.weights}: tensor {name!r} is {tensor.dtype}, expected {own[name].dtype}: {_AGAIN}"
                 )
-        with torch.inference_mode(False):  # what is read in that mode cannot learn: of copies made outside it is
-            module.load_state_dict(
-                {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}, assign=True
-            )
+        with torch.inference_mode(False):  # what was read in that mode cannot learn; its copies outside of it can
+            copies = {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}
+            module.load_state_dict(copies, assign=True)
 
 
 def write_saved(
     folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write both files; an adapter that is there already is replaced."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BemFileError(f"{folder} cannot be made ({error.strerror}): give another folder") from None
-    handle, name = tempfile.mkstemp(prefix=f".{WEIGHTS}-", dir=folder)
-    os.close(handle)
-    made = Path(name)
-    try:
-        save_tensors(made, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
-        stated = {"sha256": sha256(made), "size": made.stat().st_size}
-        made.replace(folder / WEIGHTS)
-    except BaseException:
-        made.unlink(missing_ok=True)
-        raise
+    make_folder(folder)
+    stated = write_tensors(folder / WEIGHTS, tensors)
     hashed: dict[str, Any] = {**describe(config, model, sites), "files": {WEIGHTS: stated}}
     settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
     write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder where there is none. Raises `BemFileError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BemFileError(f"{folder} cannot be made ({error.strerror}): give another folder") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a file of tensors, whole or not at all; return its `sha256` and its `size` in bytes."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        save_tensors(temporary, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
+        stated = {"sha256": sha256(temporary), "size": temporary.stat().st_size}
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return stated
+
+
 def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, Any]:
-    """What is kept beside the weights: `config`, and the `host` that they were made on."""
+    """Return what is kept beside the weights: `config`, and the `host` that they were made on."""
     _, layers = find_layers(model)
     host = {
         "model": type(model).__name__,
@@ -130,14 +132,14 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
 
 
 def settings_tensor(config: BemConfig, model: Any, sites: Sequence[Site]) -> Tensor:
-    """The same as JSON in bytes `[n]` uint8: for a file that has room for tensors alone."""
+    """Return settings as JSON in bytes `[n]` uint8: for a file that has room for tensors alone."""
     settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **describe(config, model, sites)}
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
 def read_saved(folder: Path) -> Saved:
-    """An adapter's folder, checked. Raises `BemFileError`."""
-    path, weights, again = folder / SETTINGS, folder / WEIGHTS, "copy the folder again"
+    """Read an adapter's folder, and check it. Raises `BemFileError`."""
+    path, weights = folder / SETTINGS, folder / WEIGHTS
     if not path.exists() and (folder / CHECKPOINT).is_file():
         return _read_checkpoint(folder)
     try:
@@ -148,72 +150,64 @@ def read_saved(folder: Path) -> Saved:
             "Trainer's checkpoint of one"
         ) from None
     except (OSError, RecursionError, ValueError) as error:
-        raise BemFileError(f"{path} cannot be read as JSON ({error}): {again}") from None
+        raise BemFileError(f"{path} cannot be read as JSON ({error}): {_AGAIN}") from None
     _check_format(path, settings)
-    config, host, files = (settings.get(key) for key in ("config", "host", "files"))
+    host, files = settings.get("host"), settings.get("files")
     stated = files.get(WEIGHTS) if isinstance(files, dict) else None
-    if (
-        not isinstance(config, dict)
-        or not isinstance(host, dict)
-        or not isinstance(host.get("sites"), dict)
-        or not isinstance(stated, dict)
-    ):
-        raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {again}")
-    if settings.get("sha256") != settings_hash({"config": config, "host": host, "files": files}):
+    if not _has_config_and_sites(settings) or not isinstance(stated, dict):
+        raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {_AGAIN}")
+    if settings.get("sha256") != settings_hash({"config": settings["config"], "host": host, "files": files}):
         raise BemFileError(
-            f"{path} is not as save_pretrained wrote it (its hash differs): {again}; to change a setting, make a"
+            f"{path} is not as save_pretrained wrote it (its hash differs): {_AGAIN}; to change a setting, make a"
             " BemConfig with it and save that adapter"
         )
-    made = _config(path, config)
+    config = _read_config(path, settings["config"])
     if not weights.is_file():
-        raise BemFileError(f"{weights} is missing: {again}")
+        raise BemFileError(f"{weights} is missing: {_AGAIN}")
     if weights.stat().st_size != stated.get("size") or sha256(weights) != stated.get("sha256"):
         raise BemFileError(
-            f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {again}"
+            f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {_AGAIN}"
         )
-    return Saved(folder, weights, made, host, _tensors(weights))
+    return Saved(folder, weights, config, settings["host"], _read_tensors(weights))
 
 
 def _read_checkpoint(folder: Path) -> Saved:
     """A checkpoint that a Trainer wrote of an `Objective`."""
     weights = folder / CHECKPOINT
-    tensors = _tensors(weights)
+    tensors = _read_tensors(weights)
     stated = tensors.pop(STATED, None)
     if stated is None or stated.dtype != torch.uint8:
-        older = f"{OF_OBJECTIVE}controller.query" in tensors
-        remedy = (
-            "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig and "
-            "load these tensors into it"
-            if older
-            else f"give a folder with {SETTINGS}, or a checkpoint of Trainer(model=Objective(bem))"
-        )
+        if f"{OF_OBJECTIVE}controller.query" in tensors:
+            remedy = (
+                "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig"
+                " and load these tensors into it"
+            )
+        else:
+            remedy = f"give a folder with {SETTINGS}, or a checkpoint of Trainer(model=Objective(bem))"
         raise BemFileError(
             f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}"
         )
     try:
         settings = json.loads(bytes(stated.flatten().tolist()))
     except (RecursionError, ValueError) as error:
-        raise BemFileError(f"{weights}: its settings cannot be read as JSON ({error}): copy the folder again") from None
+        raise BemFileError(f"{weights}: its settings cannot be read as JSON ({error}): {_AGAIN}") from None
     _check_format(weights, settings)
+    if not _has_config_and_sites(settings):
+        raise BemFileError(f"{weights}: config, or host with its sites, is missing: {_AGAIN}")
+    config = _read_config(weights, settings["config"])
+    tensors = {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()}
+    return Saved(folder, weights, config, settings["host"], tensors)
+
+
+def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
     config, host = settings.get("config"), settings.get("host")
-    if not isinstance(config, dict) or not isinstance(host, dict) or not isinstance(host.get("sites"), dict):
-        raise BemFileError(f"{weights}: config, or host with its sites, is missing: copy the folder again")
-    return Saved(
-        folder,
-        weights,
-        _config(weights, config),
-        host,
-        {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()},
-    )
+    return isinstance(config, dict) and isinstance(host, dict) and isinstance(host.get("sites"), dict)
 
 
 def _check_format(path: Path, settings: Any) -> None:
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
-        raise BemFileError(
-            f"{path}: format is "
-            f"{settings.get('format') if isinstance(settings, dict) else type(settings).__name__!r}, expected "
-            f"{FORMAT!r}"
-        )
+        stated = settings.get("format") if isinstance(settings, dict) else type(settings).__name__
+        raise BemFileError(f"{path}: format is {stated!r}, expected {FORMAT!r}")
     if settings.get("format_version") != FORMAT_VERSION:
         raise BemFileError(
             f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
@@ -221,12 +215,12 @@ def _check_format(path: Path, settings: Any) -> None:
         )
 
 
-def _config(path: Path, config: Mapping[str, Any]) -> BemConfig:
+def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
     missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
     if missing:
         raise BemFileError(
             f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
-            "copy the folder again"
+            f"{_AGAIN}"
         )
     try:
         return BemConfig.from_dict(config)
@@ -234,12 +228,12 @@ def _config(path: Path, config: Mapping[str, Any]) -> BemConfig:
         raise BemFileError(f"{path}: {error}") from None
 
 
-def _tensors(weights: Path) -> dict[str, Tensor]:
-    """Of a file of safetensors, all finite."""
+def _read_tensors(weights: Path) -> dict[str, Tensor]:
+    """The tensors of a file, all finite."""
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
-        raise BemFileError(f"{weights} cannot be read as safetensors ({error}): copy the folder again") from None
+        raise BemFileError(f"{weights} cannot be read as safetensors ({error}): {_AGAIN}") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BemFileError(f"{weights}: tensor {name!r} is not finite: train it again")
@@ -247,26 +241,24 @@ def _tensors(weights: Path) -> dict[str, Tensor]:
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of what of `bem.json` is hashed: its config, host and files."""
+    """Return the SHA-256 of what of `bem.json` is hashed: its config, host and files."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """Raise `HostMismatch` where the adapter does not fit; another checkpoint of the same shape warns, or raises if
-    `strict`.
-    """
+    """Raise `HostMismatch` where the adapter does not fit; warn of another checkpoint, or raise if `strict`."""
     _, layers = find_layers(model)
-    found = {"hidden_size": hidden_size(model), "n_layers": len(layers)}
-    for key, value in found.items():
+    for key, value in (("hidden_size", hidden_size(model)), ("n_layers", len(layers))):
         if saved.host.get(key) != value:
             raise HostMismatch(
                 f"{saved.folder} was made for {saved.host.get('model')} with {key} {saved.host.get(key)}, this"
                 f" {type(model).__name__} has {value}"
             )
     for site in find_sites(model, saved.config):
-        if saved.host["sites"].get(site.name) != [site.n_in, site.n_out]:
+        stated = saved.host["sites"].get(site.name)
+        if stated != [site.n_in, site.n_out]:
             raise HostMismatch(
-                f"{saved.folder} has site {site.name} of {saved.host['sites'].get(site.name)} values in and out, this"
+                f"{saved.folder} has site {site.name} of {stated} values in and out, this"
                 f" {type(model).__name__} of {[site.n_in, site.n_out]}"
             )
     if saved.host.get("fingerprint") != fingerprint(model):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from probemon.bem.config import CHUNK_KINDS, BemConfig
 from probemon.errors import ConfigError, NotSupportedHost
@@ -29,8 +29,8 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One updated module: `name` such as "down.3"; it maps `[.., n_in]` to `[.., n_out]`. `mergeable`: it is a linear
-    layer.
+    """One updated module, which maps `[.., n_in]` to `[.., n_out]`; its `name` is such as "down.3". `mergeable`: it is
+    a plain linear layer.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Site:
 
     @property
     def key(self) -> str:
-        """Its name where dots are not allowed."""
+        """The name, where dots are not allowed."""
         return f"{self.kind}_{self.layer}"
 
     @property
@@ -67,7 +67,7 @@ class SiteUpdate(nn.Module):
 
 
 def find_sites(model: Any, config: BemConfig) -> list[Site]:
-    """Every site of `config` in `model`, by layer. Raises `ConfigError`, `NotSupportedHost`; nothing is attached."""
+    """Return every site of `config` in `model`, by layer. Raises `ConfigError`, `NotSupportedHost`."""
     _, layers = find_layers(model)
     if config.read_layer >= len(layers):
         raise ConfigError(f"read_layer is {config.read_layer}: the host has layers 0..{len(layers) - 1}")
@@ -94,7 +94,7 @@ def _site(layers: nn.ModuleList, kind: str, layer: int, width: int) -> Site:
 
 
 def make_updates(sites: Sequence[Site], config: BemConfig) -> nn.ModuleDict:
-    """Fresh parameters, each on the device of its site; the same for the same `config.seed`."""
+    """Make fresh parameters, each on the device of its site; the same for the same `config.seed`."""
     generator = torch.Generator().manual_seed(config.seed)
     return nn.ModuleDict(
         {site.key: SiteUpdate(site, config.rank, generator).to(device_of(site.module)) for site in sites}
@@ -102,10 +102,5 @@ def make_updates(sites: Sequence[Site], config: BemConfig) -> nn.ModuleDict:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes; the CPU for one whose weights are kept elsewhere."""
+    """Return the device on which a module computes; the CPU for one whose weights are kept elsewhere."""
     return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-
-def dense_update(update: SiteUpdate, code: Tensor, scale: float) -> Tensor:
-    """`s U diag(c) V^T [out, in]` of one code `[r]`: what a constant code adds to a weight."""
-    return scale * (update.U * code) @ update.V.T

@@ -5,13 +5,14 @@
     states.get(cache)                                 # None for a cache that was never seen
     states.clear()                                    # leaves no trace on any cache
 
-A state keeps the controller's features of every column and which columns are real tokens. All else follows from these,
-so that it is cut back (`truncate`) to any column by reading what is left again. A crop of the cache needs no message:
-the next forward begins at an earlier column, and what lay beyond is overwritten.
+A state keeps the controller's features of every column, and which columns are real tokens. All else follows from these:
+`truncate` cuts a state back to any column, and the controller reads what is left again. A crop of the cache needs no
+message: the next forward begins at an earlier column, and what lay beyond is overwritten.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -27,11 +28,14 @@ from probemon.errors import BemStateError
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """What goes from one forward to the next, a row each. Never written to.
+    """What goes from one forward to the next, by row. Nothing writes to it.
 
-    `n [B]` int64: real tokens so far. `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros
-    beyond them. Of that chunk: `code [B, r]` after the moving average, `summary [B, w]` of the prefix, `confidence
-    [B]`. `log_mass [B]`: log of the summary's denominator, -inf before the first complete chunk.
+    `n [B]` int64: real tokens so far.
+    `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros beyond them.
+    `code [B, r]`: that chunk's, after the moving average.
+    `summary [B, w]`: of the prefix, for that chunk.
+    `log_mass [B]`: log of the summary's denominator, -inf before the first complete chunk.
+    `confidence [B]`: that chunk's.
     """
 
     n: Tensor
@@ -49,60 +53,53 @@ class Carry:
 
 
 class ControllerState:
-    """One batch of sequences. `n_rows`; `n_columns` read so far; `level [B]` int64 where it was decided once, else
-    None.
+    """What was read of one batch of sequences: `n_rows` and `n_columns` so far, and `level [B]` int64 where it was
+    decided once, else None.
 
-    `carry` is None until something was read, and where columns were cut off or only fed: it then follows from the
-    history.
+    `carry` is None until something was read, and after columns were cut off or only fed: the history then has it.
     """
 
     def __init__(self, n_rows: int, level: Tensor | None = None) -> None:
         self.n_rows, self.level = n_rows, level
         self.carry: Carry | None = None
         self.inside = False  # whether the last forward was known to complete no chunk
-        self.room = (
-            0  # tokens that any row can take before one completes a chunk, at least: then nothing of chunks is computed
-        )
+        # Tokens that every row can take, at least, before one completes a chunk: so long nothing of chunks is computed.
+        self.room = 0
         self.n_columns = 0
         self._pieces: list[tuple[Tensor, Tensor]] = []
 
     def append(self, z: Tensor, real: Tensor, carry: Carry) -> None:
-        """After the columns of one forward: features z `[B, T, w]`, real `[B, T]`. No gradient goes through a cache."""
+        """Add the columns of one forward: features z `[B, T, w]`, real `[B, T]`. No gradient goes through a cache."""
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry = carry.detach()
 
     def feed(self, z: Tensor, real: Tensor) -> None:
-        """As `append`, where nothing but the features was computed. A column whose features are unknown is NaN: so is
-        then what follows from it.
+        """Add columns of which nothing but the features was computed. Where they are unknown they are NaN, and so is
+        what follows from them.
         """
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry, self.room = None, 0
 
     def history(self) -> tuple[Tensor, Tensor]:
-        """Features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` for an empty state."""
+        """Return features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` if there are none."""
         if not self._pieces:
             raise BemStateError("this state has read nothing yet: run a forward first")
         if len(self._pieces) > 1:
-            self._pieces = [
-                (torch.cat([z for z, _ in self._pieces], dim=1), torch.cat([real for _, real in self._pieces], dim=1))
-            ]
+            z, real = (torch.cat(pieces, dim=1) for pieces in zip(*self._pieces, strict=True))
+            self._pieces = [(z, real)]
         return self._pieces[0]
 
-    def keep(self, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Forget the columns from `n_columns` on, and the carry: the caller reads what is left again."""
+    def truncate(self, n_columns: int) -> tuple[Tensor, Tensor]:
+        """Forget the columns from `n_columns` on, and the carry. Return the history, which the caller reads again."""
         z, real = self.history()
-        self._pieces, self.n_columns, self.carry, self.room = (
-            [(z[:, :n_columns], real[:, :n_columns])],
-            n_columns,
-            None,
-            0,
-        )
+        self._pieces = [(z[:, :n_columns], real[:, :n_columns])]
+        self.n_columns, self.carry, self.room = n_columns, None, 0
         return self._pieces[0]
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` was: beams, repeated prompts, some of the rows."""
+        """Make row i what row `rows[i]` was: beams, repeated prompts, some of the rows."""
         if not self._pieces:
             self.n_rows = len(rows)
             return
@@ -113,26 +110,20 @@ class ControllerState:
         self.level = None if self.level is None else self.level[rows]
 
     def copy(self) -> ControllerState:
-        """Another state that goes its own way from here."""
-        made = ControllerState(self.n_rows, self.level)
-        made.carry, made.room, made.inside, made.n_columns, made._pieces = (
-            self.carry,
-            self.room,
-            self.inside,
-            self.n_columns,
-            list(self._pieces),
-        )
-        return made
+        """Return another state that goes its own way from here."""
+        copied = copy.copy(self)
+        copied._pieces = list(self._pieces)
+        return copied
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors by name, to be saved; `ControllerState.from_tensors` takes them."""
+        """Return all of it as tensors by name, to be saved; `ControllerState.from_tensors` takes them."""
         z, real = self.history()
         level = {} if self.level is None else {"level": self.level}
         return {"z": z.contiguous(), "real": real.contiguous(), **level}
 
     @classmethod
     def from_tensors(cls, saved: Mapping[str, Tensor]) -> ControllerState:
-        """A state without a carry yet. Raises `BemStateError`."""
+        """Make a state of what `tensors` returned, without a carry yet. Raises `BemStateError`."""
         z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
         if z is None or real is None or z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
             shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
@@ -158,56 +149,56 @@ class States:
     """States by their cache, each kept as long as the cache is."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Cache, ControllerState] = weakref.WeakKeyDictionary()
+        self._by_cache: weakref.WeakKeyDictionary[Cache, ControllerState] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._by_cache)
 
     def get(self, cache: Cache) -> ControllerState | None:
-        """The state of a cache, or None."""
-        return self._of.get(cache)
+        """Return the state of a cache, or None."""
+        return self._by_cache.get(cache)
 
     def put(self, cache: Cache, state: ControllerState) -> None:
         """Give a cache its state, and follow it from now on."""
-        if cache not in self._of:
+        if cache not in self._by_cache:
             for name in _FOLLOWED:
                 vars(cache)[name] = _Follower(self, cache, name)
-        self._of[cache] = state
+        self._by_cache[cache] = state
 
     def clear(self) -> None:
         """Forget every state and follow no cache any more."""
-        for cache in list(self._of):
+        for cache in list(self._by_cache):
             for name in _FOLLOWED:
                 if isinstance(vars(cache).get(name), _Follower):
                     del vars(cache)[name]
-        self._of.clear()
+        self._by_cache.clear()
 
-    def moved(self, cache: Cache, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A cache's own method `name` has moved its rows."""
-        state = self._of.get(cache)
+    def follow_call(self, cache: Cache, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Move the rows of a cache's state as the cache's method `name` has moved its own."""
+        state = self._by_cache.get(cache)
         if state is None:
             return
         if name == "reset":
-            self._of[cache] = ControllerState(state.n_rows)
+            self._by_cache[cache] = ControllerState(state.n_rows)
             return
-        [given] = (*args, *kwargs.values())
+        [rows] = (*args, *kwargs.values())
         if name == "batch_repeat_interleave":
-            given = torch.arange(state.n_rows, device="cpu").repeat_interleave(int(given))
-        elif isinstance(given, Tensor) and given.dtype == torch.bool:
-            given = given.nonzero()[:, 0]
-        state.select(torch.as_tensor(given))
+            rows = torch.arange(state.n_rows, device="cpu").repeat_interleave(int(rows))
+        elif isinstance(rows, Tensor) and rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
+        state.select(torch.as_tensor(rows))
 
-    def copied(self, cache: Cache, copy: Cache) -> None:
-        """A cache was deeply copied."""
-        state = self._of.get(cache)
-        if state is not None and copy not in self._of:
-            self._of[copy] = state.copy()
+    def follow_copy(self, cache: Cache, copied: Cache) -> None:
+        """Give a deep copy of a cache a copy of its state."""
+        state = self._by_cache.get(cache)
+        if state is not None and copied not in self._by_cache:
+            self._by_cache[copied] = state.copy()
 
 
 class _Follower:
-    """Stands before one method of one cache, on the instance: the state moves with it.
+    """Stands before one method of one cache, on the instance, and has the state move with it.
 
-    The cache is held weakly: a cycle would keep its keys and values in memory until the garbage collector comes by.
+    It holds the cache weakly: a cycle would keep keys and values in memory until the garbage collector comes by.
     """
 
     def __init__(self, states: States, cache: Cache, name: str) -> None:
@@ -218,7 +209,7 @@ class _Follower:
         if cache is None:
             raise BemStateError(f"{self._name} of a cache that is gone: copy a cache by copy.deepcopy")
         result = getattr(type(cache), self._name)(cache, *args, **kwargs)
-        self._states.moved(cache, self._name, args, kwargs)
+        self._states.follow_call(cache, self._name, args, kwargs)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,8 +221,8 @@ class _Follower:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
         """A copied cache has a copied state: prompts are computed once and their caches copied."""
         cache = self._cache()
-        copy = memo.get(id(cache))  # copy.deepcopy makes the object before its attributes
-        if cache is None or copy is None:
+        copied = memo.get(id(cache))  # copy.deepcopy makes the object before its attributes
+        if cache is None or copied is None:
             return self
-        self._states.copied(cache, copy)
-        return _Follower(self._states, copy, self._name)
+        self._states.follow_copy(cache, copied)
+        return _Follower(self._states, copied, self._name)

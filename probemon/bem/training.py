@@ -7,7 +7,7 @@
     evaluate(model, held_out)                                                   # mean cross-entropy a label
 
     Trainer(model=Objective(bem), args=..., train_dataset=...).train()          # the same losses
-    attach_bem(model, "output/checkpoint-500")                                  # what it saved on the way is adapters
+    attach_bem(model, "output/checkpoint-500")                                  # its checkpoints are adapters
 
 On a CPU the same seed, batches and adapter give the same parameters, bit for bit.
 """
@@ -28,15 +28,14 @@ from probemon.bem.losses import (
     Batch,
     LossWeights,
     adapter_losses,
+    check_learnable,
     host_inputs,
-    host_of,
-    labels_after,
-    learner,
     mode,
+    next_labels,
     real_tokens,
 )
 from probemon.bem.saved import STATED, settings_tensor
-from probemon.core.checks import is_int, is_number, shown
+from probemon.core.checks import LARGEST, check_count, check_number
 from probemon.errors import BemError, ConfigError
 
 LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -44,11 +43,11 @@ LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How parameters learn: AdamW (Loshchilov and Hutter 2019), gradients clipped, the learning rate in a line up and
-    in a line down to 0.
+    """How parameters learn: by AdamW (Loshchilov and Hutter 2019). Raises `ConfigError`.
 
-    `max_grad_norm`: of all gradients together, None for no limit. `seed`: of the order of the batches and of dropout.
-    Raises `ConfigError`.
+    `lr`: the highest learning rate; it rises in a line for `n_warmup` steps, then falls in a line to 0 at `n_steps`.
+    `max_grad_norm`: the norm of all gradients together is clipped to this; None for no limit.
+    `seed`: of the order of the batches and of dropout.
     """
 
     n_steps: int
@@ -59,23 +58,17 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, fine, remedy in (
-            ("n_steps", is_int(self.n_steps) and self.n_steps >= 1, "give 1 or more"),
-            ("lr", is_number(self.lr) and self.lr > 0, "give a number over 0"),
-            ("n_warmup", is_int(self.n_warmup) and self.n_warmup >= 0, "give 0 or more"),
-            ("weight_decay", is_number(self.weight_decay) and self.weight_decay >= 0, "give 0 or more"),
-            (
-                "max_grad_norm",
-                self.max_grad_norm is None or (is_number(self.max_grad_norm) and self.max_grad_norm > 0),
-                "give a number over 0, or None for no limit",
-            ),
-            ("seed", is_int(self.seed) and 0 <= self.seed < 1 << 63, "give 0 or more, within 63 bits"),
-        ):
-            if not fine:
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
+        check_count("n_steps", self.n_steps, least=1, remedy="give 1 or more")
+        check_number("lr", self.lr, low=0, high=LARGEST, open_low=True, remedy="give a number over 0")
+        check_count("n_warmup", self.n_warmup, remedy="give 0 or more")
+        check_number("weight_decay", self.weight_decay, low=0, high=LARGEST, remedy="give 0 or more")
+        if self.max_grad_norm is not None:
+            remedy = "give a number over 0, or None for no limit"
+            check_number("max_grad_norm", self.max_grad_norm, low=0, high=LARGEST, open_low=True, remedy=remedy)
+        check_count("seed", self.seed, remedy="give 0 or more, within 63 bits")
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step 0, 1, .."""
+        """Return the learning rate of step 0, 1, .."""
         up = (step + 1) / (self.n_warmup + 1)
         down = (self.n_steps - step) / max(1, self.n_steps - self.n_warmup)
         return self.lr * min(1.0, up, down)
@@ -104,62 +97,58 @@ class History:
 
 
 def train(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None) -> History:
-    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too if it has any;
-    modes are put back.
+    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too, if it has any;
+    afterwards modules are in the modes they were in.
 
-    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: it then has the
-    parameters before that step.
+    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: the adapter then
+    has the parameters before that step.
     """
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        found = adapter_losses(bem, batch, weights)
-        return found.total, found.terms
+        losses = adapter_losses(bem, batch, weights)
+        return losses.total, losses.terms
 
-    learner(bem)
-    with mode(host_of(bem), training=True):
+    check_learnable(bem)
+    with mode(bem.host, training=True):
         return fit(list(bem.parameters()), loss_of, batches, settings)
 
 
 def fit(
     parameters: Sequence[nn.Parameter], loss_of: LossOf, batches: Sequence[Batch], settings: TrainSettings
 ) -> History:
-    """Lower any loss of a batch over `parameters`: `loss_of(batch)` gives the loss and what else is to be noted. Raises
-    as `train`.
+    """Lower any loss over `parameters`: `loss_of(batch)` returns it, and what else is to be noted. Raises as `train`.
 
     Batches are taken in a new order each time round.
     """
-    check_lessons(batches, settings)
+    check_fit(batches, settings)
     optimiser = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
-    with (
-        torch.inference_mode(False),
-        _seeded(parameters, settings.seed),
-        torch.enable_grad(),
-    ):  # whoever learns, wherever they are
+    # Whatever block of no_grad or inference_mode the caller is in.
+    with torch.inference_mode(False), _seeded(parameters, settings.seed), torch.enable_grad():
         for step in range(settings.n_steps):
             optimiser.zero_grad()
             batch = batches[next(order)]
-            host_inputs(batch)  # told before anything is computed
-            loss, terms = loss_of(_learnable(batch))
+            host_inputs(batch)  # which raises, before anything is computed, for what is no batch
+            loss, terms = loss_of(_outside_inference_mode(batch))
             loss.backward()
-            norm = float(nn.utils.clip_grad_norm_(parameters, limit))
-            if not math.isfinite(float(loss.detach())) or not math.isfinite(norm):
+            norm, value = float(nn.utils.clip_grad_norm_(parameters, limit)), float(loss.detach())
+            if not math.isfinite(value) or not math.isfinite(norm):
                 raise BemError(
-                    f"step {step}: the loss is {float(loss.detach())}, its gradient's norm {norm}: lower lr"
+                    f"step {step}: the loss is {value}, its gradient's norm {norm}: lower lr"
                     f" ({settings.lr}) or look into this batch"
                 )
             lr = settings.lr_at(step)
             for group in optimiser.param_groups:
                 group["lr"] = lr
             optimiser.step()
-            steps.append(Step(float(loss.detach()), {name: float(term) for name, term in terms.items()}, lr, norm))
+            steps.append(Step(value, {name: float(term) for name, term in terms.items()}, lr, norm))
     optimiser.zero_grad()
     return History(tuple(steps))
 
 
-def check_lessons(batches: Sequence[Batch], settings: TrainSettings) -> None:
-    """Raise `ConfigError` unless these are batches in a sequence, which is gone through many times, and settings."""
+def check_fit(batches: Sequence[Batch], settings: TrainSettings) -> None:
+    """Raise `ConfigError` unless these are batches in a sequence, which `fit` reads many times, and settings."""
     if not isinstance(settings, TrainSettings):
         raise ConfigError(f"settings is {settings!r}: give TrainSettings(n_steps=..., ...)")
     if isinstance(batches, Mapping) or not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
@@ -171,16 +160,16 @@ def check_lessons(batches: Sequence[Batch], settings: TrainSettings) -> None:
         raise ConfigError("there are no batches to learn from: give at least one")
 
 
-def _learnable(batch: Batch) -> Batch:
-    """The batch; what of it was made in inference mode, where nothing is learned from it, as a copy."""
-    made = {name: x.clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_inference()}
-    return {**batch, **made} if made else batch
+def _outside_inference_mode(batch: Batch) -> Batch:
+    """The batch, with copies of tensors that were made in inference mode: nothing is learned from those."""
+    copies = {name: x.clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_inference()}
+    return {**batch, **copies} if copies else batch
 
 
 @torch.no_grad()
 def evaluate(model: Any, batches: Sequence[Batch]) -> float:
-    """Mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode; with the
-    adapter where one is on.
+    """Return the mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode;
+    with the adapter where one is on.
     """
     total, n = 0.0, 0
     with mode(model, training=False):
@@ -191,7 +180,7 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
                     f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to"
                     " be counted"
                 )
-            labels = labels_after(batch["labels"], real_tokens(batch)).flatten()
+            labels = next_labels(batch["labels"], real_tokens(batch)).flatten()
             logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
             total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
             n += int((labels != -100).sum())
@@ -204,27 +193,27 @@ class Objective(nn.Module):
     """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as
     Trainer expects.
 
-    Its parameters are the adapter's alone, so that a trainer optimises, clips and saves no others. Its mode is the
-    host's too; moving it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so
-    that a checkpoint opens by `attach_bem(model, checkpoint)`.
+    Its parameters are the adapter's alone, so a trainer optimises, clips and saves no others. Its mode is the host's
+    too. Moving it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that
+    `attach_bem(model, checkpoint)` opens a checkpoint.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:
         super().__init__()
         self.bem, self.weights = bem, weights
-        self.register_buffer(STATED, settings_tensor(bem.config, host_of(bem), bem.sites))
+        self.register_buffer(STATED, settings_tensor(bem.config, bem.host, bem.sites))
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
         """As `adapter_losses`."""
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        found = adapter_losses(self.bem, {name: x for name, x in given.items() if x is not None}, self.weights)
-        return {"loss": found.total, "logits": found.logits}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        losses = adapter_losses(self.bem, {name: x for name, x in inputs.items() if x is not None}, self.weights)
+        return {"loss": losses.total, "logits": losses.logits}
 
     def train(self, mode: bool = True) -> Objective:
         super().train(mode)
-        host_of(self.bem).train(mode)
+        self.bem.host.train(mode)
         return self
 
 
@@ -236,9 +225,7 @@ def _order(n: int, seed: int) -> Iterator[int]:
 
 @contextmanager
 def _seeded(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[Any]:
-    """For the time of the block, random numbers are by this seed; afterwards they go on as if nothing had been
-    drawn.
-    """
+    """In the block, draw random numbers by this seed; afterwards they go on as if none had been drawn."""
     devices = sorted({int(parameter.device.index or 0) for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

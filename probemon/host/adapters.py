@@ -18,7 +18,7 @@ from probemon.errors import NotSupportedHost
 class Own(Protocol):
     """An adapter of `probemon.bem`."""
 
-    def told(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """What its host's states depend on beside its tensors, as JSON takes it."""
 
     def state_dict(self) -> Mapping[str, Any]:

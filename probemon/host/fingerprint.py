@@ -142,7 +142,7 @@ def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
         if getattr(config, "alora_invocation_tokens", None) is not None:
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
     if own is not None:
-        yield f"{OWN_NAME} settings", json.dumps(own.told(), sort_keys=True).encode()
+        yield f"{OWN_NAME} settings", json.dumps(own.settings(), sort_keys=True).encode()
         for name, tensor in own.state_dict().items():
             yield f"{OWN_NAME} {name}", _bytes(tensor)
 

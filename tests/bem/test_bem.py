@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from bem_oracle import SHAPES, VOCAB, make_host, randomise
+from bem_oracle import SHAPES, VOCAB, dense_update, make_host, randomise
 from conftest import PAD, make_model, make_pack, n_hooks
 from oracle import check, states
 from probemon import DynamicProbeManager
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.saved import SETTINGS, WEIGHTS, settings_hash
-from probemon.bem.sites import dense_update
 from probemon.core.files import sha256
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
 

@@ -212,11 +212,11 @@ def test_assisted_greedy_equals_plain_greedy(host, config, how, monkeypatch):
         "num_assistant_tokens_schedule": "constant",
     }.items():
         monkeypatch.setattr(drafter.generation_config, name, value)
-    ids, cuts, keep = torch.tensor([[1, 44, 3, 17, 1, 44]]), [], ControllerState.keep
+    ids, cuts, truncate = torch.tensor([[1, 44, 3, 17, 1, 44]]), [], ControllerState.truncate
     with randomise(attach_bem(host, config)):
         plain = host.generate(ids, **GREEDY)
         monkeypatch.setattr(
-            ControllerState, "keep", lambda state, n: (cuts.append(state.n_columns - n), keep(state, n))[1]
+            ControllerState, "truncate", lambda state, n: (cuts.append(state.n_columns - n), truncate(state, n))[1]
         )
         assert torch.equal(host.generate(ids, **GREEDY, **more), plain)
     assert max(cuts, default=0) > 1, cuts  # drafts were rejected, several at once

@@ -138,7 +138,7 @@ def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
     state = ControllerState(1, torch.tensor([2]))
     for t in range(14):
         alone.controller(hidden[:, t : t + 1], real[:, :1], state)
-    state.carry = alone.controller.replay(*state.keep(cut))
+    state.carry = alone.controller.replay(*state.truncate(cut))
     parts = [alone.controller(hidden[:, t : t + 1], real[:, :1], state) for t in range(cut, 22)]
     whole = alone.controller(hidden, real, ControllerState(1, state.level))
     for name in (*LEVELS, "confidence"):
@@ -154,7 +154,7 @@ def test_state_is_cut_selected_and_kept():
     state = ControllerState(3)
     alone.controller(hidden[:, :17], real[:, :17], state)
     saved = {name: x.clone() for name, x in state.copy().tensors().items()}
-    state.carry = alone.controller.replay(*state.keep(9))
+    state.carry = alone.controller.replay(*state.truncate(9))
     state.select(torch.tensor([2, 1, 1]))
     rows = torch.tensor([2, 1, 1])
     codes = alone.controller(hidden[rows, 9:20], real[rows, 9:20], state)

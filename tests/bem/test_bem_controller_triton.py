@@ -470,7 +470,7 @@ def test_a_state_that_was_cut_and_moved_goes_on_by_steps(launched):
     rows, level = torch.tensor([2, 0, 0]), torch.tensor([2, 0, 1])
     for controller, x in ((eager.double(), hidden.double()), (fused, hidden)):
         _, state = run(controller, x[:, :11], real[:, :11], [10, 1], level)
-        state.keep(9)
+        state.truncate(9)
         state.select(rows)
         codes = [controller(x[rows, t : t + 1], real[rows, t : t + 1], state) for t in (9, 10, 11)]
         found.append((codes, state.carry))
@@ -516,13 +516,13 @@ def test_a_step_that_fails_falls_back_and_the_next_goes_on(monkeypatch):
     assert (
         mine[3].fallback.all()
         and (mine[3].token == 1).all()
-        and guard.told.n_failed == 1
-        and "ZeroDivisionError" in guard.told.last_error
+        and guard.counts.n_failed == 1
+        and "ZeroDivisionError" in guard.counts.last_error
     )
     assert (
         mine[5].fallback[:, 0].tolist() == [True, False]
         and (mine[5].token[0] == 1).all()
-        and guard.told.n_not_finite == 3
+        and guard.counts.n_not_finite == 3
     )
     for t in (1, 2, 4):
         assert_same_codes(mine[t], theirs[t])

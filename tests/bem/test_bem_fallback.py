@@ -11,12 +11,11 @@ import torch
 from test_bem_cache import cached, full, some_ids
 from transformers import DynamicCache
 
-import probemon.bem.fallback as fallback_module
-from bem_oracle import codes_of_row, governed, make_host, randomise
+import probemon.bem.update as update_module
+from bem_oracle import codes_of_row, dense_update, governed, make_host, randomise
 from conftest import PAD
 from probemon.bem import BemConfig, Codes, Controller, ControllerState, FallbackPolicy, attach_bem
 from probemon.bem.fallback import FallbackGuard, Fallbacks
-from probemon.bem.sites import dense_update
 from probemon.errors import BemStateError, KernelUnavailable
 from probemon.telemetry.monitor import RoutingMonitor
 
@@ -360,7 +359,7 @@ def test_features_that_are_unknown_are_missed_as_long_as_codes_depend_on_them():
             if t == lost:
                 with Broken(controller, "advance", "features"):
                     parts.append(controller(hidden[:, t : t + 1], real[:, :1], state))
-                assert controller.guard.told.n_unread == 1
+                assert controller.guard.counts.n_unread == 1
             else:
                 parts.append(controller(hidden[:, t : t + 1], real[:, :1], state))
         told = torch.cat([codes.fallback for codes in parts], dim=1)[0]
@@ -368,7 +367,7 @@ def test_features_that_are_unknown_are_missed_as_long_as_codes_depend_on_them():
         assert told.nonzero()[:, 0].tolist() == expected
         found = torch.cat([codes.token for codes in parts], dim=1)[0]
         assert (found - whole.token[0])[~told].abs().max() < 1e-6 and (found[told] == 1).all()
-        state.keep(lost)
+        state.truncate(lost)
         again = controller(hidden[:, lost:], real[:, lost:], state)
         assert not again.fallback.any() and (again.token - whole.token[:, lost:]).abs().max() < 1e-6
 
@@ -425,7 +424,7 @@ def test_on_a_gpu_auto_tries_the_kernel(monkeypatch, error, expected):
             raise error
         return x
 
-    monkeypatch.setattr(fallback_module, "generated_update", trial)
+    monkeypatch.setattr(update_module, "generated_update", trial)
     monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: torch.zeros(*size, dtype=dtype) + 1)
-    impl, why = fallback_module.choose_impl("auto", [torch.device("cuda", 0), torch.device("cuda", 0)], BemConfig())
+    impl, why = update_module.choose_impl("auto", [torch.device("cuda", 0), torch.device("cuda", 0)], BemConfig())
     assert impl == expected[0] and expected[1] in why and tried == ["triton"]

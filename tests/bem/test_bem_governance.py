@@ -7,24 +7,35 @@ import numpy as np
 import pytest
 import torch
 
-from bem_oracle import VOCAB, governed, make_host, randomise
+from bem_oracle import VOCAB, dense_update, governed, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.config import LEVELS
 from probemon.bem.governance import (
     decorrelation,
     factors,
     flip_penalty,
-    flip_rate,
     frobenius_squared,
     gram,
     sigma1,
     soft_flips,
 )
-from probemon.bem.sites import dense_update
-from probemon.bem.update import error_bound, generated_update
+from probemon.bem.update import generated_update
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8, "sites": ("q", "k", "v", "o", "down")}
 IDS = torch.randint(3, VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
+
+
+def error_bound(x, V, U, scale, eps):
+    """`scale * |U| |V| * eps * |x|` `[M]`: what leaving rows out can cost, as `generated_update` says."""
+    norms = torch.linalg.matrix_norm(U.float(), 2) * torch.linalg.matrix_norm(V.float(), 2)
+    return abs(scale) * norms * eps * x.float().norm(dim=1)
+
+
+def flip_rate(codes, real):
+    """Share of neighbouring real tokens whose largest `|c|` is another: codes `[B, T, r]`, real `[B, T]`."""
+    pairs = real[:, 1:] & real[:, :-1]
+    top = codes.abs().argmax(dim=-1)
+    return (top[:, 1:] != top[:, :-1])[pairs].to(codes.dtype).mean()
 
 
 @pytest.mark.parametrize("n_out, n_in, r", [(16, 24, 3), (5, 7, 1), (7, 5, 5), (4, 3, 6), (31, 64, 8)])

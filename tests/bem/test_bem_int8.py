@@ -67,7 +67,8 @@ def folder(tmp_path_factory):
     about it.
     """
     made = tmp_path_factory.mktemp("int8")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(sys.prefix) / "torchao")])
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, [here, here.parent / "support", here.parents[1], Path(sys.prefix) / "torchao"]))
     code = "import sys, pathlib, test_bem_int8; test_bem_int8.write(pathlib.Path(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(made)],

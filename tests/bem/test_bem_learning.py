@@ -13,13 +13,12 @@ from transformers import DynamicCache
 
 from bem_learns import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
 from bem_learns import make_host as make_toy
-from bem_oracle import VOCAB, make_host, randomise
+from bem_oracle import VOCAB, dense_update, make_host, randomise
 from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bem.distil import distil, distil_trained
 from probemon.bem.imitation import imitate, imitation_error
-from probemon.bem.losses import LossWeights, adapter_losses, base_logits, share_entropy, watched
+from probemon.bem.losses import LossWeights, adapter_losses, base_logits, recorded_codes, share_entropy
 from probemon.bem.policy import Categorical, Gaussian, acting, improve, regret
-from probemon.bem.sites import dense_update
 from probemon.bem.training import Objective, TrainSettings, evaluate, fit, train
 from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, NotSupportedHost
 
@@ -92,7 +91,7 @@ def test_every_term_has_the_value_of_a_plain_loop(level):
         attach_bem(model, BemConfig(**SMALL, level=level, sites=("q", "o", "down"), token_limit=9, spectral_cap=None))
     ) as bem:
         found = adapter_losses(bem, BATCH)
-        with torch.no_grad(), watched(bem) as seen:
+        with torch.no_grad(), recorded_codes(bem) as seen:
             out = model(**BATCH, use_cache=False).logits
     at = [(b, t) for b in range(3) for t in range(19) if MASK[b, t]]
     log_p = log_softmax(out)
@@ -182,7 +181,7 @@ def test_confidence_rises_where_the_update_helps_and_falls_where_it_harms():
                 bem.controller.default_confidence.zero_()
 
             def sure(bem=bem, model=model):
-                with torch.no_grad(), watched(bem) as seen:
+                with torch.no_grad(), recorded_codes(bem) as seen:
                     model(IDS, use_cache=False)
                 return float(seen[0].confidence.mean()), float(seen[0].token.norm(dim=-1).mean())
 
@@ -404,7 +403,7 @@ def test_experts_are_imitated_on_rows_never_seen(level):
 def test_the_error_of_imitation_is_zero_for_the_experts_and_one_for_their_mean():
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token")), seed=1) as bem:
-        with torch.no_grad(), watched(bem) as seen:
+        with torch.no_grad(), recorded_codes(bem) as seen:
             model(**BATCH, use_cache=False)
         own = {**BATCH, "expert_codes": seen[0].token}
         before, of_host = weights_of(bem.updates), weights_of(model)
@@ -500,9 +499,9 @@ def test_a_decision_is_made_where_a_code_may_change_and_holds_until_the_next(lev
     acts = (MASK == 1) & (torch.arange(19) >= 2)
     policy = Gaussian(0.5)
     with randomise(attach_bem(model, BemConfig(**SMALL, level=level, token_limit=6, sites=("q", "o")))) as bem:
-        with torch.no_grad(), watched(bem) as own:
+        with torch.no_grad(), recorded_codes(bem) as own:
             model(**BATCH, use_cache=False)
-        with acting(bem, policy, torch.Generator().manual_seed(0), acts) as seen, watched(bem) as steered:
+        with acting(bem, policy, torch.Generator().manual_seed(0), acts) as seen, recorded_codes(bem) as steered:
             model(**BATCH, use_cache=False)
     [acted], before, after = seen, own[0].adaptive(), steered[0].adaptive()
     assert torch.equal(after[~acts], before[~acts]) and torch.equal(after, acted.actions)
@@ -632,7 +631,7 @@ def test_least_squares_is_the_nearest_lora_with_the_same_inputs():
         inputs, codes = [], []
         handle = bem.sites[0].module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
         for batch, real in ((BATCH, MASK == 1), ({"input_ids": IDS.flip(0)}, torch.ones_like(MASK, dtype=torch.bool))):
-            with torch.no_grad(), watched(bem) as seen:
+            with torch.no_grad(), recorded_codes(bem) as seen:
                 model(**batch, use_cache=False)
             inputs[-1] = inputs[-1][real]
             codes.append(seen[0].adaptive()[real])

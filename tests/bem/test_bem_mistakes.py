@@ -12,13 +12,14 @@ from bem_oracle import make_host
 from conftest import make_model, n_hooks
 from probemon.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.bem.distil import distil, distil_trained
-from probemon.bem.fallback import MOST_RANK, MOST_WIDTH, CircuitBreaker, FallbackPolicy
+from probemon.bem.fallback import CircuitBreaker, FallbackPolicy
 from probemon.bem.imitation import imitate, imitation_error
 from probemon.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.bem.memory import memory_pressure
 from probemon.bem.policy import Categorical, Gaussian, improve
 from probemon.bem.saved import settings_hash
 from probemon.bem.training import TrainSettings, evaluate, train
+from probemon.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.core.files import sha256
 from probemon.errors import (
     BemError,

@@ -122,6 +122,11 @@ def codes_of_row(bem, hidden, auto_length=None):
     return found
 
 
+def dense_update(update, code, scale):
+    """`s U diag(c) V^T [out, in]` of one code `[r]`: what a constant code adds to a weight."""
+    return scale * (update.U * code) @ update.V.T
+
+
 def governed(bem, codes):
     """The codes of one token at every site, by site name, after the limits; full matrices and their singular values."""
     config, scale = bem.config, bem.config.alpha / bem.config.rank

@@ -1,5 +1,4 @@
-"""What the controller's step compiles: the Triton kernels that `probemon.bem.kernels.controller` launches, forward and
-backward.
+"""The Triton kernels of the controller's step, forward and backward, which `probemon.bem.kernels.controller` launches.
 
     # LayerNorm and Linear over the hidden size
     features[(blocks of rows, blocks of features)](hidden, real, ..., z, ...)
@@ -7,51 +6,40 @@ backward.
     step_back[(rows,)](...), features_back[(rows,)](...)  # the gradients of a row, and what sums over rows are made of
 
 The projection holds nearly all weights: its outputs are spread over programs, which read them at once. What follows
-needs all features of a row, and little else. A row's numbers are made in tiles whose sizes depend on the controller's
+needs all features of a row, and little else. A program computes a row in tiles whose sizes depend on the controller's
 alone, in a fixed order, without matrix units or atomics.
 
-A router's input is a tile `[P, W]`: its P parts of `WIDTH` features each, side by side in memory (`at`), zeros beyond
-(`inside`).
+A router's input is a tile `[P, W]`: its P parts of `WIDTH` features each lie side by side in memory (`at`), with zeros
+beyond (`inside`).
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _standardise(x, inside, N: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """LayerNorm of N values without its affine part, zeros outside; and what their distance from the mean was
-    multiplied by.
-    """
+@triton.jit
+def _standardise(x, inside, N: tl.constexpr, EPS: tl.constexpr):
+    """LayerNorm of N values without its affine part, zeros outside; and the scale of their distance from the mean."""
     centred = tl.where(inside, x - tl.sum(x) / N, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / N + EPS)
     return centred * scale, scale
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _standardise_back(grad, hat, scale, inside, N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _standardise_back(grad, hat, scale, inside, N: tl.constexpr):
     return tl.where(inside, (grad - tl.sum(grad) / N - hat * (tl.sum(grad * hat) / N)) * scale, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _hidden_units(  # type: ignore[no-untyped-def]
-    first_ptr,
-    shift_ptr,
-    last_ptr,
-    y,
-    inside,
-    at,
-    start,
-    k,
-    N: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of `BLOCK` hidden units of a router: their first weights `[BLOCK, P, W]`, values before the SiLU, last weights
-    `[R, BLOCK]`.
+@triton.jit
+def _hidden_units(
+    first_ptr, shift_ptr, last_ptr, y, inside, at, start, k,
+    N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First weights `[BLOCK, P, W]` of `BLOCK` hidden units of a router, their values before the SiLU, and their last
+    weights `[R, BLOCK]`.
     """
     j = start + tl.arange(0, BLOCK)
     of_j = j < WIDTH
@@ -63,8 +51,8 @@ def _hidden_units(  # type: ignore[no-untyped-def]
     return first, middle, last
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _router(  # type: ignore[no-untyped-def]
+@triton.jit
+def _router(
     gain_ptr, bias_ptr, first_ptr, first_shift_ptr, last_ptr, last_shift_ptr, x, inside, at, k,
     N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -80,14 +68,14 @@ def _router(  # type: ignore[no-untyped-def]
     return raw
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _clamp(raw, MAX_NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _clamp(raw, MAX_NORM: tl.constexpr):
     norm = tl.sqrt(tl.sum(raw * raw, axis=0))
     return raw * tl.where(norm > MAX_NORM, MAX_NORM, norm) / (norm + 1e-8)  # not minimum(): a NaN stays a NaN
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _router_back(  # type: ignore[no-untyped-def]
+@triton.jit
+def _router_back(
     gain_ptr, bias_ptr, first_ptr, first_shift_ptr, last_ptr, last_shift_ptr, x, inside, at, k, grad, sure, parts_ptr,
     N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
     MAX_NORM: tl.constexpr,
@@ -98,22 +86,9 @@ def _router_back(  # type: ignore[no-untyped-def]
     their gradients before the SiLU; the gradient of the router's output `[RANK]`.
     """
     raw = _router(
-        gain_ptr,
-        bias_ptr,
-        first_ptr,
-        first_shift_ptr,
-        last_ptr,
-        last_shift_ptr,
-        x,
-        inside,
-        at,
-        k,
-        N,
-        RANK,
-        WIDTH,
-        BLOCK,
-        EPS,
-    )
+        gain_ptr, bias_ptr, first_ptr, first_shift_ptr, last_ptr, last_shift_ptr, x, inside, at, k,
+        N, RANK, WIDTH, BLOCK, EPS,
+    )  # fmt: skip
     norm = tl.sqrt(tl.sum(raw * raw, axis=0))
     over = norm > MAX_NORM
     limited = tl.where(over, MAX_NORM, norm)
@@ -142,13 +117,13 @@ def _router_back(  # type: ignore[no-untyped-def]
     return _standardise_back(of_y * gain, hat, scale, inside, N), of_sure
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def features(  # type: ignore[no-untyped-def]
+@triton.jit
+def features(
     hidden_ptr, real_ptr, gain_ptr, bias_ptr, weight_ptr, shift_ptr, z_ptr, B, D,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """`z [B, WIDTH]` of `ROWS` rows and `OUT` features. A row of padding is not read: it counts as zeros."""
+    """Compute `OUT` features of `ROWS` rows of `z [B, WIDTH]`. A row of padding is not read: it counts as zeros."""
     row, j, lane = (
         tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
         tl.program_id(1) * OUT + tl.arange(0, OUT),
@@ -188,8 +163,8 @@ def features(  # type: ignore[no-untyped-def]
     tl.store(z_ptr + row[:, None] * WIDTH + j[None, :], z, mask=(row < B)[:, None] & (j < WIDTH)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def step(  # type: ignore[no-untyped-def]
+@triton.jit
+def step(
     z_ptr, real_ptr, n_ptr, open_ptr, code_ptr, summary_ptr, mass_ptr, sure_ptr,
     query_ptr, sure_gain_ptr, sure_bias_ptr, sure_weight_ptr, sure_shift_ptr, heat_ptr,
     p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr,
@@ -201,8 +176,8 @@ def step(  # type: ignore[no-untyped-def]
     EMA: tl.constexpr, MAX_NORM: tl.constexpr, ROOT: tl.constexpr, EPS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row: the codes of its token, and its carry with the token in it. p, c, t: the prefix, chunk and token router,
-    None for one that is not there.
+    """Compute the codes of a row's token, and its carry with the token in it. p, c, t: the prefix, chunk and token
+    router, None for one that is not there.
     """
     row, i, k, part = tl.program_id(0).to(tl.int64), tl.arange(0, W), tl.arange(0, R), tl.arange(0, 2)[:, None]
     of_i, of_k = i < WIDTH, k < RANK
@@ -218,22 +193,9 @@ def step(  # type: ignore[no-untyped-def]
     tl.store(used_out_ptr + row, tl.where(real, sure, 0.0))
     if p0_ptr is not None:
         raw = _router(
-            p0_ptr,
-            p1_ptr,
-            p2_ptr,
-            p3_ptr,
-            p4_ptr,
-            p5_ptr,
-            summary[None, :],
-            of_i[None, :],
-            i[None, :],
-            k,
-            WIDTH,
-            RANK,
-            WIDTH,
-            BLOCK,
-            EPS,
-        )
+            p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], of_i[None, :], i[None, :], k,
+            WIDTH, RANK, WIDTH, BLOCK, EPS,
+        )  # fmt: skip
         tl.store(prefix_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=of_k)
     if c0_ptr is not None:
         tl.store(chunk_out_ptr + row * RANK + k, tl.where(real, code, 0.0), mask=of_k)
@@ -299,8 +261,8 @@ def step(  # type: ignore[no-untyped-def]
         tl.store(sure_out_ptr + row, sure)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def step_back(  # type: ignore[no-untyped-def]
+@triton.jit
+def step_back(
     z_ptr, real_ptr, n_ptr, open_ptr, code_ptr, summary_ptr, mass_ptr, sure_ptr,
     query_ptr, sure_gain_ptr, sure_bias_ptr, sure_weight_ptr, sure_shift_ptr, heat_ptr,
     p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, c0_ptr, c1_ptr, c2_ptr, c3_ptr, c4_ptr, c5_ptr, t0_ptr, t1_ptr,
@@ -314,11 +276,11 @@ def step_back(  # type: ignore[no-untyped-def]
     EMA: tl.constexpr, MAX_NORM: tl.constexpr, ROOT: tl.constexpr, EPS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One row: gradients of z and of the carry, `of_..`, from those of what `step` made, `of_.._out`.
+    """Compute a row's gradients of z and of the carry, `of_..`, from those of the outputs of `step`, `of_.._out`.
 
     `parts [B, PARTS]`, zeros at first, is what sums over rows are made of: the gradients of the query `[WIDTH]`, of the
-    confidence's logit and of the log temperature; the mean and summary of a complete chunk after the LayerNorm `[2
-    WIDTH]`; and what each router leaves.
+    confidence's logit and of the log temperature; the mean and summary of a complete chunk after the LayerNorm
+    `[2 WIDTH]`; and the parts of each router.
     """
     row, i, k, part = tl.program_id(0).to(tl.int64), tl.arange(0, W), tl.arange(0, R), tl.arange(0, 2)[:, None]
     of_i, of_k = i < WIDTH, k < RANK
@@ -443,13 +405,13 @@ def step_back(  # type: ignore[no-untyped-def]
     tl.store(of_sure_ptr + row, of_sure)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def features_back(  # type: ignore[no-untyped-def]
+@triton.jit
+def features_back(
     hidden_ptr, real_ptr, gain_ptr, weight_ptr, of_z_ptr, hat_ptr, of_y_ptr, moments_ptr, D,
     WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row: hidden states after the LayerNorm without its affine part `[D]`, the gradient after it `[D]`, and the
-    scale and the two means that its backward takes.
+    """Compute a row's hidden states after the LayerNorm without its affine part `[D]`, the gradient after it `[D]`, and
+    the scale and the two means that its backward takes.
     """
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     read = tl.where(tl.load(real_ptr + row) != 0, D, 0)

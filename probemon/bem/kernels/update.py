@@ -1,14 +1,14 @@
-"""The generated low-rank update in Triton, forward and backward: of a block of rows, `x V` is made, weighted and spread
-over `U` by one program.
+"""The generated low-rank update in Triton, forward and backward: for a block of rows, one program makes `x V`, weights
+it, and spreads it over `U`.
 
     update = generated_update(x, V, U, codes, scale)                # scale * ((x V) * codes) U^T
     output = generated_update(x, V, U, codes, scale, base=y)        # y + the same, in one pass
 
 Everything is widened to fp32 on loading (fp64 stays fp64), multiplied and added there, and rounded once, on storing; no
-matrix unit is used, so that nothing is rounded to tf32. A program takes 8 rows in tiles whose size depends on the
-weights alone: a row's result is bitwise the same from run to run and whatever other rows share the batch. Sums over
-rows (gradients of V and U) are made in parts of consecutive rows, then over the parts in their order: no atomics.
-Weights are read fastest where V^T and U^T are what is contiguous: `[r, in]`, `[r, out]`.
+matrix unit is used, so nothing is rounded to tf32. A program takes 8 rows in tiles whose size depends on the weights
+alone: a row's result is bitwise the same from run to run and whatever other rows share the batch. Sums over rows
+(gradients of V and U) add up parts of consecutive rows, then the parts in their order: there are no atomics. Weights
+are read fastest where V^T `[r, in]` and U^T `[r, out]` are contiguous.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from probemon.bem.update import MOST_RANK
 from probemon.errors import ConfigError
 
-MOST_RANK = 64
 ROWS = 8  # of a program. Fixed: a tile that grew with the batch would change the order in which a row's sums are made
 PART = 256  # rows of one part of a sum over rows, at least
 _MOST_PARTS = 64  # bounds the memory of the parts
-_PROGRAMS = 128  # wanted of a launch: of few rows, several programs share one block, each with its own outputs
+_PROGRAMS = 128  # wanted of a launch: where rows are few, several programs share a block, each with its own outputs
 _TILE = 16384  # products of a tile, 64 of each of 256 threads
 _WARPS = 8
 _STAGES = 3  # loads under way while a tile is multiplied
@@ -119,24 +119,15 @@ def _over_columns(  # type: ignore[no-untyped-def]
 
 
 def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time sizes of the kernels for weights of this rank, the longer of them `widest` long, and sums in
-    `dtype`.
-    """
+    """Return compile-time sizes for weights of this rank, the longer `widest` long, and sums in `dtype`."""
     r = triton.next_power_of_2(rank)
     block = min(max(triton.next_power_of_2(widest), 16), _TILE // (ROWS * r))
-    # Fused multiply-add is asked for by name: what is the default, which decides the bits, is not the same in every
-    # Triton.
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
+    # Fused multiply-add is set by name: it decides the bits, and its default is not the same in every Triton.
     return {
-        "RANK": rank,
-        "R": r,
-        "ROWS": ROWS,
-        "BLOCK": block,
-        "STAGES": _STAGES,
-        "ACC": accumulator,
-        "num_warps": _WARPS,
+        "RANK": rank, "R": r, "ROWS": ROWS, "BLOCK": block, "STAGES": _STAGES, "ACC": accumulator, "num_warps": _WARPS,
         "enable_fp_fusion": True,
-    }
+    }  # fmt: skip
 
 
 def _launch_rows(
@@ -165,8 +156,8 @@ def _launch_rows(
         )  # fmt: skip
 
 
-def _gradient(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: float, like: Tensor) -> Tensor:
-    """`a^T (scale * sums * codes)`, [columns of a, r]: the gradient of V or U."""
+def sum_over_rows(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: float, like: Tensor) -> Tensor:
+    """Return `a^T (scale * sums * codes)`, [columns of a, r], in the dtype of `like`: the gradient of V or U."""
     (m, k), rank = a.shape, like.shape[1]
     part_rows = max(PART, triton.cdiv(triton.cdiv(m, _MOST_PARTS), ROWS) * ROWS)
     parts = torch.empty(triton.cdiv(m, part_rows), rank, k, dtype=sums.dtype, device=a.device)
@@ -200,46 +191,46 @@ class _GeneratedUpdate(torch.autograd.Function):
         (x, v, u, codes, sums), scale, eps = ctx.saved_tensors, ctx.scale, ctx.eps
         for_x, for_v, for_u, for_codes, for_base = ctx.needs_input_grad[:5]
         grad, of_x, of_v, of_u, of_codes = _rows_contiguous(grad), None, None, None, None
-        back = _empty_sums(x, codes) if for_v or for_codes else None  # grad U
-        if for_x or back is not None:  # the forward kernel with V and U in each other's place
+        grad_u = _empty_sums(x, codes) if for_v or for_codes else None
+        if for_x or grad_u is not None:  # the forward kernel with V and U in each other's place
             of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if for_x else None
-            _launch_rows(grad, u, v, codes, None, back, of_x, _wide(x), scale, eps)
-        if for_v and back is not None:
-            of_v = _gradient(x, back, codes, scale, eps, v)
-        if for_codes and back is not None:
-            of_codes = (back * sums * scale).to(codes.dtype)
+            _launch_rows(grad, u, v, codes, None, grad_u, of_x, _sum_dtype(x), scale, eps)
+        if for_v and grad_u is not None:
+            of_v = sum_over_rows(x, grad_u, codes, scale, eps, v)
+        if for_codes and grad_u is not None:
+            of_codes = (grad_u * sums * scale).to(codes.dtype)
         if for_u:
-            of_u = _gradient(grad, sums, codes, scale, eps, u)
+            of_u = sum_over_rows(grad, sums, codes, scale, eps, u)
         return of_x, of_v, of_u, of_codes, grad if for_base else None, None, None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _empty_sums(x: Tensor, codes: Tensor) -> Tensor:
-    return torch.empty(codes.shape, dtype=_wide(x), device=x.device)
+    return torch.empty(codes.shape, dtype=_sum_dtype(x), device=x.device)
 
 
 def _forward(
     x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, sums: Tensor | None, scale: float, eps: float
 ) -> Tensor:
     out = torch.empty(len(x), len(u), dtype=x.dtype if base is None else base.dtype, device=x.device)
-    _launch_rows(x, v, u, codes, base, sums, out, _wide(x), scale, eps)
+    _launch_rows(x, v, u, codes, base, sums, out, _sum_dtype(x), scale, eps)
     return out
 
 
 def generated_update(
     x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """`scale * ((x V) * codes) U^T`, [M, out] in the dtype of x; with `base` [M, out], base plus it, in the dtype of
-    base.
+    """Return `scale * ((x V) * codes) U^T` [M, out], in the dtype of x; with `base` [M, out], base plus it, in its own.
 
-    x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device. A row
-    whose codes are all `|c| <= eps` is left out: its update is exactly zero, its base keeps its bits, and for eps > 0
-    nothing has a gradient by it; with eps = 0, where leaving out is exact, its codes have theirs. Blocks of 8 such rows
-    cost next to nothing. Differentiable once in x, V, U, codes and base. `scale` and `eps` are rounded to fp32. Raises
-    `ConfigError` where they do not fit.
+    x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device.
+    `scale` and `eps` are rounded to fp32. A row whose codes are all `|c| <= eps` is left out: its update is exactly
+    zero, its base keeps its bits, and for eps > 0 it makes no gradient; with eps = 0, where leaving out is exact, its
+    codes have theirs. Blocks of 8 such rows cost next to nothing.
+
+    It is differentiable once in x, V, U, codes and base. Raises `ConfigError` where they do not fit.
     """
     _check(x, V, U, codes, base, eps)
     x, codes, base = _rows_contiguous(x), codes.contiguous(), base if base is None else _rows_contiguous(base)
@@ -250,23 +241,20 @@ def generated_update(
 
 
 def _check(x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, eps: float) -> None:
-    """The kernels read where they are told: what does not fit must not reach them."""
-    given = {"x": x, "V": v, "U": u, "codes": codes} | ({} if base is None else {"base": base})
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    sizes = shapes["x"] + shapes["U"]
-    if len(sizes) != 4 or shapes != dict(
-        zip(
-            given,
-            (sizes[:2], (sizes[1], sizes[3]), sizes[2:], (sizes[0], sizes[3]), (sizes[0], sizes[2])),
-            strict=False,
-        )
-    ):
+    """The kernels check no address: what does not fit must not reach them."""
+    tensors = {"x": x, "V": v, "U": u, "codes": codes} | ({} if base is None else {"base": base})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    fit = x.dim() == u.dim() == 2
+    if fit:
+        (m, n_in), (n_out, rank) = x.shape, u.shape
+        expected = ((m, n_in), (n_in, rank), (n_out, rank), (m, rank), (m, n_out))
+        fit = shapes == dict(zip(tensors, expected, strict=False))
+    if not fit:
         raise ConfigError(
             f"shapes {shapes} do not fit: expected x [M, in], V [in, r], U [out, r], codes [M, r], base [M, out];"
             " flatten batch and time to M"
         )
-    rank = sizes[3]
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if tensor.device != x.device or not tensor.is_floating_point():
             raise ConfigError(
                 f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}: move it there, as a floating"

@@ -1,0 +1,57 @@
+"""The way of one hidden state through the package is as short as docs/architecture.md draws it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import probemon
+from conftest import PAD, make_model
+from probemon import DynamicProbeManager
+
+PACKAGE = Path(probemon.__file__).parent
+PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+# Where a module takes hold of the state: the tap's hook, and what waits for the step that was begun with it.
+DOORS = {("host/tap.py", "hook"), ("engine/scorer.py", "wait")}
+
+
+class Walk:
+    """Counts the modules of the package whose functions run below one of the doors, in the order of their first."""
+
+    def __init__(self):
+        self.modules, self._inside = [], 0
+
+    def __call__(self, frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event not in ("call", "return") or not path.is_relative_to(PACKAGE):
+            return
+        name = path.relative_to(PACKAGE).as_posix()
+        at_door = (name, frame.f_code.co_name) in DOORS
+        if event == "return":
+            self._inside -= at_door
+            return
+        self._inside += at_door
+        if self._inside and name not in self.modules:
+            self.modules.append(name)
+
+
+def test_one_token_enters_at_most_nine_modules(pack):
+    pytest.importorskip("numba")
+    model = make_model()
+    manager = DynamicProbeManager(pack, impl="numba", strategy="descent")
+    walk, n_forwards = Walk(), 0
+
+    def in_the_fifth_forward(module, args):
+        nonlocal n_forwards
+        n_forwards += 1
+        sys.setprofile(walk if n_forwards == 5 else None)
+
+    with manager.attach(model), model.register_forward_pre_hook(in_the_fifth_forward):
+        ids = torch.tensor([[1, 5, 9, 13]])
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=PAD, eos_token_id=None)
+    sys.setprofile(None)
+    assert n_forwards == 8 and len(walk.modules) <= 9, walk.modules
+    drawn = PAGE.split("## The way of one hidden state")[1].split("```")[1]
+    assert walk.modules == re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)

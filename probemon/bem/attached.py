@@ -42,6 +42,16 @@ from probemon.bem.update import generated_update
 from probemon.errors import AlignmentError, BemError, BemStateError, ConfigError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
+from probemon.host.internals import (
+    attention_kind,
+    cache_layers,
+    forget_hook_free_graphs,
+    has_forward_hooks,
+    keys_and_values,
+    shadow_compiled_call,
+    shadow_expanded_inputs,
+    shadow_prepared_inputs,
+)
 from probemon.host.model import find_layers, forget_compiled, hidden_size, is_encoder_decoder, text_config, unwrap
 from probemon.host.shadow import shadow
 
@@ -201,11 +211,7 @@ class Bem(nn.Module):
             return self
         if decoder in OWN:  # two adapters would both believe that the states they read are the host's own
             raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
-        if (
-            torch._dynamo.config.skip_nnmodule_hook_guards
-        ):  # then it would run a graph again that was made without our hooks
-            torch._dynamo.config.skip_nnmodule_hook_guards = False
-            torch._dynamo.reset()
+        forget_hook_free_graphs()
         with ExitStack() as stack:
             forget_compiled(host)
             stack.callback(forget_compiled, host)
@@ -227,11 +233,10 @@ class Bem(nn.Module):
             stack.callback(decoder.register_forward_pre_hook(hook(self._before), with_kwargs=True).remove)
             if hasattr(host, "generate"):
                 shadow(stack, self._owner, host, "generate", self._generate)
-                shadow(stack, self._owner, host, "prepare_inputs_for_generation", self._prepare)
-                if hasattr(host, "get_compiled_call"):
-                    shadow(stack, self._owner, host, "get_compiled_call", self._uncompiled)
+                shadow_prepared_inputs(stack, self._owner, host, self._prepare)
+                shadow_compiled_call(stack, self._owner, host, self._uncompiled)
                 if self.config.level == "auto":
-                    shadow(stack, self._owner, host, "_expand_inputs_for_generation", self._expand)
+                    shadow_expanded_inputs(stack, self._owner, host, self._expand)
             stack.callback(
                 setattr, owner, "open", False
             )  # before the shadows go: what of them lies under another's is then passed by
@@ -427,9 +432,7 @@ class Bem(nn.Module):
         """
         if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
             return False
-        flash = str(getattr(self.host.config, "_attn_implementation", None)).startswith("flash") and isinstance(
-            mask, Tensor
-        )
+        flash = attention_kind(self.host.config).startswith("flash") and isinstance(mask, Tensor)
         return (mask is None or (flash and bool((mask != 0).all()))) and bool((positions.diff(dim=1) != 1).any())
 
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -516,7 +519,7 @@ class Bem(nn.Module):
                 # Where gradients are made nothing is left out: what is has none, so an adapter whose updates are small,
                 # as every fresh one's are, would never learn.
                 forward.applied, forward.sparse = self.governor.leave_out(forward.applied, self.config.sparse_eps), True
-            if self.steered._forward_hooks:
+            if has_forward_hooks(self.steered):
                 self.steered(codes, self.governor.sizes(forward.applied))
 
     def _steer(
@@ -605,8 +608,7 @@ def _a_cache(cache: Any) -> Cache:
 
 def _n_rows(cache: Cache) -> int | None:
     """Rows of a cache; None for one that does not tell, since it is empty or keeps its keys in some way of its own."""
-    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    return next((len(x) for x in keys if isinstance(x, Tensor) and x.dim() == 4), None)
+    return next((len(kept[0]) for layer in cache_layers(cache) if (kept := keys_and_values(layer)) is not None), None)
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:

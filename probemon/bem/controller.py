@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from probemon.bem.config import LEVELS, BemConfig
 from probemon.bem.state import Carry, ControllerState
 from probemon.errors import ConfigError
+from probemon.host.internals import named_weights
 
 PREFIX, CHUNK, TOKEN = range(3)
 _CONFIDENT = 2.0  # logit at the start: a fresh adapter is nearly the static one of c = 1
@@ -214,7 +215,7 @@ class Controller(nn.Module):
             config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
         )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
-        made = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
+        made = kernel.controller_step(hidden, real, carry, named_weights(self), settings)
         levels = made.level if level is None else level[:, None]
         codes = Codes(
             made.prefix,
@@ -393,16 +394,3 @@ class Controller(nn.Module):
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))
-
-
-def _named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """As `named_parameters()`, more cheaply: a step of decoding asks for them every time, since they may have been
-    replaced.
-    """
-    found: dict[str, Tensor] = {
-        prefix + name: weight for name, weight in module._parameters.items() if weight is not None
-    }
-    for name, child in module._modules.items():
-        if child is not None:
-            found |= _named_weights(child, f"{prefix}{name}.")
-    return found

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
+from probemon.host.internals import stored_tensors, write_marks
 
 # Of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising their
 # versions.
@@ -97,7 +98,7 @@ class Governor:
         self._updates = {site: updates[site.key] for site in sites}
         # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's
         # layer.
-        self._stored = {site: update._parameters or update._buffers for site, update in self._updates.items()}
+        self._stored = {site: stored_tensors(update) for site, update in self._updates.items()}
         self._groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
         self._kept, self._learning = _Kept([], {}, {}), False
         self._host_norm: float | None = None
@@ -107,7 +108,7 @@ class Governor:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
         seen = [
             (_steps[0], 0),
-            *((p.data_ptr(), p._version) for stored in self._stored.values() for p in stored.values() if p is not None),
+            *write_marks(self._stored.values()),
         ]
         kept = self._kept
         if seen != kept.seen:

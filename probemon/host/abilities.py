@@ -31,8 +31,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from probemon.core.probes import parse_site
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.host.internals import is_stateful
 from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, site_module, unwrap
-from probemon.host.twin import VOCABULARY, OwnRandomness, shrunken, twin, window_of
+from probemon.host.twin import VOCABULARY, own_randomness, shrunken, twin, window_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
 BAR = 1e-2  # of the largest logit: rounding stays below 3e-3, a state that is lost or another row's is above 5e-2
@@ -216,7 +217,7 @@ class Abilities:
         tried = _tried(self._model, length)
         name = type(self._model).__name__
         if tried is None:
-            if getattr(self._model, "_is_stateful", False) and (bad := [way for way in ways if way not in _SIMPLEST]):
+            if is_stateful(self._model) and (bad := [way for way in ways if way not in _SIMPLEST]):
                 raise NotSupportedDecoding(
                     f"{WAYS[bad[0]].name} is not supported for {name}: it keeps a state, and no tiny copy of "
                     "it could be made to see whether it can "
@@ -309,7 +310,7 @@ def _alone() -> Iterator[None]:
     """Nothing around the caller is in force for the twin, and it leaves nothing: random numbers, autocast, device."""
     with (
         torch.inference_mode(False),
-        OwnRandomness(0),
+        own_randomness(0),
         torch.device("cpu"),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

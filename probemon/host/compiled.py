@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.errors import AlignmentError
+from probemon.host.internals import COMPILED_CALL, keep_address, shadow_compiled_call
 from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.host.shadow import Owner, shadow
 
@@ -79,7 +80,7 @@ class Buffers:
                     self._room[site] = torch.zeros(size, dtype=torch.float32, device=device)
                     self._written.setdefault(site, torch.zeros(3, dtype=torch.int64, device=device))
                 for still in (self._room[site], self._written[site]):
-                    torch._dynamo.mark_static_address(still)  # type: ignore[no-untyped-call,unused-ignore] # else a captured graph is given up
+                    keep_address(still)
             self._mine.before[site] = int(self._written[site][0])
 
     def keep(self, site: str, hidden: Tensor) -> None:
@@ -182,11 +183,10 @@ class Bracket:
             compiled = original(*args, **kwargs)
             return partial(around, model, compiled)
 
-        if hasattr(model, "get_compiled_call"):
-            shadow(stack, owner, model, "get_compiled_call", compiled_call)
+        shadow_compiled_call(stack, owner, model, compiled_call)
         for module, name in compiled_parts(model):
             # A compiled forward of the decoder itself has the decoder's hooks around it.
-            if module in names and (module is not decoder or name == "_compiled_call_impl"):
+            if module in names and (module is not decoder or name == COMPILED_CALL):
                 shadow(stack, owner, module, name, partial(around, module))
 
     @contextmanager

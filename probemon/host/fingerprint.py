@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.host.adapters import OWN_NAME, own_of, wrapper_of
+from probemon.host.adapters import OWN_NAME, own_of
+from probemon.host.internals import is_wrapping_tensor, uncompiled, without_wrappers, wrapped_by_adapter
 from probemon.host.model import text_config
 
 _SAMPLES = 16
-_INNER = ("base_layer", "original_module")  # what a layer of PEFT calls the one that it is around
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {
     "transformers_version",
@@ -62,10 +61,7 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
                     .to(device="cpu", dtype=torch.bfloat16)
                     .contiguous()
                 )
-                full = re.sub(
-                    r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}"
-                ).lstrip(".")
-                yield full, tuple(parameter.shape), sample
+                yield without_wrappers(f"{prefix}.{name}"), tuple(parameter.shape), sample
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
@@ -74,17 +70,15 @@ def _of_adapters(model: nn.Module) -> set[nn.Module]:
     """
     found = set[nn.Module]()
     for module in model.modules():
-        inner = next((name for name in _INNER if module._modules.get(name) is not None), None)
-        if inner is not None and hasattr(
-            type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"
-        ):
-            found |= set(module.modules()) - set(getattr(module, inner).modules())
+        inner = wrapped_by_adapter(module)
+        if inner is not None:
+            found |= set(module.modules()) - set(inner.modules())
     return found
 
 
 def _flat(tensor: Tensor) -> Tensor:
     whole = tensor.detach()
-    if hasattr(whole, "__tensor_flatten__"):  # a quantised or sharded tensor of a class of its own has few operations
+    if is_wrapping_tensor(whole):  # a quantised or sharded tensor of a class of its own has few operations
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
     return whole.reshape(-1)
 
@@ -138,7 +132,7 @@ def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
                     {str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True
                 ).encode(),
             )
-    for adapter, config in getattr(wrapper_of(model), "peft_config", {}).items():
+    for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
         if getattr(config, "alora_invocation_tokens", None) is not None:
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
     if own is not None:

@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from probemon.core.probes import parse_site
 from probemon.core.scores import HostState
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN_NAME, own_of
+from probemon.host.internals import (
+    adapters_by_row,
+    compiled_attributes,
+    forget_generates_graph,
+    is_dropout,
+    is_tuner_class,
+    tensor_parallel_size,
+    uncompiled,
+)
 
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
@@ -44,9 +52,7 @@ def drops_at_random(model: Any) -> str | None:
     for name, module in model.named_modules():
         if module.training:
             rates = (
-                value
-                for key, value in vars(module).items()
-                if "drop" in key or (key == "p" and isinstance(module, _DropoutNd))
+                value for key, value in vars(module).items() if "drop" in key or (key == "p" and is_dropout(module))
             )
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 return name or type(module).__name__
@@ -70,19 +76,16 @@ def longest_input(model: Any) -> int | None:
 
 def unwrap(model: Any) -> Any:
     """The transformers model inside the wrappers of torch.compile and PEFT. Raises `NotSupportedHost`."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            for name, config in getattr(model, "peft_config", {}).items():
-                if getattr(config, "is_prompt_learning", False):
-                    raise NotSupportedHost(
-                        f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
-                        " a LoRA-like adapter"
-                    )
-            model = model.get_base_model()
-        else:
-            return model
+    model = uncompiled(model)
+    while hasattr(model, "get_base_model"):
+        for name, config in getattr(model, "peft_config", {}).items():
+            if getattr(config, "is_prompt_learning", False):
+                raise NotSupportedHost(
+                    f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
+                    " a LoRA-like adapter"
+                )
+        model = uncompiled(model.get_base_model())
+    return model
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -157,14 +160,13 @@ def host_state(model: Any) -> HostState:
     for module in model.modules():
         kind = type(module)
         if kind not in tuned:
-            tuned[kind] = hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
+            tuned[kind] = is_tuner_class(kind)
         if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
             scales |= {(str(name), float(scale)) for name, scale in getattr(module, "scaling", {}).items()}
             disabled |= bool(module.disable_adapters)
-            for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
-                by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
+            by_row = adapters_by_row(module) or by_row
     own = (OWN_NAME,) if own_of(model) is not None else ()
     parameters = list(model.parameters())
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
@@ -183,7 +185,7 @@ def host_state(model: Any) -> HostState:
         devices=tuple(
             sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})
         ),
-        n_ranks=int(getattr(model, "tp_size", None) or 1),
+        n_ranks=tensor_parallel_size(model),
     )
 
 
@@ -191,17 +193,10 @@ def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
     """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward`
     is the other.
     """
-    names = ("_compiled_call_impl", "forward")
-    return [
-        (module, name)
-        for module in model.modules()
-        for name in names
-        if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")
-    ]
+    return [(module, name) for module in model.modules() for name in compiled_attributes(module)]
 
 
 def forget_compiled(model: Any) -> None:
     """Make a compiled host compile again: a graph does not notice that hooks came or went."""
-    by_generate = vars(model).pop("_compiled_call", None) is not None
-    if by_generate or compiled_parts(model):
-        torch._dynamo.reset()
+    if forget_generates_graph(model) or compiled_parts(model):
+        torch.compiler.reset()

@@ -46,6 +46,7 @@ FIRST = {
     "tracking/held_streamer.py": "actions",
     "host/abilities.py": "abilities",
     "host/twin.py": "abilities",
+    "host/internals.py": "batching",
     "host/tap.py": "states",
     "offline/corpus.py": "states",
     "tracking/hand_loop.py": "by_hand",
@@ -227,7 +228,7 @@ MUTATIONS = [
         "a fork forgets its parent",
     ),
     (
-        "tracking/continuous_batching.py",
+        "host/internals.py",
         "state.generated_len() + 1",
         "state.generated_len() + 2",
         "a stop in continuous batching comes one token late",
@@ -361,7 +362,7 @@ MUTATIONS = [
     ("host/abilities.py", " and not tried.depends_on_the_cut:", ":", "hosts that look at what comes after are refused"),
     (
         "host/twin.py",
-        'func, kwargs["generator"] = with_one, self._generator',
+        'operator, kwargs["generator"] = variant, generator',
         "pass",
         "trying a host moves the random numbers",
     ),

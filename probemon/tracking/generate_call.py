@@ -27,10 +27,10 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.host.abilities import CACHES
 from probemon.host.cache import counted_columns
 from probemon.host.internals import attention_kind, cache_layers, decoder_cache, generation_config, tensors_of
 from probemon.host.model import is_encoder_decoder
+from probemon.host.trials import CACHES
 
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -43,7 +43,7 @@ class GenerateCall:
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in
     pieces. `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and
-    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.abilities.WAYS`;
+    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`;
     `length`: columns there may be in the end.
     """
 

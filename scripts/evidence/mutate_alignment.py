@@ -45,6 +45,7 @@ FIRST = {
     "tracking/continuous_batching.py": "batching",
     "tracking/held_streamer.py": "actions",
     "host/abilities.py": "abilities",
+    "host/trials.py": "abilities",
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
     "host/tap.py": "states",
@@ -359,7 +360,12 @@ MUTATIONS = [
         "            self._forwards.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
         "two sequences in one module's state are scored",
     ),
-    ("host/abilities.py", " and not tried.depends_on_the_cut:", ":", "hosts that look at what comes after are refused"),
+    (
+        "host/abilities.py",
+        " and not trials.depends_on_the_cut:",
+        ":",
+        "hosts that look at what comes after are refused",
+    ),
     (
         "host/twin.py",
         'operator, kwargs["generator"] = variant, generator',

@@ -160,7 +160,7 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
 
     model(torch.tensor([[1, 5, 9]]), use_cache=True)
     before, kept = torch.random.get_rng_state(), [state.clone() for state in states()]
-    monkeypatch.setattr(abilities, "_TRIED", {})
+    monkeypatch.setattr(abilities, "_BY_KIND", {})
     monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
     dtype = torch.get_default_dtype()
     try:

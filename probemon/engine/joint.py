@@ -54,9 +54,9 @@ class JointPlan:
             always[number] = plan.always
         return cls(tuple(plans), always)
 
-    def reaching(self, floor: float) -> JointPlan:
-        """`CascadePlan.reaching` for every pack."""
-        return replace(self, plans=tuple(plan.reaching(floor) for plan in self.plans))
+    def with_floor(self, floor: float) -> JointPlan:
+        """Return the plan with `CascadePlan.with_floor` of every pack."""
+        return replace(self, plans=tuple(plan.with_floor(floor) for plan in self.plans))
 
 
 @dataclass(frozen=True)

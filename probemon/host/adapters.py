@@ -35,15 +35,15 @@ def own_of(host: Any) -> Own | None:
     """The adapter of `probemon.bem` that is on a host."""
     if not OWN:
         return None
-    found = (OWN.get(module) for module in host.modules())
-    return next((own for reference in found if reference is not None and (own := reference()) is not None), None)
+    references = (OWN.get(module) for module in host.modules())
+    return next((own for reference in references if reference is not None and (own := reference()) is not None), None)
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:
-    """Whether an adapter on `host` is set up in the forward of `model` around it: X-LoRA decides there, and an
-    activated LoRA looks for its tokens.
+    """Whether an adapter on `host` is set up in the forward of `model` around it.
 
-    Raises `NotSupportedHost` for such a host without its wrapper.
+    X-LoRA decides there, and an activated LoRA looks for its tokens. Raises `NotSupportedHost` for a host of X-LoRA
+    without its wrapper.
     """
     wrapper = uncompiled(model)
     activated = any(
@@ -60,7 +60,7 @@ def needs_its_wrapper(model: Any, host: Any) -> bool:
 
 
 def xlora_of(model: Any) -> tuple[Any, Any] | None:
-    """PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
+    """Return PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
     for module in model.modules():
         xlora = xlora_behind(module)
         if xlora is not None:
@@ -69,8 +69,6 @@ def xlora_of(model: Any) -> tuple[Any, Any] | None:
 
 
 def rehearsal(model: Any) -> Callable[[], bool]:
-    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those
-    tokens are run again.
-    """
+    """Return what says whether the decoder runs only so that X-LoRA may decide: those tokens are run again."""
     mixer = xlora_of(model)
     return (lambda: False) if mixer is None else partial(xlora_rehearses, *mixer)

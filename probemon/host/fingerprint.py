@@ -1,6 +1,6 @@
 """Fingerprints: names for the weights of a host, and for those of the adapters on it.
 
-fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
+fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a bf16 load; adapters do not count
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 """
@@ -65,15 +65,16 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
-    """The modules that PEFT put beside a model's own: all of its layers but what they are around. Modules, since
-    tensors are others while they are brought into memory.
+    """Return the modules that PEFT put beside a model's own: all of its layers but what they are around.
+
+    They are modules, since tensors are others while they are brought into memory.
     """
-    found = set[nn.Module]()
+    adapters = set[nn.Module]()
     for module in model.modules():
         inner = wrapped_by_adapter(module)
         if inner is not None:
-            found |= set(module.modules()) - set(inner.modules())
-    return found
+            adapters |= set(module.modules()) - set(inner.modules())
+    return adapters
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -93,8 +94,9 @@ def _in_memory(module: nn.Module) -> Any:
 
 
 def config_fingerprint(model: Any) -> str:
-    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings
-    are another host.
+    """A name for the settings of a host's text part, such as its rotary positions.
+
+    With the same weights, other settings are another host.
     """
     settings = {
         name: value
@@ -105,8 +107,7 @@ def config_fingerprint(model: Any) -> str:
 
 
 def adapters_fingerprint(model: Any, host: Any) -> str:
-    """A name for the weights and settings of all adapters on `host`, the transformers model inside `model`; "" without
-    any.
+    """A name for the weights and settings of all adapters on `host`, which is in `model`; "" without any.
 
     Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
     """
@@ -117,21 +118,16 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     """All that adapters are, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
-    around = [
-        (name, module) for name, module in model.named_modules() if module not in inside
-    ]  # X-LoRA decides outside of its host
+    # X-LoRA decides outside of its host.
+    around = [(name, module) for name, module in model.named_modules() if module not in inside]
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if module not in inside or module in adapters:
                     yield f"{prefix}.{name}", _bytes(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
-            yield (
-                f"{prefix}.scaling",
-                json.dumps(
-                    {str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True
-                ).encode(),
-            )
+            scales = {str(adapter): float(scale) for adapter, scale in module.scaling.items()}
+            yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
     for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
         if getattr(config, "alora_invocation_tokens", None) is not None:
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()

@@ -1,8 +1,8 @@
 """What probemon needs to know about a host model: its decoder, its layers, its state.
 
-model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
-decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
-host_state(model)  # adapters, quantisation, devices: what changes scores without changing the model
+model = unwrap(model)                  # the transformers model inside torch.compile's or PEFT's wrapper
+decoder, layers = find_layers(model)   # the module that runs the layers, and the layers
+host_state(model)                      # what changes scores without changing the model: adapters, devices
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def hidden_size(model: Any) -> int:
 
 
 def drops_at_random(model: Any) -> str | None:
-    """The name of a part that drops values at random when it is run, if there is one. Adapters that are put on later
-    may train where the host does not.
+    """Return the name of a part that drops values at random when it is run, or None.
+
+    Every part is asked: adapters that are put on later may train where the host does not.
     """
     for name, module in model.named_modules():
         if module.training:
@@ -94,27 +95,24 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its
-    decoder's.
+    """Return the base module whose forward runs the layers, and the list of them (0-based).
 
-    The list is the shallowest of the right length. Raises `NotSupportedHost`.
+    Of an encoder-decoder they are the decoder's. The list is the shallowest of the right length. Raises
+    `NotSupportedHost`.
     """
+    names = [(text_config(model), "num_hidden_layers")]
     if is_encoder_decoder(model):
-        found_in = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers")]
-    else:
-        found_in = []
-    found_in.append((text_config(model), "num_hidden_layers"))
-    n_layers = next(
-        (int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0
-    )
+        names = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers"), *names]
+    lengths = (getattr(config, name, None) for config, name in names)
+    n_layers = next((int(length) for length in lengths if length is not None), 0)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for base in (decoder, getattr(model, "base_model", decoder)):
-        found = [
+        lists = [
             (name.count("."), module)
             for name, module in base.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == n_layers
         ]
-        shallowest = [module for depth, module in found if depth == min(depth for depth, _ in found)]
+        shallowest = [module for depth, module in lists if depth == min(depth for depth, _ in lists)]
         if len(shallowest) == 1:
             return base, shallowest[0]
     raise NotSupportedHost(
@@ -124,8 +122,9 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
-    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`,
-    `NotSupportedHost`.
+    """Return the module whose output is the site: the layer, or its attention or feed-forward block.
+
+    Raises `ConfigError`, `NotSupportedHost`.
     """
     kind, at = parse_site(site)
     if at >= len(layers):
@@ -154,9 +153,8 @@ def host_state(model: Any) -> HostState:
     scales: set[tuple[str, float]] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
-    tuned: dict[
-        type, bool
-    ] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
+    # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
+    tuned: dict[type, bool] = {}
     for module in model.modules():
         kind = type(module)
         if kind not in tuned:
@@ -190,9 +188,7 @@ def host_state(model: Any) -> HostState:
 
 
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
-    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward`
-    is the other.
-    """
+    """Return the modules of a model that were compiled, each with the attribute that was."""
     return [(module, name) for module in model.modules() for name in compiled_attributes(module)]
 
 

@@ -139,13 +139,11 @@ def _layers(data: dict[str, Any], n: int) -> list[int]:
     other = {int(i): part for i, part in (data.get("per_layer_config") or {}).items()}
     kinds: dict[str, list[int]] = {}
     for i in range(n):
-        kinds.setdefault(
-            repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)]), []
-        ).append(i)
+        kind = repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)])
+        kinds.setdefault(kind, []).append(i)
     chosen = {same[0] for same in list(kinds.values())[:MOST_LAYERS]}
-    for i in (
-        i for same in reversed(kinds.values()) for i in same[1:]
-    ):  # some hosts share weights between two layers of the rarer kind
+    # Some hosts share weights between two layers of the rarer kind.
+    for i in (i for same in reversed(kinds.values()) for i in same[1:]):
         if len(chosen) >= min(n, N_LAYERS):
             break
         chosen.add(i)
@@ -161,13 +159,10 @@ def _per_layer(name: str, value: Any, n: int) -> bool:
 
 
 def _indices(name: str, value: Any, n: int) -> bool:
-    whole = (
+    return (
         isinstance(value, (list, tuple))
         and bool(value)
         and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    )
-    return (
-        whole
         and name.endswith(("layers", "idxs", "_ids", "_indices"))
         and "token" not in name
         and list(value) == sorted(set(value))
@@ -182,7 +177,7 @@ def _token(value: Any) -> Any:
 
 
 def own_randomness(seed: int) -> AbstractContextManager[Any]:
-    """In this thread, what draws random numbers draws them from a generator of its own: the global one is not moved."""
+    """Draw random numbers in this thread from a generator of its own, so that the global one is not moved."""
     generator = torch.Generator().manual_seed(seed)
 
     def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -161,7 +161,7 @@ class CorpusScorer:
             )
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
-        self._plan = manager.plan if floor is None else manager.plan.reaching(floor)
+        self._plan = manager.plan if floor is None else manager.plan.with_floor(floor)
         self.window = reading.window_for(type(host).__name__, longest_input(host))
         self.model, self.host = model, host
         # Where padding gets into a row, or its length into others, only rows of one length share a batch.

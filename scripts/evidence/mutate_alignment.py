@@ -272,8 +272,8 @@ MUTATIONS = [
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
     (
         "host/compiled.py",
-        "yield site, self._room[site][: of[0], : of[1]]",
-        "yield site, self._room[site].flip(0)[: of[0], : of[1]]",
+        "yield site, self._room[site][:n_rows, :n_tokens]",
+        "yield site, self._room[site].flip(0)[:n_rows, :n_tokens]",
         "rows of a compiled host are exchanged",
     ),
     ("host/compiled.py", "if shared:", "if False:", "threads read one another's buffers"),

@@ -34,6 +34,7 @@ from probemon.bem.update import choose_impl
 from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
+from probemon.host.internals import cache_layers, keys_and_values
 from probemon.host.model import find_layers, hidden_size, is_encoder_decoder, unwrap
 
 
@@ -279,5 +280,4 @@ def _check_cache(cache: Any) -> None:
 
 def _n_rows(cache: Cache) -> int | None:
     """Count the rows of a cache; None where it does not say: it is empty, or keeps its keys in some other way."""
-    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    return next((len(x) for x in keys if isinstance(x, Tensor) and x.dim() == 4), None)
+    return next((len(kept[0]) for layer in cache_layers(cache) if (kept := keys_and_values(layer)) is not None), None)

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from probemon.bem.config import LEVELS, BemConfig
 from probemon.bem.state import Carry, ControllerState
 from probemon.errors import ConfigError
+from probemon.host.internals import named_weights
 
 PREFIX, CHUNK, TOKEN = range(3)
 _CONFIDENT = 2.0  # logit at the start: a fresh adapter is nearly the static one of c = 1
@@ -204,7 +205,7 @@ class Controller(nn.Module):
             config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
         )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
-        step = kernel.controller_step(hidden, real, carry, _named_weights(self), settings)
+        step = kernel.controller_step(hidden, real, carry, named_weights(self), settings)
         codes = Codes(
             prefix=step.prefix,
             chunk=step.chunk,
@@ -363,14 +364,3 @@ class Controller(nn.Module):
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)
         return torch.full_like(n, LEVELS.index(self.config.level))
-
-
-def _named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """As `named_parameters()`, more cheaply: each step of decoding asks for them, since they may have been replaced."""
-    weights: dict[str, Tensor] = {
-        prefix + name: weight for name, weight in module._parameters.items() if weight is not None
-    }
-    for name, child in module._modules.items():
-        if child is not None:
-            weights |= _named_weights(child, f"{prefix}{name}.")
-    return weights

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from probemon.bem.config import BemConfig
 from probemon.bem.sites import Site
+from probemon.host.internals import stored_tensors, write_marks
 
 # Steps of all of torch's optimisers: the fused ones, Trainer's default among them, write to parameters without raising
 # their versions.
@@ -94,7 +95,7 @@ class Governor:
         self._updates = {site: updates[site.key] for site in sites}
         # Their dicts of parameters (of int8: buffers): walking modules takes longer than the forward of a small host's
         # layer.
-        self._stored = [update._parameters or update._buffers for update in self._updates.values()]
+        self._stored = [stored_tensors(update) for update in self._updates.values()]
         groups = {chunked: [site for site in sites if site.chunked == chunked] for chunked in (True, False)}
         self._groups = {chunked: group for chunked, group in groups.items() if group}
         self._matrices, self._learning = _Matrices([], {}, {}), False
@@ -106,7 +107,7 @@ class Governor:
     @torch.no_grad()
     def _current_matrices(self, device: torch.device) -> _Matrices:
         """What follows from U and V as they are. Put in place whole: another thread may be reading the older one."""
-        versions = [(_n_steps[0], 0), *((p.data_ptr(), p._version) for p in self._parameters())]
+        versions = [(_n_steps[0], 0), *write_marks(self._stored)]
         matrices = self._matrices
         if versions != matrices.versions:
             grams = {

@@ -38,6 +38,14 @@ from probemon.bem.update import generated_update
 from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
+from probemon.host.internals import (
+    attention_kind,
+    forget_hook_free_graphs,
+    has_forward_hooks,
+    shadow_compiled_call,
+    shadow_expanded_inputs,
+    shadow_prepared_inputs,
+)
 from probemon.host.model import forget_compiled, text_config
 from probemon.host.shadow import shadow
 
@@ -105,9 +113,7 @@ class HostHooks:
         """Put every hook and shadow on the host; `stack` takes them off."""
         bem, host, decoder, owner = self._bem, self._host, self._decoder, self.owner
         # With this setting torch would run a graph again that was made without our hooks.
-        if torch._dynamo.config.skip_nnmodule_hook_guards:
-            torch._dynamo.config.skip_nnmodule_hook_guards = False
-            torch._dynamo.reset()
+        forget_hook_free_graphs()
         forget_compiled(host)
         stack.callback(forget_compiled, host)
         owner.open = True
@@ -124,11 +130,10 @@ class HostHooks:
         stack.callback(decoder.register_forward_pre_hook(_hook(self._open_forward), with_kwargs=True).remove)
         if hasattr(host, "generate"):
             shadow(stack, owner, host, "generate", self._generate)
-            shadow(stack, owner, host, "prepare_inputs_for_generation", self._prepare)
-            if hasattr(host, "get_compiled_call"):
-                shadow(stack, owner, host, "get_compiled_call", self._run_eagerly)
+            shadow_prepared_inputs(stack, owner, host, self._prepare)
+            shadow_compiled_call(stack, owner, host, self._run_eagerly)
             if bem.config.level == "auto":
-                shadow(stack, owner, host, "_expand_inputs_for_generation", self._note_prompt_lengths)
+                shadow_expanded_inputs(stack, owner, host, self._note_prompt_lengths)
         # Before the shadows go: what of them lies under another's then passes calls on.
         stack.callback(setattr, owner, "open", False)
 
@@ -230,7 +235,7 @@ class HostHooks:
         """
         if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
             return False
-        flash = str(getattr(self._host.config, "_attn_implementation", None)).startswith("flash")
+        flash = attention_kind(self._host.config).startswith("flash")
         unmasked = mask is None or (flash and isinstance(mask, Tensor) and bool((mask != 0).all()))
         return unmasked and bool((positions.diff(dim=1) != 1).any())
 
@@ -287,7 +292,7 @@ class HostHooks:
             # every fresh one's are, would never learn.
             if eps and not torch.is_grad_enabled():
                 forward.applied, forward.sparse = bem.governor.leave_out(forward.applied, eps), True
-            if bem.steered._forward_hooks:
+            if has_forward_hooks(bem.steered):
                 bem.steered(codes, bem.governor.sizes(forward.applied))
 
     def _steer(

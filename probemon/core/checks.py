@@ -39,9 +39,8 @@ def is_int(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether it is a finite number that fp32 holds, and no bool."""
     number = _number(value)
-    return (
-        number is not None and -LARGEST <= number <= LARGEST
-    )  # NaN is not; whole numbers of any size are compared exactly
+    # NaN is not; whole numbers of any size are compared exactly.
+    return number is not None and -LARGEST <= number <= LARGEST
 
 
 def check_path(name: str, value: object) -> Path:
@@ -80,14 +79,15 @@ def check_number(
     remedy: str = "give a number",
     error: type[ProbemonError] = ConfigError,
 ) -> float:
-    """`value` as a number from `low` to `high`, which are left out where they are `open_`; an infinity only where it is
-    `infinite`.
+    """`value` as a number from `low` to `high`.
+
+    `open_low`, `open_high`: without the bound itself.
+    `infinite`: infinities are numbers, too.
     """
     number = _number(value)
-    fine = number is not None and (-_FINITE <= number <= _FINITE or (infinite and number in (math.inf, -math.inf)))
     if (
         number is None
-        or not fine
+        or not (-_FINITE <= number <= _FINITE or (infinite and number in (math.inf, -math.inf)))
         or not low <= number <= high
         or (open_low and number == low)
         or (open_high and number == high)

@@ -19,8 +19,9 @@ Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 
 class Names:
-    """Ids are unique, names may repeat. `also`: further names by probe, which a concept goes by where they are
-    unambiguous.
+    """The names of a pack's concepts: ids are unique, names may repeat.
+
+    `also`: further names of each probe, which find it where they are unambiguous.
     """
 
     def __init__(
@@ -53,17 +54,18 @@ class Names:
             return int(concept)
         if concept in self._ids:
             return self._ids[concept]
-        found = self._by_name.get(concept, [])
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        probes = self._by_name.get(concept, [])
+        if len(probes) == 1:
+            return probes[0]
+        if not probes:
             raise UnknownConcept(f"{self._pack} has no concept {concept!r}{closest(concept, self._by_name)}")
-        choices = "; ".join(f"{self._concepts[i]['id']} ({' > '.join(self._path(i))})" for i in found)
-        raise UnknownConcept(f"{len(found)} concepts are named {concept!r}: give one of the ids: {choices}")
+        choices = "; ".join(f"{self._concepts[i]['id']} ({' > '.join(self._path(i))})" for i in probes)
+        raise UnknownConcept(f"{len(probes)} concepts are named {concept!r}: give one of the ids: {choices}")
 
     def find_all(self, concept: object) -> list[int]:
-        """Probes of a name, id, number, list of these, or pattern over whole names and ids (a text with `*`, or
-        compiled); each once.
+        """Return the probes, each once, of a name, an id, a number, a list of these, or a pattern.
+
+        A pattern is a text with `*`, or compiled, and has to match a whole name or id.
         """
         if isinstance(concept, (list, tuple, set, frozenset)):
             if not concept:
@@ -75,10 +77,10 @@ class Names:
             pattern = concept
         else:
             return [self.find(concept)]
-        found = [i for i, texts in enumerate(self._texts) if any(map(pattern.fullmatch, texts))]
-        if not found:
+        matches = [i for i, texts in enumerate(self._texts) if any(map(pattern.fullmatch, texts))]
+        if not matches:
             shown = concept if isinstance(concept, str) else pattern.pattern
             raise UnknownConcept(
                 f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids"
             )
-        return found
+        return matches

@@ -64,9 +64,8 @@ class ConceptTree:
         rank = self.level
         if (rank[idx] <= rank[edge_parent]).any():
             rank = rank.copy()
-            for parent, child in zip(
-                edge_parent.tolist(), idx.tolist(), strict=True
-            ):  # by parent: its own rank is final
+            # By parent: its own rank is final.
+            for parent, child in zip(edge_parent.tolist(), idx.tolist(), strict=True):
                 rank[child] = max(rank[child], rank[parent] + 1)
         if n and (np.diff(rank) < 0).any():
             raise HierarchyError(_NUMBERING)
@@ -79,22 +78,21 @@ class ConceptTree:
         self.roots: Ints = np.flatnonzero(counts == 0)
         self.is_tree = bool((counts <= 1).all())
         self.first_parent = np.full(n, -1, dtype=np.int64)
-        has = counts > 0
-        self.first_parent[has] = self.parent_idx[self.parent_ptr[:-1][has]]
+        has_parents = self.has_parents = counts > 0
+        self.first_parent[has_parents] = self.parent_idx[self.parent_ptr[:-1][has_parents]]
         self.has_children = np.diff(ptr) > 0
-        self.has_parents = has
         self._edge_child = idx[order]  # beside parent_idx
         # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
-        self._segments = self.parent_ptr[:-1][has]
+        self._segments = self.parent_ptr[:-1][has_parents]
         self.rank: Ints = rank
         # By the ranks that occur: a forged level may be any number.
         bounds = [*np.searchsorted(rank, np.unique(rank)).tolist(), n]
         self.rank_slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         # Rank by rank: the probes with parents, and their first parents.
         self._with_parents = [
-            (here, self.first_parent[here])
-            for here in (np.arange(at.start, at.stop)[has[at]] for at in self.rank_slices)
-            if len(here)
+            (probes, self.first_parent[probes])
+            for probes in (np.arange(at.start, at.stop)[has_parents[at]] for at in self.rank_slices)
+            if len(probes)
         ]
         # Deepest rank first: the inner probes, their children one after another, where each one's begin.
         self._below: list[tuple[Ints, Ints, Ints]] = []
@@ -108,27 +106,15 @@ class ConceptTree:
     def build(
         cls, ids: Sequence[str], parents: Sequence[Sequence[str]], levels: Sequence[int] | None = None
     ) -> tuple[Ints, ConceptTree]:
-        """Number named concepts: `(order, tree)`, `order[i]` the given position of the probe numbered i.
+        """Number named concepts. Return `(order, tree)`: probe i is the concept at position `order[i]`.
 
         `levels` defaults to the length of the longest path from a root; those given are kept. Errors name the concept.
         """
-        position: dict[str, int] = {}
-        for i, name in enumerate(ids):
-            if name in position:
-                raise HierarchyError(f"concept id {name!r} is given twice: ids are unique in a pack")
-            position[name] = i
-        up: list[list[int]] = []
-        for name, names in zip(ids, parents, strict=True):
-            for parent in names:
-                if parent not in position:
-                    raise HierarchyError(f"concept {name!r} names a parent {parent!r} that is not in the pack")
-            if len(set(names)) != len(names):
-                raise HierarchyError(f"concept {name!r} names a parent twice: {list(names)}")
-            up.append([position[parent] for parent in names])
+        up = _parent_positions(ids, parents)
         down: dict[int, list[int]] = {i: [] for i in range(len(ids))}
         for child, above in enumerate(up):
-            for parent_at in above:
-                down[parent_at].append(child)
+            for parent in above:
+                down[parent].append(child)
         cycle = _find_cycle(down)
         if cycle is not None:
             raise HierarchyError(
@@ -138,22 +124,11 @@ class ConceptTree:
         for name, level in zip(ids, depth, strict=True):
             if not 0 <= level <= MAX_LEVEL:
                 raise HierarchyError(f"concept {name!r} is at level {level}: levels lie in 0..{MAX_LEVEL}")
-        ranks = _ranks(down, up, depth)
-        # Rank by rank: a rank's order is that of the first parents, which are numbered by then.
-        number: dict[int, int] = {}
-        order: list[int] = []
-        by_rank: dict[int, list[int]] = {}
-        for i, rank in enumerate(ranks):
-            by_rank.setdefault(rank, []).append(i)
-        for rank in sorted(by_rank):
-            members = by_rank[rank]
-            members.sort(key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
-            for member in members:
-                number[member] = len(order)
-                order.append(member)
+        order = _by_rank_and_first_parent(_ranks(down, up, depth), up)
+        number = {position: i for i, position in enumerate(order)}
         ptr, idx = [0], []
-        for old in order:
-            idx += sorted(number[child] for child in down[old])
+        for position in order:
+            idx += sorted(number[child] for child in down[position])
             ptr.append(len(idx))
         return np.asarray(order, dtype=np.int64), cls(ptr, idx, [depth[i] for i in order])
 
@@ -167,14 +142,13 @@ class ConceptTree:
 
     def ancestors(self, probe: int) -> set[int]:
         """Every probe above this one."""
-        found: set[int] = set()
-        todo = [probe]
-        while todo:
-            for parent in self.parents(todo.pop()).tolist():
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
-        return found
+        ancestors: set[int] = set()
+        pending = [probe]
+        while pending:
+            new = set(self.parents(pending.pop()).tolist()) - ancestors
+            ancestors |= new
+            pending += new
+        return ancestors
 
     def path(self, probe: int) -> list[int]:
         """From the root down to the probe, by first parents."""
@@ -205,16 +179,16 @@ class ConceptTree:
 
     def times_best_parent(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', rank by rank."""
-        for here, first_parent in self._with_parents:
-            scores[:, here] *= scores[:, first_parent] if self.is_tree else self.best_parent(scores, here)
+        for probes, first_parent in self._with_parents:
+            scores[:, probes] *= scores[:, first_parent] if self.is_tree else self.best_parent(scores, probes)
         return scores
 
     def times_best_parent_of(self, scores: npt.NDArray[np.float32], rows: Ints, probes: Ints) -> None:
-        """The same in place for some (row, probe) pairs, whose parents' scores are final or among the pairs."""
+        """Make path scores of some (row, probe) pairs in place; parents' scores are final or among the pairs."""
         ranks = self.rank[probes]
         for rank in np.unique(ranks[self.has_parents[probes]]):  # a parent's score is ready before its child's
-            here = (ranks == rank) & self.has_parents[probes]
-            row, probe = rows[here], probes[here]
+            of_rank = (ranks == rank) & self.has_parents[probes]
+            row, probe = rows[of_rank], probes[of_rank]
             if self.is_tree:
                 scores[row, probe] *= scores[row, self.first_parent[probe]]
             else:
@@ -245,17 +219,48 @@ class ConceptTree:
         return below
 
 
+def _parent_positions(ids: Sequence[str], parents: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return each concept's parents as positions in `ids`."""
+    position: dict[str, int] = {}
+    for i, name in enumerate(ids):
+        if name in position:
+            raise HierarchyError(f"concept id {name!r} is given twice: ids are unique in a pack")
+        position[name] = i
+    up: list[list[int]] = []
+    for name, names in zip(ids, parents, strict=True):
+        for parent in names:
+            if parent not in position:
+                raise HierarchyError(f"concept {name!r} names a parent {parent!r} that is not in the pack")
+        if len(set(names)) != len(names):
+            raise HierarchyError(f"concept {name!r} names a parent twice: {list(names)}")
+        up.append([position[parent] for parent in names])
+    return up
+
+
+def _by_rank_and_first_parent(ranks: Sequence[int], up: Sequence[Sequence[int]]) -> list[int]:
+    """Return positions in the order of numbering: rank by rank, within a rank by first parents, then as given."""
+    by_rank: dict[int, list[int]] = {}
+    for i, rank in enumerate(ranks):
+        by_rank.setdefault(rank, []).append(i)
+    number: dict[int, int] = {}
+    for rank in sorted(by_rank):  # parents are of lower ranks, so they are numbered by then
+        members = sorted(by_rank[rank], key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
+        number |= {member: len(number) + i for i, member in enumerate(members)}
+    return list(number)
+
+
 def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], levels: Sequence[int]) -> list[int]:
-    """Of each concept its level, or one more than its parents' highest rank where that is more: without levels, the
-    longest path from a root.
+    """Return each concept's level, or one more than its parents' highest rank where that is more.
+
+    With levels of 0, that is the length of the longest path from a root.
     """
     rank = list(levels)
     waiting = [len(above) for above in up]
     ready = [i for i, count in enumerate(waiting) if count == 0]
     while ready:
-        here = ready.pop()
-        for child in down[here]:
-            rank[child] = max(rank[child], rank[here] + 1)
+        parent = ready.pop()
+        for child in down[parent]:
+            rank[child] = max(rank[child], rank[parent] + 1)
             waiting[child] -= 1
             if waiting[child] == 0:
                 ready.append(child)

@@ -1,6 +1,4 @@
-"""What a probe reads, from what the host wrote: normalise in fp32, then round to the pack's dtype. And what kernels may
-be given.
-"""
+"""What a probe reads of a hidden state: normalised in fp32, then rounded to the pack's dtype; what kernels may read."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ TINY = 2.0**-100
 
 
 def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    """hidden [N, D] of any float dtype -> [N, D] in `dtype`, normalised without affine part.
+    """Return hidden [N, D] of any float dtype as [N, D] in `dtype`, normalised without affine part.
 
     Reductions run along D alone, so a row's result does not depend on the batch it came in. What is not finite, and
     what cannot be normalised in fp32 or rounded to `dtype`, has values that are not finite.

@@ -26,8 +26,7 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
 def clopper_pearson(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` of a rate, k of n independent trials: each side is passed with probability (1 - confidence) / 2 at
-    most.
+    """`(low, high)` of a rate, k of n trials: each side is passed with probability (1 - confidence) / 2 at most.
 
     Clopper & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of the binomial"
     (Biometrika 26). Without trials it is (0, 1).
@@ -81,9 +80,7 @@ def mean_interval(mean: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.9
         raise ConfigError(f"mean {mean!r} of {n!r}: give the mean of so many numbers between 0 and 1")
 
     def far(q: Doubles) -> npt.NDArray[np.bool_]:
-        with np.errstate(
-            divide="ignore", invalid="ignore", over="ignore"
-        ):  # 0 log 0 is 0; without trials nothing is far
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # 0 log 0 is 0
             terms = np.where(m > 0, m * np.log(m / q), 0.0) + np.where(m < 1, (1 - m) * np.log((1 - m) / (1 - q)), 0.0)
             return np.asarray(trials * terms > most)
 
@@ -109,8 +106,8 @@ def _edge(holds: Callable[[Doubles], Any], low: Doubles, high: Doubles) -> tuple
         middle = (low + high) / 2
         if ((middle == low) | (middle == high)).all():
             return low, high
-        here = holds(middle)
-        low, high = np.where(here, middle, low), np.where(here, high, middle)
+        true = holds(middle)
+        low, high = np.where(true, middle, low), np.where(true, high, middle)
 
 
 def _at_most(k: Doubles, n: Doubles, p: Doubles) -> Doubles:
@@ -136,9 +133,8 @@ def _beta(x: Doubles, y: Doubles, a: Doubles, b: Doubles) -> Doubles:
         ):
             d = 1 / (1 + term * d)
             c = 1 + term / c
-            fraction = np.where(
-                live, fraction * c * d, fraction
-            )  # one that has converged is left alone: no value depends on those beside it
+            # One that has converged is left alone: no value depends on those beside it.
+            fraction = np.where(live, fraction * c * d, fraction)
         live &= np.abs(c * d - 1) > 1e-15
         m += 1
     part = front / fraction

@@ -1,7 +1,7 @@
 """What does not change from step to step of a descent: where it begins, what opens children, what is kept.
 
-plan = CascadePlan.of(tree, score_rule, config, expand_thresholds(tree, score_rule, "auto", alert, expand, None),
-always_on)
+thresholds = expand_thresholds(tree, score_rule, "auto", alert, calibrated, recommended)
+plan = CascadePlan.of(tree, score_rule, config, thresholds, always_on)
 """
 
 from __future__ import annotations
@@ -36,14 +36,10 @@ class CascadePlan:
         return np.flatnonzero(self.always)
 
     def with_floor(self, floor: float) -> CascadePlan:
-        """The plan that under the path rule also finds every score above `floor`, not only what fires: such a score
-        never rises downward.
-        """
-        return (
-            replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor)))
-            if self.path_rule
-            else self
-        )
+        """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
+        if not self.path_rule:
+            return self
+        return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor)))
 
     @classmethod
     def of(
@@ -74,8 +70,8 @@ class CascadePlan:
 def starting_probes(
     tree: ConceptTree, path_rule: bool, base_layers: Iterable[int], always_on: Iterable[int]
 ) -> tuple[Mask, Mask]:
-    """Probes of the base levels and those always on `[P]`, and all that a descent begins with: under the path rule with
-    the roots and with what is above.
+    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, and all that a descent begins
+    with. Under the path rule these are the roots and all ancestors, too.
     """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True

@@ -1,7 +1,7 @@
 """What a probe reads and how it is shaped: sites, inputs, architectures.
 
-parse_site("resid_post.15")                       # ("resid_post", 15)
-InputSpec("resid_post.15", "rmsnorm")             # a hidden state, and how it is normalised
+parse_site("resid_post.15")                   # ("resid_post", 15)
+InputSpec("resid_post.15", "rmsnorm")         # a hidden state, and how it is normalised
 Architecture(2560, (128, 64)).parameters_per_probe()
 """
 
@@ -91,17 +91,15 @@ class Architecture:
         p, h1, d = weights["w1"].shape
         if not h1 or not d:
             raise PackCorrupt(f"{where}: w1 has shape {(p, h1, d)}: a probe reads 1 value or more")
-        names, scales = (
-            {name for name in weights if not name.endswith("_scale")},
-            {name for name in weights if name.endswith("_scale")},
-        )
+        scales = {name for name in weights if name.endswith("_scale")}
+        names = set(weights) - scales
         if names == {"w1", "b1"}:
-            made, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
+            architecture, shapes = cls(d), {"w1": (p, 1, d), "b1": (p, 1)}
         elif names == {"w1", "b1", "w3", "b3"}:
-            made, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
+            architecture, shapes = cls(d, (h1,)), {"b1": (p, h1), "w3": (p, h1), "b3": (p,)}
         elif names == {"w1", "b1", "w2", "b2", "w3", "b3"}:
             h2 = weights["w2"].shape[1] or -1 if weights["w2"].dim() == 3 else -1
-            made = cls(d, (h1, h2))
+            architecture = cls(d, (h1, h2))
             shapes = {"b1": (p, h1), "w2": (p, h2, h1), "b2": (p, h2), "w3": (p, h2), "b3": (p,)}
         else:
             raise PackCorrupt(
@@ -124,7 +122,7 @@ class Architecture:
         for name, shape in shapes.items():
             if tuple(weights[name].shape) != shape:
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(weights[name].shape)}, expected {shape}")
-        return made
+        return architecture
 
     def parameters_per_probe(self) -> int:
         """Number of weights and biases of one probe."""
@@ -139,8 +137,7 @@ class Architecture:
 
 
 def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Of each of n probes the largest absolute value `[n]` that an input may have: up to there no sum of theirs
-    overflows fp32, in whatever order.
+    """Return for n probes the largest absolute value `[n]` of an input up to which none of their sums overflows fp32.
 
     `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that
     add up in different orders may come to different scores, infinities and NaN, so there a probe has no score. The
@@ -149,11 +146,8 @@ def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[n
     """
     most = 2.0**127
     n = len(largest["w1"])
-    slope, offset, limit = (
-        np.ones(n),
-        np.zeros(n),
-        np.full(n, np.inf),
-    )  # what comes into a layer is at most slope * input + offset
+    # What comes into a layer is at most slope * input + offset.
+    slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)
     layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
     with np.errstate(divide="ignore"):
         for i, width in zip(layers, (architecture.hidden_size, *architecture.hidden), strict=True):

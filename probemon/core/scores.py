@@ -1,4 +1,4 @@
-"""The nouns: what a probe looks like, how the engine is configured, what a scored token carries.
+"""Scores and what comes with them: coverage, tokens, rows that are retained, the host's state.
 
 Shapes: N hidden states (rows of a batch or tokens of a document), P probes of the pack, E active
 (state, probe) pairs, in CSR over the states.
@@ -19,8 +19,6 @@ from probemon.errors import ConfigError
 PHASES = ("prompt", "generated")
 PROMPT, GENERATED = 0, 1
 Floats = npt.NDArray[np.float32]
-
-
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
 
@@ -69,9 +67,7 @@ class Coverage:
         return len(self.unseen)
 
     def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Coverage:
-        """The coverage of some states, in this order; -1 makes one that was not seen, for the reason
-        `unseen[place]`.
-        """
+        """Some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
         missing = which < 0
         arrays = {}
         for name in (*COUNTS, *AUDITED):
@@ -83,13 +79,13 @@ class Coverage:
 
     @staticmethod
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
-        """Of `n` states that were not seen, for one reason."""
+        """Return `n` states that were not seen, for one reason."""
         none = np.zeros(n, dtype=np.int64)
         return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys((*COUNTS, *AUDITED), none))
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
-        """Several, one after another."""
+        """Return those of several, one after another."""
         empty = np.zeros(0, dtype=np.int64)
         arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in (*COUNTS, *AUDITED)}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
@@ -117,7 +113,7 @@ class Scores:
 
     @property
     def state_of(self) -> npt.NDArray[np.int64]:
-        """Of each active pair its state `[E]`."""
+        """The state of each active pair `[E]`."""
         return np.repeat(np.arange(len(self)), np.diff(self.ptr))
 
     def column(self, probe: int) -> Floats:
@@ -128,10 +124,10 @@ class Scores:
             most=self.coverage.n_probes - 1,
             remedy=f"give a probe's number, of {self.coverage.n_probes} from 0",
         )
-        found = np.zeros(len(self), dtype=np.float32)
-        mine = self.probes == probe
-        found[self.state_of[mine]] = self.values[mine]
-        return found
+        column = np.zeros(len(self), dtype=np.float32)
+        pairs = self.probes == probe
+        column[self.state_of[pairs]] = self.values[pairs]
+        return column
 
     def active(self, t: int) -> npt.NDArray[np.int32]:
         """Active probes of state t, ascending."""
@@ -181,7 +177,7 @@ class Scores:
 
     @staticmethod
     def nothing(n: int, n_probes: int, reason: str, report_top_k: int = 10) -> Scores:
-        """Of `n` states that were not seen, for one reason."""
+        """Return `n` states that were not seen, for one reason."""
         empty = Scores.join([], n_probes, report_top_k)
         return dataclasses.replace(
             empty, ptr=np.zeros(n + 1, dtype=np.int64), coverage=Coverage.nothing(n, n_probes, reason)
@@ -189,7 +185,7 @@ class Scores:
 
     @staticmethod
     def join(parts: Sequence[Scores], n_probes: int, report_top_k: int = 10) -> Scores:
-        """Several, one after another."""
+        """Return those of several, one after another."""
         sizes = np.concatenate([[0], *(np.diff(part.ptr) for part in parts)]).astype(np.int64)
         return Scores(
             ptr=np.cumsum(sizes),

@@ -1,6 +1,6 @@
 """How a hierarchy is descended: the settings, each with its default.
 
-CascadeConfig.of({"keep_top_k": 20})              # an unknown one is an UnknownSetting that names the nearest
+CascadeConfig.of({"keep_top_k": 20})          # an unknown one is an UnknownSetting that names the nearest
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class CascadeConfig:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            **{
-                name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more")
-                for name in ("keep_top_k", "report_top_k")
-            },
+            name: check_count(name, getattr(self, name), remedy="it counts probes, so give 0 or more")
+            for name in ("keep_top_k", "report_top_k")
+        }
+        checked |= {
             "max_loaded_probes": check_count(
                 "max_loaded_probes", self.max_loaded_probes, least=1, remedy="it counts probes, so give 1 or more"
             ),

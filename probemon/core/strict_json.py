@@ -1,8 +1,8 @@
 """JSON that somebody wrote by hand, or another program: no key stands twice in an object, and every text can be written
 again.
 
-    found = loads(text)             # RepeatedKey, ValueError or RecursionError where it cannot be taken as it is
-    found = loads(text, constant=no_constant)     # NaN and infinities, which are no JSON, are a ValueError
+    loads(text)                           # RepeatedKey, ValueError or RecursionError where it cannot be taken as it is
+    loads(text, constant=no_constant)     # NaN and infinities, which are no JSON, are a ValueError
 
 Python's own reader keeps the last of two values of one key and loses the first, with the probes or the edges in it.
 """
@@ -20,22 +20,22 @@ class RepeatedKey(ValueError):
 
 
 def loads(text: str, *, constant: Callable[[str], Any] | None = None, halves: bool = False) -> Any:
-    """What a JSON text holds. `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats. `halves`:
-    half of a surrogate pair is taken, too.
+    """Return what a JSON text holds.
+
+    `constant`: what is taken for "NaN", "Infinity" and "-Infinity", else floats.
+    `halves`: half of a surrogate pair is taken, too.
 
     Raises `RepeatedKey` (a `ValueError`), another `ValueError` for what is no JSON or half of a surrogate pair,
     `RecursionError`.
     """
-    found = _decoder(constant).decode(text)
+    value = _decoder(constant).decode(text)
     if not halves and "\\u" in text:  # half of a surrogate pair, which no UTF-8 can hold
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
-@cache
-def _decoder(
-    constant: Callable[[str], Any] | None,
-) -> json.JSONDecoder:  # one for all lines: making one takes as long as reading a line
+@cache  # making one takes as long as reading a line
+def _decoder(constant: Callable[[str], Any] | None) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=_once, parse_constant=constant)
 
 
@@ -45,8 +45,8 @@ def no_constant(name: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
@@ -55,4 +55,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                     " give one another name"
                 )
             seen.add(key)
-    return found
+    return value

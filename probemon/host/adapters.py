@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
 
 from probemon.errors import NotSupportedHost
+from probemon.host.internals import uncompiled, xlora_behind, xlora_rehearses
 
 
 class Own(Protocol):
@@ -33,24 +35,17 @@ def own_of(host: Any) -> Own | None:
     """The adapter of `probemon.bem` that is on a host."""
     if not OWN:
         return None
-    found = (OWN.get(module) for module in host.modules())
-    return next((own for reference in found if reference is not None and (own := reference()) is not None), None)
-
-
-def wrapper_of(model: Any) -> Any:
-    """PEFT's wrapper, without torch.compile's around it."""
-    while hasattr(model, "_orig_mod"):
-        model = model._orig_mod
-    return model
+    references = (OWN.get(module) for module in host.modules())
+    return next((own for reference in references if reference is not None and (own := reference()) is not None), None)
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:
-    """Whether an adapter on `host` is set up in the forward of `model` around it: X-LoRA decides there, and an
-    activated LoRA looks for its tokens.
+    """Whether an adapter on `host` is set up in the forward of `model` around it.
 
-    Raises `NotSupportedHost` for such a host without its wrapper.
+    X-LoRA decides there, and an activated LoRA looks for its tokens. Raises `NotSupportedHost` for a host of X-LoRA
+    without its wrapper.
     """
-    wrapper = wrapper_of(model)
+    wrapper = uncompiled(model)
     activated = any(
         getattr(config, "alora_invocation_tokens", None) is not None
         for config in getattr(wrapper, "peft_config", {}).values()
@@ -65,22 +60,15 @@ def needs_its_wrapper(model: Any, host: Any) -> bool:
 
 
 def xlora_of(model: Any) -> tuple[Any, Any] | None:
-    """PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
+    """Return PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
     for module in model.modules():
-        mixer: Any = getattr(
-            vars(module).get("forward"), "__self__", None
-        )  # X-LoRA takes the place of a layer's forward
-        if hasattr(getattr(mixer, "model", None), "internal_xlora_classifier"):
-            return mixer.model, module
+        xlora = xlora_behind(module)
+        if xlora is not None:
+            return xlora, module
     return None
 
 
 def rehearsal(model: Any) -> Callable[[], bool]:
-    """Whether the decoder runs only so that a router may decide: X-LoRA runs it without adapters first, and those
-    tokens are run again.
-    """
-    found = xlora_of(model)
-    if found is None:
-        return lambda: False
-    xlora, layer = found
-    return lambda: bool(layer.disable_adapters) and not xlora.disabled
+    """Return what says whether the decoder runs only so that X-LoRA may decide: those tokens are run again."""
+    mixer = xlora_of(model)
+    return (lambda: False) if mixer is None else partial(xlora_rehearses, *mixer)

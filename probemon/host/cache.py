@@ -12,20 +12,20 @@ from typing import Any
 from transformers import StaticCache
 
 from probemon.errors import NotSupportedDecoding
+from probemon.host.internals import decoder_cache
 
 
 def n_cached(cache: Any, given: Mapping[str, Any]) -> int:
-    """Columns before the first one of this forward. Older transformers says so itself; its static cache miscounts keys
-    that are zero.
+    """Return how many columns come before this forward, as older transformers says itself by `cache_position`.
+
+    Its static cache miscounts keys that are zero.
     """
-    told = given.get("cache_position")
-    if told is None:
+    positions = given.get("cache_position")
+    if positions is None:
         return int(cache.get_seq_length())
-    start = int(told[0])
+    start = int(positions[0])
     # Of an encoder-decoder, the decoder's own cache is inside.
-    if not isinstance(getattr(cache, "self_attention_cache", cache), StaticCache) and start != int(
-        cache.get_seq_length()
-    ):
+    if not isinstance(decoder_cache(cache), StaticCache) and start != int(cache.get_seq_length()):
         raise NotSupportedDecoding(
             f"a cache_position of {start} after {int(cache.get_seq_length())} cached tokens is not supported: the"
             " host's masks are off, so its own answer is wrong too (transformers 5.0 does this after a prefill in"

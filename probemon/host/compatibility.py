@@ -1,6 +1,6 @@
 """Whether a pack fits a host: its shapes, its weights, and what was put around them.
 
-check_host(pack, model, strict=False)              # of a group, every pack
+check_host(pack, model, strict=False)          # of a group, every pack
 """
 
 from __future__ import annotations
@@ -46,17 +46,15 @@ def _problems(pack: ProbePack, model: Any, strict: bool) -> list[str]:
             f" {stated.get('model_id')}"
         )
     known, now = stated.get("fingerprint"), host_state(model)
-    found = None if known is None else fingerprint(model)
     problems = []
     if known is None:
-        problem = f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it"
         if strict:
-            problems.append(problem)
-    elif known != found:
+            problems.append(f"{pack.name} records no fingerprint of its host, so nobody can tell whether {name} is it")
+    elif (actual := fingerprint(model)) != known:
         changed = f", in {now.quantisation}" if now.quantisation else ""
         problems.append(
             f"{pack.name} was made for {stated.get('model_id')} ({known}), this model's weights are others"
-            f" ({found}{changed}): scores may mean nothing"
+            f" ({actual}{changed}): scores may mean nothing"
         )
     if now.adapters != tuple(stated.get("adapters") or ()):
         problems.append(

@@ -1,9 +1,8 @@
-"""Compiled hosts keep their graphs: states leave through buffers, and a forward is opened and closed around the
-compiled call.
+"""Compiled hosts keep their graphs: buffers take the states, and forwards are opened and closed around compiled calls.
 
     buffers = Buffers({"resid_post.15": layer})
     buffers.make_room((n_rows, n_tokens), width)    # before the forward
-    buffers.keep("resid_post.15", hidden)  # inside it, traced: a copy and a count, which a captured graph repeats
+    buffers.keep("resid_post.15", hidden)           # inside it, traced: a copy and a count, which a graph repeats
     for site, hidden in buffers.written(): ...      # after it
 
 A hook that did its work inside a graph would break it, and would not run at all when a captured one is replayed. What
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.errors import AlignmentError
+from probemon.host.internals import COMPILED_CALL, keep_address, shadow_compiled_call
 from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.host.shadow import Owner, shadow
 
@@ -36,8 +36,7 @@ class _Forward(threading.local):
 
 
 class Buffers:
-    """Room for the states of one forward, fp32, one buffer a site; it grows, and is never given back while it is
-    watched.
+    """Room for the states of one forward, fp32, one buffer a site; it only grows while a host is watched.
 
     `own`: of sites that are no hidden states, how wide they are (None: there is no room for them) and whether their
     tokens come without rows.
@@ -49,7 +48,7 @@ class Buffers:
         self._modules, self._own = modules, own or {}
         self._room: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
-        self._mine = _Forward()
+        self._forward = _Forward()
         self._lock = threading.Lock()
         self._open: dict[int | None, bool] = {}  # threads in a forward, and whether another was in one at the same time
 
@@ -58,8 +57,9 @@ class Buffers:
         return site in self._room and hidden.dim() == 3 and hidden.shape[2] == self._room[site].shape[2]
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
-        """Before a forward of `shape` rows and tokens. Tokens are rounded up to a power of two: a new buffer makes a
-        graph anew.
+        """Make room before a forward of `shape` rows and tokens.
+
+        Tokens are rounded up to a power of two: a new buffer makes a graph anew.
         """
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
@@ -78,9 +78,9 @@ class Buffers:
                 with torch.inference_mode(False):  # else it could not be written outside of that mode
                     self._room[site] = torch.zeros(size, dtype=torch.float32, device=device)
                     self._written.setdefault(site, torch.zeros(3, dtype=torch.int64, device=device))
-                for still in (self._room[site], self._written[site]):
-                    torch._dynamo.mark_static_address(still)  # type: ignore[no-untyped-call,unused-ignore] # else a captured graph is given up
-            self._mine.before[site] = int(self._written[site][0])
+                for tensor in (self._room[site], self._written[site]):
+                    keep_address(tensor)
+            self._forward.before[site] = int(self._written[site][0])
 
     def keep(self, site: str, hidden: Tensor) -> None:
         """Copy `[B, T, D]`; plain operations on tensors, to be traced."""
@@ -91,12 +91,13 @@ class Buffers:
         written[2].fill_(hidden.shape[1])
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Sites that `keep` was run for since there was made room, with their states. Raises `AlignmentError` if
-        another thread's forward ran meanwhile.
+        """Yield the sites that `keep` was run for since `make_room`, with their states.
+
+        Raises `AlignmentError` if another thread's forward ran meanwhile.
         """
-        before, shared = self._mine.before, self.abandon()
+        before, shared = self._forward.before, self.abandon()
         for site, count in before.items():
-            now, *of = self._written[site].tolist()
+            now, n_rows, n_tokens = self._written[site].tolist()
             if now == count:
                 continue
             if shared:
@@ -109,23 +110,21 @@ class Buffers:
                     f"{site} was run {now - count} times in one compiled call, and only its last states are there:"
                     " whose they are cannot be told. Compile the layers, or what runs once"
                 )
-            yield site, self._room[site][: of[0], : of[1]]
+            yield site, self._room[site][:n_rows, :n_tokens]
 
     def abandon(self) -> bool:
-        """The calling thread's forward is over, however it ended; whether another thread's ran meanwhile."""
-        self._mine.before = {}
+        """End the calling thread's forward, however it went; return whether another thread's ran meanwhile."""
+        self._forward.before = {}
         with self._lock:
             return self._open.pop(threading.get_ident(), False)
 
 
 class Bracket:
-    """Opens and closes forwards around a host's compiled calls, so that the hooks that else do this have nothing to do
-    in the graph.
-    """
+    """Opens and closes forwards around a host's compiled calls: the hooks that else do this leave the graph alone."""
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None], failed: Callable[[], object]) -> None:
         self._before, self._after, self._failed = before, after, failed
-        self._mine = threading.local()
+        self._thread = threading.local()
         self._n_open = 0
         self._lock = threading.Lock()
         self.tracing = False  # a bool, not the count: a graph is made anew when it changes
@@ -133,7 +132,7 @@ class Bracket:
     @property
     def is_open(self) -> bool:
         """Whether the calling thread is inside of a bracket."""
-        return bool(getattr(self._mine, "open", False))
+        return bool(getattr(self._thread, "open", False))
 
     def unless(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook that does nothing where a bracket does its work, and leaves the graph of any other compiled code."""
@@ -162,10 +161,9 @@ class Bracket:
                 given = _of_decoder(given)
             ids = given.get("input_ids")
             if (isinstance(ids, Tensor) and ids.dim() != 2) or (ids is None and given.get("inputs_embeds") is None):
-                return original(
-                    *args, **kwargs
-                )  # what the decoder will run is not said here: its own hooks see it, outside of the graph
-            self._mine.open = True
+                # What the decoder will run is not said here: its own hooks see it, outside of the graph.
+                return original(*args, **kwargs)
+            self._thread.open = True
             try:
                 self._before(decoder, (), given)
                 with self._traced():
@@ -174,7 +172,7 @@ class Bracket:
                 self._failed()
                 raise
             finally:
-                self._mine.open = False
+                self._thread.open = False
             self._after(decoder, (), out)
             return out
 
@@ -182,11 +180,10 @@ class Bracket:
             compiled = original(*args, **kwargs)
             return partial(around, model, compiled)
 
-        if hasattr(model, "get_compiled_call"):
-            shadow(stack, owner, model, "get_compiled_call", compiled_call)
+        shadow_compiled_call(stack, owner, model, compiled_call)
         for module, name in compiled_parts(model):
             # A compiled forward of the decoder itself has the decoder's hooks around it.
-            if module in names and (module is not decoder or name == "_compiled_call_impl"):
+            if module in names and (module is not decoder or name == COMPILED_CALL):
                 shadow(stack, owner, module, name, partial(around, module))
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Fingerprints: names for the weights of a host, and for those of the adapters on it.
 
-fingerprint(model)                 # 'bf16-samples:3f1c...', the same for an fp32 and a bf16 load; adapters do not count
+fingerprint(model)                 # 'bf16-samples:3f1c...', for an fp32 and a bf16 load; adapters do not count
 adapters_fingerprint(model, host)  # 'adapters:5d0b...', "" without any
 config_fingerprint(model)          # 'config:08aa...', of what its text part is set to
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.host.adapters import OWN_NAME, own_of, wrapper_of
+from probemon.host.adapters import OWN_NAME, own_of
+from probemon.host.internals import is_wrapping_tensor, uncompiled, without_wrappers, wrapped_by_adapter
 from probemon.host.model import text_config
 
 _SAMPLES = 16
-_INNER = ("base_layer", "original_module")  # what a layer of PEFT calls the one that it is around
 # What a configuration says besides: who wrote it, how it is loaded, and what is returned.
 _NOT_SETTINGS = {
     "transformers_version",
@@ -62,29 +61,25 @@ def _samples(decoder: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.T
                     .to(device="cpu", dtype=torch.bfloat16)
                     .contiguous()
                 )
-                full = re.sub(
-                    r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)", "", f".{prefix}.{name}"
-                ).lstrip(".")
-                yield full, tuple(parameter.shape), sample
+                yield without_wrappers(f"{prefix}.{name}"), tuple(parameter.shape), sample
 
 
 def _of_adapters(model: nn.Module) -> set[nn.Module]:
-    """The modules that PEFT put beside a model's own: all of its layers but what they are around. Modules, since
-    tensors are others while they are brought into memory.
+    """Return the modules that PEFT put beside a model's own: all of its layers but what they are around.
+
+    They are modules, since tensors are others while they are brought into memory.
     """
-    found = set[nn.Module]()
+    adapters = set[nn.Module]()
     for module in model.modules():
-        inner = next((name for name in _INNER if module._modules.get(name) is not None), None)
-        if inner is not None and hasattr(
-            type(module), "adapter_layer_names" if inner == "base_layer" else "set_adapter"
-        ):
-            found |= set(module.modules()) - set(getattr(module, inner).modules())
-    return found
+        inner = wrapped_by_adapter(module)
+        if inner is not None:
+            adapters |= set(module.modules()) - set(inner.modules())
+    return adapters
 
 
 def _flat(tensor: Tensor) -> Tensor:
     whole = tensor.detach()
-    if hasattr(whole, "__tensor_flatten__"):  # a quantised or sharded tensor of a class of its own has few operations
+    if is_wrapping_tensor(whole):  # a quantised or sharded tensor of a class of its own has few operations
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole.dequantize()
     return whole.reshape(-1)
 
@@ -99,8 +94,9 @@ def _in_memory(module: nn.Module) -> Any:
 
 
 def config_fingerprint(model: Any) -> str:
-    """A name for the settings of a host's text part, such as its rotary positions: with the same weights other settings
-    are another host.
+    """A name for the settings of a host's text part, such as its rotary positions.
+
+    With the same weights, other settings are another host.
     """
     settings = {
         name: value
@@ -111,8 +107,7 @@ def config_fingerprint(model: Any) -> str:
 
 
 def adapters_fingerprint(model: Any, host: Any) -> str:
-    """A name for the weights and settings of all adapters on `host`, the transformers model inside `model`; "" without
-    any.
+    """A name for the weights and settings of all adapters on `host`, which is in `model`; "" without any.
 
     Every value counts, unlike in a fingerprint: an adapter that was trained a little longer is another one.
     """
@@ -123,22 +118,17 @@ def adapters_fingerprint(model: Any, host: Any) -> str:
 def _parts(model: Any, host: Any) -> Iterator[tuple[str, bytes]]:
     """All that adapters are, by name."""
     own, inside, adapters = own_of(host), set(host.modules()), _of_adapters(host)
-    around = [
-        (name, module) for name, module in model.named_modules() if module not in inside
-    ]  # X-LoRA decides outside of its host
+    # X-LoRA decides outside of its host.
+    around = [(name, module) for name, module in model.named_modules() if module not in inside]
     for prefix, module in [*host.named_modules(), *around]:
         with _in_memory(module):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if module not in inside or module in adapters:
                     yield f"{prefix}.{name}", _bytes(tensor)
         if isinstance(getattr(module, "scaling", None), Mapping):  # a layer of PEFT's
-            yield (
-                f"{prefix}.scaling",
-                json.dumps(
-                    {str(adapter): float(scale) for adapter, scale in module.scaling.items()}, sort_keys=True
-                ).encode(),
-            )
-    for adapter, config in getattr(wrapper_of(model), "peft_config", {}).items():
+            scales = {str(adapter): float(scale) for adapter, scale in module.scaling.items()}
+            yield f"{prefix}.scaling", json.dumps(scales, sort_keys=True).encode()
+    for adapter, config in getattr(uncompiled(model), "peft_config", {}).items():
         if getattr(config, "alora_invocation_tokens", None) is not None:
             yield f"{adapter}.alora_invocation_tokens", json.dumps(list(config.alora_invocation_tokens)).encode()
     if own is not None:

@@ -13,8 +13,9 @@ from probemon.errors import ConfigError
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:
-    """`(model, tokenizer)`, in eval mode on `device`; `dtype` "auto": what its files have. Raises `ConfigError` where
-    nothing of that name can be loaded.
+    """Return `(model, tokenizer)`, in eval mode on `device`; `dtype` "auto" is that of its files.
+
+    Raises `ConfigError` where nothing of that name can be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +41,5 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
         return model.eval().to(torch.device(device)), tokenizer
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        raise ConfigError(
-            f"{name!r} is {where} and cannot be loaded:"
-            f" {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        ) from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {first_line}") from error

@@ -1,8 +1,8 @@
 """What probemon needs to know about a host model: its decoder, its layers, its state.
 
-model = unwrap(model)                      # the transformers model inside torch.compile's or PEFT's wrapper
-decoder, layers = find_layers(model)       # the module that runs the layers, and the layers
-host_state(model)  # adapters, quantisation, devices: what changes scores without changing the model
+model = unwrap(model)                  # the transformers model inside torch.compile's or PEFT's wrapper
+decoder, layers = find_layers(model)   # the module that runs the layers, and the layers
+host_state(model)                      # what changes scores without changing the model: adapters, devices
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from probemon.core.probes import parse_site
 from probemon.core.scores import HostState
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import OWN_NAME, own_of
+from probemon.host.internals import (
+    adapters_by_row,
+    compiled_attributes,
+    forget_generates_graph,
+    is_dropout,
+    is_tuner_class,
+    tensor_parallel_size,
+    uncompiled,
+)
 
 # What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
@@ -38,15 +46,14 @@ def hidden_size(model: Any) -> int:
 
 
 def drops_at_random(model: Any) -> str | None:
-    """The name of a part that drops values at random when it is run, if there is one. Adapters that are put on later
-    may train where the host does not.
+    """Return the name of a part that drops values at random when it is run, or None.
+
+    Every part is asked: adapters that are put on later may train where the host does not.
     """
     for name, module in model.named_modules():
         if module.training:
             rates = (
-                value
-                for key, value in vars(module).items()
-                if "drop" in key or (key == "p" and isinstance(module, _DropoutNd))
+                value for key, value in vars(module).items() if "drop" in key or (key == "p" and is_dropout(module))
             )
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 return name or type(module).__name__
@@ -70,19 +77,16 @@ def longest_input(model: Any) -> int | None:
 
 def unwrap(model: Any) -> Any:
     """The transformers model inside the wrappers of torch.compile and PEFT. Raises `NotSupportedHost`."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            for name, config in getattr(model, "peft_config", {}).items():
-                if getattr(config, "is_prompt_learning", False):
-                    raise NotSupportedHost(
-                        f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
-                        " a LoRA-like adapter"
-                    )
-            model = model.get_base_model()
-        else:
-            return model
+    model = uncompiled(model)
+    while hasattr(model, "get_base_model"):
+        for name, config in getattr(model, "peft_config", {}).items():
+            if getattr(config, "is_prompt_learning", False):
+                raise NotSupportedHost(
+                    f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
+                    " a LoRA-like adapter"
+                )
+        model = uncompiled(model.get_base_model())
+    return model
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -91,27 +95,24 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The base module whose forward runs the layers, and the list of them (0-based); of an encoder-decoder, its
-    decoder's.
+    """Return the base module whose forward runs the layers, and the list of them (0-based).
 
-    The list is the shallowest of the right length. Raises `NotSupportedHost`.
+    Of an encoder-decoder they are the decoder's. The list is the shallowest of the right length. Raises
+    `NotSupportedHost`.
     """
+    names = [(text_config(model), "num_hidden_layers")]
     if is_encoder_decoder(model):
-        found_in = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers")]
-    else:
-        found_in = []
-    found_in.append((text_config(model), "num_hidden_layers"))
-    n_layers = next(
-        (int(getattr(config, name)) for config, name in found_in if getattr(config, name, None) is not None), 0
-    )
+        names = [(model.config, "num_decoder_layers"), (model.config, "decoder_layers"), *names]
+    lengths = (getattr(config, name, None) for config, name in names)
+    n_layers = next((int(length) for length in lengths if length is not None), 0)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for base in (decoder, getattr(model, "base_model", decoder)):
-        found = [
+        lists = [
             (name.count("."), module)
             for name, module in base.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == n_layers
         ]
-        shallowest = [module for depth, module in found if depth == min(depth for depth, _ in found)]
+        shallowest = [module for depth, module in lists if depth == min(depth for depth, _ in lists)]
         if len(shallowest) == 1:
             return base, shallowest[0]
     raise NotSupportedHost(
@@ -121,8 +122,9 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
-    """The module whose output is the site: the layer, or its attention or feed-forward block. Raises `ConfigError`,
-    `NotSupportedHost`.
+    """Return the module whose output is the site: the layer, or its attention or feed-forward block.
+
+    Raises `ConfigError`, `NotSupportedHost`.
     """
     kind, at = parse_site(site)
     if at >= len(layers):
@@ -151,20 +153,18 @@ def host_state(model: Any) -> HostState:
     scales: set[tuple[str, float]] = set()
     by_row: tuple[str, ...] = ()
     disabled = False
-    tuned: dict[
-        type, bool
-    ] = {}  # by class: to ask hundreds of modules for what they have not takes milliseconds, in every generate()
+    # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
+    tuned: dict[type, bool] = {}
     for module in model.modules():
         kind = type(module)
         if kind not in tuned:
-            tuned[kind] = hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
+            tuned[kind] = is_tuner_class(kind)
         if tuned[kind] and hasattr(module, "base_layer"):  # a layer of PEFT's
             adapters |= set(module.active_adapters)
             merged |= set(module.merged_adapters)
             scales |= {(str(name), float(scale)) for name, scale in getattr(module, "scaling", {}).items()}
             disabled |= bool(module.disable_adapters)
-            for hook in module._forward_pre_hooks.values():  # how PEFT gives every row its own adapter
-                by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
+            by_row = adapters_by_row(module) or by_row
     own = (OWN_NAME,) if own_of(model) is not None else ()
     parameters = list(model.parameters())
     # torchao's tensors are subclasses; other quantisers say so in the configuration.
@@ -183,25 +183,16 @@ def host_state(model: Any) -> HostState:
         devices=tuple(
             sorted({"offloaded" if device.type == "meta" else str(device) for device in {p.device for p in parameters}})
         ),
-        n_ranks=int(getattr(model, "tp_size", None) or 1),
+        n_ranks=tensor_parallel_size(model),
     )
 
 
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
-    """Modules of a model that were compiled, and by which attribute: `module.compile()` sets one, a compiled `forward`
-    is the other.
-    """
-    names = ("_compiled_call_impl", "forward")
-    return [
-        (module, name)
-        for module in model.modules()
-        for name in names
-        if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")
-    ]
+    """Return the modules of a model that were compiled, each with the attribute that was."""
+    return [(module, name) for module in model.modules() for name in compiled_attributes(module)]
 
 
 def forget_compiled(model: Any) -> None:
     """Make a compiled host compile again: a graph does not notice that hooks came or went."""
-    by_generate = vars(model).pop("_compiled_call", None) is not None
-    if by_generate or compiled_parts(model):
-        torch._dynamo.reset()
+    if forget_generates_graph(model) or compiled_parts(model):
+        torch.compiler.reset()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from probemon.errors import NotSupportedHost
+from probemon.host.internals import tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Ranks:
     @staticmethod
     def of(model: Any) -> Ranks | None:
         """The ranks of a tensor-parallel model. Raises `NotSupportedHost` where the processes form several groups."""
-        n_ranks = int(getattr(model, "tp_size", None) or 1)
+        n_ranks = tensor_parallel_size(model)
         if n_ranks == 1:
             return None
         if dist.get_world_size() != n_ranks:

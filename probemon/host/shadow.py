@@ -16,17 +16,17 @@ from typing import Any, Protocol
 
 
 class Owner(Protocol):
-    """Whose shadow it is; once it is no longer `open`, its shadows only pass through."""
+    """Who put a shadow there; once the owner is no longer `open`, its shadows only pass through."""
 
     open: bool
 
 
-# Whose each shadow is, and what it shadows.
+# The owner of each shadow, and what it shadows.
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
 
 
 def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `around(original, ...)` before a method of `target`; undone by `stack`, what was there before shows again."""
+    """Put `around(original, ...)` before a method of `target`, until `stack` closes."""
     attributes = vars(target)
     original, previous = getattr(target, name), attributes.get(name)
 

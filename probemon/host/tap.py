@@ -98,11 +98,10 @@ class Tap:
 
 
 def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:
-    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]`, of the forward's shape (rows, tokens): else
-    whose state is whose, or what it is, is unknown.
+    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]` for a forward of `shape` (rows, tokens).
 
-    It is asked at every forward, before any token of it is scored: what a module will give is not known before it has
-    run, a forward of our own at attach would run code of the host's that nobody asked for, and the check takes no time.
+    Every forward is checked before any token of it is scored: what a module gives is not known before it has run, and
+    a forward of our own at attach would run code of the host's that nobody asked for.
     """
     n_rows, n_tokens = shape
     if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):
@@ -120,7 +119,7 @@ def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | N
 
 
 def ran_again(site: str) -> str:
-    """What is said of a module that ran a second time in one forward."""
+    """Return what an error says of a module that ran a second time in one forward."""
     return (
         f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its"
         " states are the tokens' is unknown. Read a site that runs once"

@@ -11,10 +11,12 @@ used.
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from probemon.host.internals import intercept_operators, with_generator
 
 WIDTH, VOCABULARY, N_LAYERS, MOST_LAYERS = 32, 97, 3, 6
 MOST_PARAMETERS = 100_000_000  # of a twin: a host with parts that are not known here may stay large, and is not tried
@@ -137,13 +139,11 @@ def _layers(data: dict[str, Any], n: int) -> list[int]:
     other = {int(i): part for i, part in (data.get("per_layer_config") or {}).items()}
     kinds: dict[str, list[int]] = {}
     for i in range(n):
-        kinds.setdefault(
-            repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)]), []
-        ).append(i)
+        kind = repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)])
+        kinds.setdefault(kind, []).append(i)
     chosen = {same[0] for same in list(kinds.values())[:MOST_LAYERS]}
-    for i in (
-        i for same in reversed(kinds.values()) for i in same[1:]
-    ):  # some hosts share weights between two layers of the rarer kind
+    # Some hosts share weights between two layers of the rarer kind.
+    for i in (i for same in reversed(kinds.values()) for i in same[1:]):
         if len(chosen) >= min(n, N_LAYERS):
             break
         chosen.add(i)
@@ -159,13 +159,10 @@ def _per_layer(name: str, value: Any, n: int) -> bool:
 
 
 def _indices(name: str, value: Any, n: int) -> bool:
-    whole = (
+    return (
         isinstance(value, (list, tuple))
         and bool(value)
         and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    )
-    return (
-        whole
         and name.endswith(("layers", "idxs", "_ids", "_indices"))
         and "token" not in name
         and list(value) == sorted(set(value))
@@ -179,23 +176,18 @@ def _token(value: Any) -> Any:
     return VOCABULARY - 1 - value % 16 if isinstance(value, int) and value >= VOCABULARY else value
 
 
-class OwnRandomness(TorchDispatchMode):
-    """In this thread, what draws random numbers draws them from a generator of its own: the global one is not moved."""
+def own_randomness(seed: int) -> AbstractContextManager[Any]:
+    """Draw random numbers in this thread from a generator of its own, so that the global one is not moved."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in operator.tags and kwargs.get("generator") is None:
+            variant = with_generator(operator)
+            if variant is not None:
+                operator, kwargs["generator"] = variant, generator
+        return operator(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            overload = func._overloadname
-            with_one = getattr(
-                func.overloadpacket, "generator" if overload == "default" else f"{overload}_generator", func
-            )
-            if any(argument.name == "generator" for argument in with_one._schema.arguments):
-                func, kwargs["generator"] = with_one, self._generator
-        return func(*args, **kwargs)
+    return intercept_operators(run)
 
 
 def twin(kind: type, config: Any, seed: int = 0) -> Any:
@@ -203,14 +195,14 @@ def twin(kind: type, config: Any, seed: int = 0) -> Any:
 
     Raises `ValueError` where it has too many of them.
     """
-    with torch.device("meta"), OwnRandomness(seed):
+    with torch.device("meta"), own_randomness(seed):
         n_parameters = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
     if n_parameters > MOST_PARAMETERS:
         raise ValueError(
             f"{kind.__name__} has {n_parameters:,} parameters even when it is made small, more than {MOST_PARAMETERS:,}"
         )
     config = copy.deepcopy(config)
-    with torch.device("cpu"), OwnRandomness(seed), torch.no_grad():
+    with torch.device("cpu"), own_randomness(seed), torch.no_grad():
         model = kind(config)
         model = model.to(torch.float32).eval()
         for parameter in model.parameters():

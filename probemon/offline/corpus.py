@@ -31,6 +31,7 @@ from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
 from probemon.host.compatibility import check_host
+from probemon.host.internals import has_accelerate_hook
 from probemon.host.model import (
     compiled_parts,
     drops_at_random,
@@ -363,7 +364,7 @@ def may_be_left(host: Any) -> bool:
     """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a
     compiled layer is one piece.
     """
-    moved = any(hasattr(module, "_hf_hook") for module in host.modules())
+    moved = any(has_accelerate_hook(module) for module in host.modules())
     return not moved and not compiled_parts(host)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from probemon.bem.config import CHUNK_KINDS
 from probemon.errors import ConfigError, NotSupportedHost
 from probemon.host.adapters import xlora_of
+from probemon.host.internals import xlora_classifier
 from probemon.host.model import find_layers
 from probemon.host.tap import Site
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
@@ -156,7 +157,7 @@ class XLoraClassifier:
     kind, codes = XLORA, False
 
     def __init__(self, xlora: Any) -> None:
-        classifier = xlora.internal_xlora_classifier
+        classifier = xlora_classifier(xlora)
         self._config, self.n_experts = classifier.config, int(classifier.n_classes)
         self._s = int(classifier.n_layers) if self._config.layerwise_scalings else 1
         if self.n_experts < 2:

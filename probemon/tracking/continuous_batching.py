@@ -24,14 +24,26 @@ from typing import Any
 import numpy as np
 
 from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.host.internals import (
+    attention_before_batches,
+    batch_cache,
+    can_follow_batches,
+    compiles_batches,
+    end_at_next_token,
+    has_left_queues,
+    is_warm_up,
+    may_share_columns,
+    parent_of,
+    preempted_prompt_length,
+    requests_in_batch,
+    runs_in_this_thread,
+    shadow_delivery,
+)
 from probemon.host.shadow import Owner, shadow
 from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import SHARED, Recording
-
-_CHILD = "__child#"  # how transformers names the sequences forked from one request
-_WARM_UP = "__warmup_"
 
 
 @dataclass
@@ -52,7 +64,7 @@ class Request:
     def _end(self) -> None:
         state = self.state()
         if state is not None:
-            state._new_tokens_limit = state.generated_len() + 1
+            end_at_next_token(state)
 
 
 class ContinuousBatches:
@@ -116,15 +128,9 @@ class ContinuousBatches:
         manager = original(*args, **kwargs)
         try:
             if self._opened(manager):
-                shadow(
-                    self._stack,
-                    owner,
-                    manager.output_router,
-                    "deliver_batch",
-                    partial(self._delivered, weakref.ref(manager)),
-                )
+                shadow_delivery(self._stack, owner, manager, partial(self._delivered, weakref.ref(manager)))
         except NotSupportedDecoding:
-            before = getattr(manager, "_original_attn_impl", None)
+            before = attention_before_batches(manager)
             if (
                 before is not None
             ):  # making a manager changes the host's attention; stopping one that never started does not undo it
@@ -159,14 +165,12 @@ class ContinuousBatches:
         """A manager was made; False if it is known (a persistent one is handed out again). Raises
         `NotSupportedDecoding` where forwards would not pass our hooks.
         """
-        config = getattr(manager, "continuous_batching_config", None)
-        graphs = getattr(config, "cuda_graph_booleans", None)
-        if config is None or graphs is None or not hasattr(getattr(manager, "output_router", None), "deliver_batch"):
+        if not can_follow_batches(manager):
             raise NotSupportedDecoding(
                 "continuous batching of this version of transformers keeps its requests where we do not look: use a"
                 " newer one, or detach"
             )
-        if any(graphs) or config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        if compiles_batches(manager):
             raise NotSupportedDecoding(
                 "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks"
                 " do not run in a replay. Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs,"
@@ -182,30 +186,21 @@ class ContinuousBatches:
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
         """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
-        managers = [
-            m
-            for m in list(self._live)
-            if m.batch_processor is not None and m.batch_processor.cache is given.get("cache")
-        ]
-        if given.get("cache") is None or len(managers) != 1:
+        cache = given.get("cache")
+        managers = [] if cache is None else [manager for manager in list(self._live) if batch_cache(manager) is cache]
+        if len(managers) != 1:
             raise NotSupportedDecoding(
                 "a packed forward of a continuous batching that was opened before probemon was attached: its requests"
                 " are unknown. Open it inside the with block, or detach"
             )
         [manager] = managers
-        io = manager.batch_processor.inputs_and_outputs
-        if hasattr(io, "io_pairs"):  # two batches are prepared in turns
-            io = io.io_pairs[io.current_pair].host_io
-        batch = io.requests_in_batch
-        if any(future.state.request_id.startswith(_WARM_UP) for future in batch):
+        batch = requests_in_batch(manager)
+        if any(is_warm_up(future.state.request_id) for future in batch):
             return []
         bounds = [0, *itertools.accumulate(future.query_length for future in batch)]
         lengths, ids, positions = given["cu_seq_lens_q"].tolist(), given["input_ids"], given["position_ids"]
         told = lengths[: len(bounds)] == bounds and all(at == bounds[-1] for at in lengths[len(bounds) :])
-        known = (
-            len({future.state.request_id for future in batch}) == len(batch)
-            and threading.current_thread() is manager._generation_thread
-        )
+        known = len({future.state.request_id for future in batch}) == len(batch) and runs_in_this_thread(manager)
         if (
             not told
             or not known
@@ -261,7 +256,7 @@ class ContinuousBatches:
         more.
         """
         live = self._live[manager]
-        for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
+        for request_id in [name for name in live if has_left_queues(manager, name)]:
             live.pop(request_id).generation.recording.done = True
 
     def _request(self, manager: Any, state: Any) -> Request:
@@ -269,14 +264,14 @@ class ContinuousBatches:
         known = live.get(state.request_id)
         if known is not None and known.state() is state:
             return known
-        if (
-            known is not None and state._true_initial_tokens
+        if known is not None and preempted_prompt_length(
+            state
         ):  # preempted: it runs again from its beginning, with what it had generated
             if state.initial_tokens[: len(known.prompt)] != known.prompt:
                 raise AlignmentError(f"request {state.request_id} runs again with another prompt than it began with")
             known.follow(state)
             return known
-        prompt = list(state.initial_tokens[: state._true_initial_tokens or len(state.initial_tokens)])
+        prompt = list(state.initial_tokens[: preempted_prompt_length(state) or len(state.initial_tokens)])
         live[state.request_id] = Request(self._new_request(live, state.request_id, prompt), prompt)
         live[state.request_id].follow(state)
         return live[state.request_id]
@@ -284,18 +279,12 @@ class ContinuousBatches:
     def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
         recording = self._new_recording(SequenceColumns(len(prompt)))
         recording.request, recording.before = request_id, SHARED
-        parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
+        parent_id = parent_of(request_id)
+        parent = None if parent_id is None else live.get(parent_id)
         if parent is not None and parent.prompt == prompt:
             recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
         return Generation(
             recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new
-        )
-
-    def _shared(self, manager: Any, n_columns: int) -> bool:
-        """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
-        return (
-            bool(manager.batch_processor.cache.use_prefix_sharing)
-            and n_columns % int(manager.continuous_batching_config.page_size) == 0
         )
 
     def _segment(
@@ -311,7 +300,7 @@ class ContinuousBatches:
         if call.first_column >= 0 and first + len(ids) <= call.frontier:
             return []  # run again after preemption: these have their scores
         if first > max(call.frontier, 0) and not (
-            call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)
+            call.first_column < 0 and (may_share_columns(manager, first) or parent_of(state.request_id) is not None)
         ):
             self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None

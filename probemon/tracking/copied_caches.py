@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.host.internals import cache_layers, keeps_every_column, keys_and_values
+
 
 def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
     """Whether keys and values of two caches are the same in their first `n_columns`; False where a cache does not show
@@ -37,15 +39,8 @@ def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
 
 def _deepest(cache: Any) -> tuple[int, Tensor, Tensor] | None:
     """Number, keys and values `[B, H, columns, D]` of the last layer that keeps all columns."""
-    layers = getattr(cache, "layers", None)
-    for number in reversed(range(len(layers) if isinstance(layers, list) else 0)):
-        layer = cache.layers[number]
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if (
-            isinstance(keys, Tensor)
-            and isinstance(values, Tensor)
-            and keys.dim() == 4
-            and not getattr(layer, "is_sliding", False)
-        ):
-            return number, keys, values
+    for number, layer in reversed(list(enumerate(cache_layers(cache)))):
+        kept = keys_and_values(layer)
+        if kept is not None and keeps_every_column(layer):
+            return number, *kept
     return None

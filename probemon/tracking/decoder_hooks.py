@@ -31,6 +31,7 @@ from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHo
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
 from probemon.host.compiled import Bracket
+from probemon.host.internals import forget_hook_free_graphs, in_backward
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size, host_state
 from probemon.host.tap import Site, Tap, check_states, ran_again
 from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
@@ -94,11 +95,7 @@ class DecoderHooks:
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
-        if (
-            torch._dynamo.config.skip_nnmodule_hook_guards
-        ):  # then it would run a graph again that was made without our hooks
-            torch._dynamo.config.skip_nnmodule_hook_guards = False
-            torch._dynamo.reset()
+        forget_hook_free_graphs()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
         self._attached_at = next(ORDER)
@@ -383,9 +380,7 @@ class DecoderHooks:
         """A layer ran, and no forward of the decoder is open."""
         if self.thread.generation is not None or self.batches.open:  # what they sample says which tokens were not seen
             return
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # a backward pass, in which gradient checkpointing runs layers again: no new token
+        if in_backward():  # gradient checkpointing runs layers again: no new token
             return
         what = (
             f"the layer of {site} ran outside of a forward of {type(self.decoder).__name__}, and its tokens are not"

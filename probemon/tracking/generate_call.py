@@ -27,9 +27,10 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, NotSupportedDecoding
-from probemon.host.abilities import CACHES
 from probemon.host.cache import counted_columns
+from probemon.host.internals import attention_kind, cache_layers, decoder_cache, generation_config, tensors_of
 from probemon.host.model import is_encoder_decoder
+from probemon.host.trials import CACHES
 
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -42,7 +43,7 @@ class GenerateCall:
 
     `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in
     pieces. `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and
-    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.abilities.WAYS`;
+    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`;
     `length`: columns there may be in the end.
     """
 
@@ -62,10 +63,9 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     """Where the prompt of `model.generate(*args, **kwargs)` ends. Raises `NotSupportedDecoding`, `ConfigError`."""
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
-    attention = str(getattr(model.config, "_attn_implementation", ""))
     _refuse(
         "generate() while continuous batching runs on the model, whose attention it has changed,",
-        attention.startswith("paged"),
+        attention_kind(model.config).startswith("paged"),
     )
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
@@ -85,7 +85,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
-    config, _ = model._prepare_generation_config(given.get("generation_config"), **extra)
+    config = generation_config(model, given.get("generation_config"), extra)
     mode = _check_config(config, given)
     kind: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION,
@@ -179,14 +179,10 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
 
 def _is_used(cache: Any) -> bool:
     """Whether a cache holds something; one whose layers are unknown does."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache)
     if not isinstance(cache, Cache):
         return cache is not None
-    held = [value for layer in cache.layers for value in vars(layer).values()]
-    return any(
-        isinstance(value, Tensor) for one in held for value in (one.values() if isinstance(one, dict) else (one,))
-    )
+    return any(tensors_of(layer) for layer in cache_layers(cache))
 
 
 def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:

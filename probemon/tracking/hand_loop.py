@@ -14,16 +14,15 @@ result = run.result(ids)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
+from probemon.host.internals import generates_of_thread
 from probemon.tracking.generation import Generation
 
 Sampled = Callable[[Generation, Tensor, Tensor, bool], Tensor]
@@ -90,13 +89,9 @@ def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
     """The `generate()` that the calling thread is in and that runs `decoder`: its frame, and the model it is of; None
     where there is none.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "generate":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, PreTrainedModel) and any(module is decoder for module in owner.modules()):
-                return frame, owner
-        frame = frame.f_back
+    for frame, model in generates_of_thread():
+        if any(module is decoder for module in model.modules()):
+            return frame, model
     return None
 
 

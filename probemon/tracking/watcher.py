@@ -27,6 +27,7 @@ from transformers import StoppingCriteriaList
 
 from probemon.core.scores import Gap
 from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.host.internals import shadow_prepared_inputs, shadow_stopping_criteria
 from probemon.host.model import host_state, is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.shadow import shadow
@@ -137,8 +138,8 @@ class Watcher:
             self._forwards.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._forwards, self.model, "generate", self._generate)
-                shadow(stack, self._forwards, self.model, "prepare_inputs_for_generation", self._prepare)
-                shadow(stack, self._forwards, self.model, "_get_stopping_criteria", self._criteria)
+                shadow_prepared_inputs(stack, self._forwards, self.model, self._prepare)
+                shadow_stopping_criteria(stack, self._forwards, self.model, self._criteria)
                 self._forwards.batches.shadow(stack, self._forwards)
             self._stack = stack.pop_all()
         return self

@@ -42,8 +42,8 @@ from architecture_corpus import corpus
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import write_text_atomically
 from probemon.errors import ProbemonError
-from probemon.host.abilities import CACHES
 from probemon.host.model import find_layers, is_encoder_decoder, text_config
+from probemon.host.trials import CACHES
 from probemon.host.twin import VOCABULARY, shrunken, twin
 
 ROOT = Path(__file__).parents[2]

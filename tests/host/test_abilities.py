@@ -17,7 +17,7 @@ from conftest import OLDEST, n_hooks
 from probemon import DynamicProbeManager
 from probemon.errors import NotSupportedDecoding, NotSupportedHost
 from probemon.host import abilities
-from probemon.host.twin import OwnRandomness, shrunken, twin
+from probemon.host.twin import own_randomness, shrunken, twin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -160,7 +160,7 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
 
     model(torch.tensor([[1, 5, 9]]), use_cache=True)
     before, kept = torch.random.get_rng_state(), [state.clone() for state in states()]
-    monkeypatch.setattr(abilities, "_TRIED", {})
+    monkeypatch.setattr(abilities, "_BY_KIND", {})
     monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
     dtype = torch.get_default_dtype()
     try:
@@ -190,9 +190,9 @@ def draws():
 
 def test_every_draw_of_a_twin_is_its_own():
     before = torch.random.get_rng_state()
-    with OwnRandomness(3):
+    with own_randomness(3):
         first = draws()
-    with OwnRandomness(3):
+    with own_randomness(3):
         second = draws()
     assert torch.equal(torch.random.get_rng_state(), before) and all(map(torch.equal, first, second))
     assert not torch.equal(first[0], torch.rand(4))

@@ -1,0 +1,345 @@
+"""What probemon relies on that torch, transformers, accelerate and PEFT do not promise: one function each.
+
+A name that is private or undocumented in its library stands in this file and nowhere else. Of a new version, run
+`tests/host/test_internals.py` first: it tries each function on the real library, and says what was dropped.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from probemon.host.shadow import Owner, shadow
+
+# -- torch ---------------------------------------------------------------------------------------
+
+COMPILED_CALL = "_compiled_call_impl"  # the attribute that `module.compile()` sets
+_WRAPPED = re.compile(r"\.(_orig_mod|token_adapter|base_layer|original_module)(?=\.)")
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module inside torch.compile's wrappers, which keep it as `_orig_mod`."""
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model
+
+
+def compiled_attributes(module: nn.Module) -> list[str]:
+    """Return the attributes of a module that torch.compile made: dynamo marks them by `_torchdynamo_orig_callable`."""
+    return [
+        name for name in (COMPILED_CALL, "forward") if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")
+    ]
+
+
+def forget_hook_free_graphs() -> None:
+    """Make dynamo look for hooks: with `skip_nnmodule_hook_guards` it would run a graph that was made without ours."""
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
+
+
+def keep_address(tensor: Tensor) -> None:
+    """Tell dynamo that a tensor stays where it is; else it gives up a captured graph that writes to the tensor."""
+    torch._dynamo.mark_static_address(tensor)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is in a backward pass, in which gradient checkpointing runs layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is one of torch's dropouts, whose common class is private: only theirs is `p` a rate."""
+    return isinstance(module, _DropoutNd)
+
+
+def child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return a module's own child from `_modules`: PEFT's layers answer `getattr` with what they are around."""
+    return module._modules.get(name)
+
+
+def named_weights(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Return `named_parameters()` from `_parameters` and `_modules`: it takes less time, and a step asks every time."""
+    weights: dict[str, Tensor] = {
+        prefix + name: weight for name, weight in module._parameters.items() if weight is not None
+    }
+    for name, inner in module._modules.items():
+        if inner is not None:
+            weights |= named_weights(inner, f"{prefix}{name}.")
+    return weights
+
+
+def stored_tensors(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Return the live dict of a module's parameters, or else of its buffers: it shows a replaced one without a walk."""
+    return module._parameters or module._buffers
+
+
+def write_marks(stores: Iterable[Mapping[str, Tensor | None]]) -> list[tuple[int, int]]:
+    """Return address and `_version` of each tensor: torch counts there how often a tensor was written in place."""
+    return [(p.data_ptr(), p._version) for store in stores for p in store.values() if p is not None]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether somebody listens to a module, by its `_forward_hooks`: what only they would read need not be made."""
+    return bool(module._forward_hooks)
+
+
+def is_wrapping_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class around others (quantised, sharded), by the protocol `__tensor_flatten__`."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def intercept_operators(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Run every operator of the calling thread by `run(operator, args, kwargs)` in a `with` block."""
+
+    class Interceptor(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, dict(kwargs or {}))
+
+    return Interceptor()
+
+
+def with_generator(operator: Any) -> Any | None:
+    """Return the overload of a random operator that takes a generator, found by `_overloadname` and `_schema`."""
+    overload = operator._overloadname
+    name = "generator" if overload == "default" else f"{overload}_generator"
+    variant = getattr(operator.overloadpacket, name, operator)
+    return variant if any(argument.name == "generator" for argument in variant._schema.arguments) else None
+
+
+# -- transformers: models and generate() ---------------------------------------------------------
+
+
+def forget_generates_graph(model: nn.Module) -> bool:
+    """Drop what `generate()` compiled by itself and keeps as `_compiled_call`; return whether there was any."""
+    return vars(model).pop("_compiled_call", None) is not None
+
+
+def attention_kind(config: Any) -> str:
+    """Return the name of a host's attention ("sdpa", "paged|sdpa"), which its configuration keeps privately."""
+    return str(getattr(config, "_attn_implementation", ""))
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether transformers says by `_is_stateful` that a host keeps a state that cannot be rolled back."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """Return over how many processes transformers spread a model, from its undocumented `tp_size`."""
+    return int(getattr(model, "tp_size", None) or 1)
+
+
+def generation_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """Return what `generate()` will run by, from `_prepare_generation_config`, which it calls first."""
+    return model._prepare_generation_config(config, **options)[0]
+
+
+def shadow_prepared_inputs(stack: ExitStack, owner: Owner, model: Any, around: Callable[..., Any]) -> None:
+    """Shadow `prepare_inputs_for_generation`, to which `generate()` shows ids and mask before each of its forwards."""
+    shadow(stack, owner, model, "prepare_inputs_for_generation", around)
+
+
+def shadow_stopping_criteria(stack: ExitStack, owner: Owner, model: Any, around: Callable[..., Any]) -> None:
+    """Shadow `_get_stopping_criteria`, whose answer `generate()` asks which rows end, after each token."""
+    shadow(stack, owner, model, "_get_stopping_criteria", around)
+
+
+def shadow_expanded_inputs(stack: ExitStack, owner: Owner, model: Any, around: Callable[..., Any]) -> None:
+    """Shadow `_expand_inputs_for_generation`, through which the prompt's rows go, repeated for beams or samples."""
+    shadow(stack, owner, model, "_expand_inputs_for_generation", around)
+
+
+def shadow_compiled_call(stack: ExitStack, owner: Owner, model: Any, around: Callable[..., Any]) -> None:
+    """Shadow `get_compiled_call`, which gives `generate()` the compiled model that it runs; older ones have none."""
+    if hasattr(model, "get_compiled_call"):
+        shadow(stack, owner, model, "get_compiled_call", around)
+
+
+def generates_of_thread() -> Iterator[tuple[FrameType, PreTrainedModel]]:
+    """Yield the frames of `generate()` that the calling thread is in, innermost first, with `self` of each."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                yield frame, owner
+        frame = frame.f_back
+
+
+# -- transformers: caches ------------------------------------------------------------------------
+
+
+def decoder_cache(cache: Any) -> Any:
+    """Return the decoder's own cache, which that of an encoder-decoder keeps as `self_attention_cache`."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    """Return the layers of a cache from its undocumented `layers`; [] of one that has none."""
+    layers = getattr(cache, "layers", None)
+    return layers if isinstance(layers, list) else []
+
+
+def keys_and_values(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Return `keys` and `values [B, H, columns, D]` of a layer of a cache; None where it keeps them in another way."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return (keys, values) if isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == 4 else None
+
+
+def keeps_every_column(layer: Any) -> bool:
+    """Whether a layer of a cache keeps all columns, and not a window of them, by `is_sliding`."""
+    return not getattr(layer, "is_sliding", False)
+
+
+def tensors_of(layer: Any) -> list[Tensor]:
+    """Return all tensors in the attributes of a layer of a cache: every kind of layer has names of its own."""
+    values = vars(layer).values()
+    return [
+        tensor
+        for value in values
+        for tensor in (value.values() if isinstance(value, dict) else (value,))
+        if isinstance(tensor, Tensor)
+    ]
+
+
+# -- transformers: continuous batching -----------------------------------------------------------
+
+_CHILD, _WARM_UP = "__child#", "__warmup_"
+
+
+def can_follow_batches(manager: Any) -> bool:
+    """Whether a manager tells its graphs and hands outputs to `output_router.deliver_batch`, as the newest ones do."""
+    config = getattr(manager, "continuous_batching_config", None)
+    known = getattr(config, "cuda_graph_booleans", None) is not None
+    return known and hasattr(getattr(manager, "output_router", None), "deliver_batch")
+
+
+def compiles_batches(manager: Any) -> bool:
+    """Whether a manager runs CUDA graphs or compiled code, by `cuda_graph_booleans` and the compile configurations."""
+    config = manager.continuous_batching_config
+    compiled = config.varlen_compile_config is not None or config.decode_compile_config is not None
+    return any(config.cuda_graph_booleans) or compiled
+
+
+def shadow_delivery(stack: ExitStack, owner: Owner, manager: Any, around: Callable[..., Any]) -> None:
+    """Shadow `deliver_batch` of a manager's `output_router`, which is given the outputs of requests as they end."""
+    shadow(stack, owner, manager.output_router, "deliver_batch", around)
+
+
+def attention_before_batches(manager: Any) -> str | None:
+    """Return the attention that the host had before a manager changed it, which is kept as `_original_attn_impl`."""
+    return getattr(manager, "_original_attn_impl", None)
+
+
+def batch_cache(manager: Any) -> Any | None:
+    """Return the cache that a manager gives to its forwards, from its `batch_processor`; None before it has one."""
+    return None if manager.batch_processor is None else manager.batch_processor.cache
+
+
+def requests_in_batch(manager: Any) -> list[Any]:
+    """Return the requests of a manager's next packed forward, each with its `state` and `query_length`."""
+    io = manager.batch_processor.inputs_and_outputs
+    if hasattr(io, "io_pairs"):  # two batches are prepared in turns
+        io = io.io_pairs[io.current_pair].host_io
+    batch: list[Any] = io.requests_in_batch
+    return batch
+
+
+def runs_in_this_thread(manager: Any) -> bool:
+    """Whether the calling thread is the one in which a manager runs its forwards, its `_generation_thread`."""
+    return threading.current_thread() is manager._generation_thread
+
+
+def has_left_queues(manager: Any, request_id: str) -> bool:
+    """Whether a request is in neither queue of a manager's scheduler, by `request_is_cancelled`."""
+    return bool(manager.batch_processor.scheduler.request_is_cancelled(request_id))
+
+
+def may_share_columns(manager: Any, n_columns: int) -> bool:
+    """Whether a request's first columns may be another's: whole pages are, with the cache's `use_prefix_sharing`."""
+    page_size = int(manager.continuous_batching_config.page_size)
+    return bool(manager.batch_processor.cache.use_prefix_sharing) and n_columns % page_size == 0
+
+
+def preempted_prompt_length(state: Any) -> int:
+    """Return how long the prompt of a request was that runs again after preemption, `_true_initial_tokens`; else 0."""
+    return int(state._true_initial_tokens)
+
+
+def end_at_next_token(state: Any) -> None:
+    """Make a request's next token its last one, by `_new_tokens_limit`, which its state compares with at each token."""
+    state._new_tokens_limit = state.generated_len() + 1
+
+
+def parent_of(request_id: str) -> str | None:
+    """Return the request that one was forked from, which its id names before "__child#"; None of one that was not."""
+    return request_id.split(_CHILD)[0] if _CHILD in request_id else None
+
+
+def is_warm_up(request_id: str) -> bool:
+    """Whether a request is one that a manager makes up before the first, by what its id begins with."""
+    return request_id.startswith(_WARM_UP)
+
+
+# -- accelerate and PEFT -------------------------------------------------------------------------
+
+
+def has_accelerate_hook(module: nn.Module) -> bool:
+    """Whether accelerate moves a module's weights or inputs around its forward, by `_hf_hook`."""
+    return hasattr(module, "_hf_hook")
+
+
+def is_tuner_class(kind: type) -> bool:
+    """Whether modules of a class may be PEFT's tuner layers, which all switch by these two properties."""
+    return hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
+
+
+def adapters_by_row(layer: nn.Module) -> tuple[str, ...]:
+    """Return each row's adapter: PEFT hands `adapter_names` to its layers by a partial among `_forward_pre_hooks`."""
+    by_row: tuple[str, ...] = ()
+    for hook in layer._forward_pre_hooks.values():
+        by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
+    return by_row
+
+
+def wrapped_by_adapter(module: nn.Module) -> nn.Module | None:
+    """Return what a layer of PEFT's is around: a tuner's `base_layer`, or `original_module` of a module saved whole."""
+    for name, mark in (("base_layer", "adapter_layer_names"), ("original_module", "set_adapter")):
+        inner = child(module, name)
+        if inner is not None:
+            return inner if hasattr(type(module), mark) else None
+    return None
+
+
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without the children by which torch.compile and PEFT wrap the module that it is of."""
+    return _WRAPPED.sub("", f".{name}").lstrip(".")
+
+
+def xlora_behind(layer: nn.Module) -> Any | None:
+    """Return the X-LoRA model that took the place of a layer's forward, known by its `internal_xlora_classifier`."""
+    mixer = getattr(vars(layer).get("forward"), "__self__", None)
+    model = getattr(mixer, "model", None)
+    return model if hasattr(model, "internal_xlora_classifier") else None
+
+
+def xlora_classifier(xlora: Any) -> Any:
+    """Return the module by which X-LoRA decides, its `internal_xlora_classifier`, with `n_classes` and `n_layers`."""
+    return xlora.internal_xlora_classifier
+
+
+def xlora_rehearses(xlora: Any, layer: Any) -> bool:
+    """Whether X-LoRA runs its host without adapters to decide: it disables the layers then, and is not `disabled`."""
+    return bool(layer.disable_adapters) and not xlora.disabled

@@ -1,0 +1,332 @@
+"""Trials: a twin of a host (`probemon.host.twin`) run in one way, and how far its answer is from that of one forward.
+
+with isolated():
+    distance = try_way(twin, "beams")       # of the largest logit; an exception where the twin cannot be run so
+    site_shapes(twin), drops_mask(twin)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from probemon.errors import NotSupportedHost
+from probemon.host.model import find_layers, is_encoder_decoder, site_module
+from probemon.host.twin import VOCABULARY, own_randomness
+
+CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
+PADDING_AFTER, MORE_AFTER = "padding after", "more after"
+ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
+NEW = 5
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running a host: its name, what a host that fails it cannot do, what to do instead, options."""
+
+    name: str
+    cannot: str
+    remedy: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def _forward_ways() -> dict[str, Way]:
+    """Plain forwards with a mask, with padding, without position_ids."""
+    kinds = {
+        "whole": ("a plain forward", "of one length, or row by row"),
+        "forward": ("a plain forward on a used cache", "with use_cache=False and all tokens, or use generate()"),
+        "pieces": ("a forward of several tokens on a used cache", "one by one, or all at once without a cache"),
+    }
+    masks = {
+        "": ("", "", ""),
+        ", masked": (" with an attention mask", "take a mask of all its columns", "Leave the mask out"),
+        ", padded": (" with padding before its tokens", "leave padding out", ""),
+    }
+    ways = {}
+    for kind, (name, instead) in kinds.items():
+        for mask, (mask_name, cannot, mask_remedy) in masks.items():
+            for without in ("", ", no positions"):
+                if (mask, without) == ("", "") or (kind == "whole" and mask != ", padded"):
+                    continue
+                remedies = [*(["Give position_ids"] if without else []), *([mask_remedy] if mask_remedy else [])]
+                ways[f"{kind}{mask}{without}"] = Way(
+                    f"{name}{mask_name}{' without position_ids' if without else ''}",
+                    "count the tokens before" if without and mask != ", padded" else cannot,
+                    ", or ".join([*remedies, f"{'pass' if remedies else 'Pass'} them {instead}"]),
+                )
+    return ways
+
+
+WAYS = {
+    "no cache": Way("generate() without a cache", "answer as in one forward", "", (("use_cache", False),)),
+    "steps": Way("generate() with a cache", "go on from its own state", "use_cache=False"),
+    "padded": Way("a left-padded batch", "leave padding out", "Generate for rows of one length, or one by one"),
+    "padded, no cache": Way(
+        "a left-padded batch",
+        "leave padding out",
+        "Generate for rows of one length, or one by one",
+        (("use_cache", False),),
+    ),
+    "beams": Way(
+        "beam search with a cache",
+        "reorder all of its state with its beams",
+        "use_cache=False, or num_beams=1",
+        (("num_beams", 3),),
+    ),
+    "turn": Way("a used cache (a second turn)", "go on from it in generate()", "Start with an empty cache"),
+    "static": Way(
+        "a static cache", "go on from it", "Leave cache_implementation out", (("cache_implementation", "static"),)
+    ),
+    "chunked": Way(
+        "a prompt in chunks (prefill_chunk_size)",
+        "go on from its state with several tokens",
+        "Leave prefill_chunk_size out",
+        (("prefill_chunk_size", 3),),
+    ),
+    "speculative": Way(
+        "assisted generation",
+        "take back what was drafted",
+        "Leave the assistant out",
+        (("prompt_lookup_num_tokens", 2),),
+    ),
+    "beside": Way(
+        "a generate() beside another",
+        "keep the states of two sequences apart: they are inside its modules",
+        "Generate one after the other",
+    ),
+    "forward": Way(
+        "a plain forward on a used cache",
+        "go on from its own state",
+        "Give use_cache=False and all tokens, or use generate()",
+    ),
+    "pieces": Way(
+        "a forward of several tokens on a used cache",
+        "go on from its state with several tokens",
+        "Pass them one by one, or all at once without a cache",
+    ),
+    **_forward_ways(),
+    "forwards beside": Way(
+        "a plain forward on a used cache",
+        "keep the states of two sequences apart: they are inside its modules",
+        "Give use_cache=False and all tokens, or use generate()",
+    ),
+}
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Keep what is in force around the caller (autocast, device) from the twin, and the twin from global randomness."""
+    with (
+        torch.inference_mode(False),
+        own_randomness(0),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """Rows `ids [B, T]` of a decoder; an encoder is given row `first` of `ROWS` and those after it."""
+    return (
+        {"input_ids": torch.tensor(ROWS)[first : first + len(ids)], "decoder_input_ids": ids}
+        if is_encoder_decoder(model)
+        else {"input_ids": ids}
+    )
+
+
+def _logits(output: Any) -> Tensor:
+    """The logits of an output, or of a bare decoder its last hidden states."""
+    logits = getattr(output, "logits", None)
+    answer: Tensor = logits if logits is not None else output.last_hidden_state
+    return answer
+
+
+def _caches(output: Any) -> dict[str, Any]:
+    """The caches of an output by name."""
+    return {name: getattr(output, name) for name in CACHES if getattr(output, name, None) is not None}
+
+
+def _truth(model: Any, ids: Tensor, row: int = 0) -> Tensor:
+    """The logits `[T, V]` of one row `[1, T]`, row `row` of its batch, in one forward without a cache."""
+    return _logits(model(**_inputs(model, ids, row), use_cache=False))[0]
+
+
+def _distance(answer: Tensor, truth: Tensor) -> float:
+    return float((answer.float() - truth.float()).abs().max() / truth.float().abs().max().clamp_min(1e-9))
+
+
+def try_way(model: Any, way: str) -> float:
+    """How far the twin's answer, run in one of `WAYS` or with more after a row, is from the truth, of the largest."""
+    if way in (PADDING_AFTER, MORE_AFTER):
+        return _try_after(model, way == PADDING_AFTER)
+    if way.startswith(("forward", "pieces", "whole")):
+        return _try_forwards(model, way)
+    return _try_generate(model, way)
+
+
+def _try_generate(model: Any, way: str) -> float:
+    # What its own configuration says of ends, penalties and forced tokens does not matter here.
+    model.generation_config = GenerationConfig(bos_token_id=1, decoder_start_token_id=1)
+    config = GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=VOCABULARY,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
+    options: dict[str, Any] = {"generation_config": config, **dict(WAYS[way].options)}
+    ids = torch.tensor(ROWS if way in ("padded", "padded, no cache", "beams") else ROWS[:1])
+    first = 0
+    if way.startswith("padded"):
+        first, ids = 3, torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+        options["attention_mask"] = (ids != 0).long()
+    if is_encoder_decoder(model) and way in ("turn", "beside", "padded"):
+        raise NotImplementedError("what its prompt is does not go on")
+    if way == "turn":
+        first_turn = model.generate(ids, **options)
+        options[_name_of_cache(model)] = list(_caches(first_turn).values())[0]
+        ids = torch.cat([first_turn.sequences, torch.tensor([[30, 31, 32]])], dim=1)
+    if way == "beside":
+        options["logits_processor"] = LogitsProcessorList([_AnotherSequence(model)])
+    out = model.generate(ids, **options)
+    if "num_beams" in options:
+        return _distance_of_beams(model, out, 1 if is_encoder_decoder(model) else ids.shape[1])
+    return max(
+        _distance(
+            torch.stack([step[row] for step in out.logits]),
+            _truth(model, out.sequences[row : row + 1, first:-1], row)[-len(out.logits) :],
+        )
+        for row in range(len(ids))
+    )
+
+
+def _name_of_cache(model: Any) -> str:
+    names = [name for name in CACHES if name in inspect.signature(model.forward).parameters]
+    return names[0] if names else CACHES[0]
+
+
+def _distance_of_beams(model: Any, out: Any, width: int) -> float:
+    """The score that each sequence was chosen by, against the mean log probability of its tokens; of the latter."""
+    worst = 0.0
+    for row, sequence in enumerate(out.sequences):
+        log_probabilities = _truth(model, sequence[None, :-1], row).log_softmax(-1)[width - 1 :]
+        mean = float(log_probabilities.gather(1, sequence[width:, None]).mean())
+        worst = max(worst, abs(float(out.sequences_scores[row]) - mean) / max(1.0, abs(mean)))
+    return worst
+
+
+class _AnotherSequence(LogitsProcessor):
+    """After each step of a sequence, another begins to be read."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._model(**_inputs(self._model, torch.tensor(ROWS[1:])), use_cache=True)
+        return scores
+
+
+def _try_forwards(model: Any, way: str) -> float:
+    """A row whole, or in pieces, each going on from the cache that the one before gave."""
+    width, n_padding = len(ROWS[0]), 3 if "padded" in way else 0
+    pieces = (width,) if way.startswith("whole") else (3, 2, 2) if way.startswith("pieces") else (width - 3, 1, 1, 1)
+    if n_padding and is_encoder_decoder(model):
+        raise NotImplementedError("whose mask it is differs")
+    caches: list[dict[str, Any]] = [{}, {}]
+    rows, answers, at = [torch.tensor([row]) for row in ROWS], [], 0
+    for size in pieces:
+        for i, row in enumerate(rows[: 1 + (way == "forwards beside")]):
+            begin = at + n_padding if at else 0  # padding comes with the first piece
+            end = at + size + n_padding
+            padded = torch.cat([torch.zeros(1, n_padding, dtype=row.dtype), row], dim=1)
+            inputs = _inputs(model, padded[:, begin:end])
+            if "no positions" not in way and not is_encoder_decoder(model):
+                inputs["position_ids"] = (torch.arange(begin, end) - n_padding).clamp_min(0)[None]
+            if "masked" in way or "padded" in way:
+                inputs["attention_mask"] = (torch.arange(end) >= n_padding).long()[None]
+            if not caches[i] and at:
+                raise NotImplementedError("gives no cache to go on with")
+            out = model(**inputs, **caches[i], use_cache=len(pieces) > 1)
+            caches[i] = _caches(out)
+            if i == 0:
+                answers.append(_logits(out)[0][n_padding if not at else 0 :])
+        at += size
+    return _distance(torch.cat(answers), _truth(model, rows[0]))
+
+
+def _try_after(model: Any, padding: bool) -> float:
+    """A row that goes on, by padding or more tokens, against the same row alone: both longer than a short window."""
+    short, long = torch.tensor([ROWS[0] * 2]), torch.tensor([ROWS[1] * 3])
+    ids = torch.cat([torch.cat([short, torch.zeros_like(long) if padding else long], dim=1)[:, : long.shape[1]], long])
+    mask = torch.ones_like(ids)
+    mask[0, short.shape[1] :] = int(not padding)
+    decoder, _ = find_layers(model)
+    alone, beside = (
+        _logits(decoder(input_ids=x, attention_mask=y, use_cache=False))
+        for x, y in ((short, torch.ones_like(short)), (ids, mask))
+    )
+    return _distance(beside[0, : short.shape[1]], alone[0])
+
+
+def drops_mask(model: Any) -> bool:
+    """Whether a mask of the outer forward does not come to the decoder."""
+    decoder, _ = find_layers(model)
+    ids = torch.tensor(ROWS)
+    if decoder is model or is_encoder_decoder(model):
+        return False
+    masks: list[Any] = []
+    names = list(inspect.signature(decoder.forward).parameters)
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        masks.append({**dict(zip(names, args, strict=False)), **kwargs}.get("attention_mask"))
+
+    handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except Exception:  # it takes no mask, and says so
+        return False
+    finally:
+        handle.remove()
+    return all(mask is None for mask in masks)
+
+
+def site_shapes(model: Any) -> dict[tuple[str, str, str], tuple[int, ...]]:
+    """The shapes that each kind of site gives for two rows, by kind and the classes of layer and module."""
+    _, layers = find_layers(model)
+    shapes: dict[tuple[str, str, str], tuple[int, ...]] = {}
+
+    def noting(key: tuple[str, str, str]) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, (tuple, list)) else output
+            if isinstance(hidden, Tensor):
+                shapes[key] = tuple(hidden.shape)
+
+        return hook
+
+    handles = []
+    for at, layer in enumerate(layers):
+        for kind in ("resid_post", "attn_out", "mlp_out"):
+            try:
+                module = site_module(layers, f"{kind}.{at}")
+            except NotSupportedHost:
+                continue
+            key = (kind, type(layer).__name__, type(module).__name__)
+            handles.append(module.register_forward_hook(noting(key)))
+    try:
+        model(**_inputs(model, torch.tensor(ROWS)), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes

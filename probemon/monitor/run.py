@@ -280,7 +280,7 @@ class MonitorRun:
                 "run.stop_mine() is for what is called in the thread that generates (an action, a listener): from"
                 " elsewhere call run.stop()"
             )
-        generation.stop_all = True
+        generation.stop_all_rows()
 
     @property
     def recordings(self) -> list[Recording]:
@@ -447,7 +447,6 @@ class MonitorRun:
     ) -> Report | None:
         if not len(placed):
             return None
-        assert recording.retained is not None
         rows = placed.rows
         origin = (
             rows
@@ -456,19 +455,18 @@ class MonitorRun:
         )
         if isinstance(states, str):
             scores = Scores.nothing(len(placed), self.manager.pack.n_probes, states, self.manager.report_top_k)
-            recording.retained[rows] = recording.retained[origin]
+            recording.retain(rows, recording.retained_of(origin))
             self._tell(generation, recording, placed, scores)
             return None
         audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         if placed.phase == PROMPT:
             return lambda report: self._prompt_ended(generation, recording, placed, states, audit) if report else None
-        begun = self.manager.begin(self._plan, states, recording.retained[origin], audit)
+        begun = self.manager.begin(self._plan, states, recording.retained_of(origin), audit)
 
         def step_ended(report: bool) -> None:
             scores, kept = begun() if callable(begun) else begun
             if report:
-                assert recording.retained is not None
-                recording.retained[rows] = kept
+                recording.retain(rows, kept)
                 self._tell(generation, recording, placed, scores)
 
         return step_ended
@@ -481,11 +479,10 @@ class MonitorRun:
         states: States,
         audit: Mask | None,
     ) -> None:
-        assert recording.retained is not None
         # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
         found, last = np.unique(placed.rows[::-1], return_index=True)
         kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
-        recording.retained[found] = kept
+        recording.retain(found, kept)
         self._tell(
             generation, recording, placed, Scores.join(parts, self.manager.pack.n_probes, self.manager.report_top_k)
         )
@@ -503,11 +500,7 @@ class MonitorRun:
                 if not seen.all():
                     self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
             if placed.phase == GENERATED and self._rules:
-                generation.acting = True
-                try:
-                    self._act(generation, placed, scores)
-                finally:
-                    generation.acting = False
+                generation.run_actions(self._act, generation, placed, scores)
         for listener in self._listeners:
             self._call("a listener", listener, placed, scores)
         if self._deliveries:
@@ -533,7 +526,7 @@ class MonitorRun:
     def _act(self, generation: Generation, placed: PlacedTokens, scores: Scores) -> None:
         pack = self.manager.pack
         for number, rule in enumerate(self._rules):
-            for i, score, value in rule.observe(placed, scores, generation.rule_states.setdefault(number, {})):
+            for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
                 row, column = int(placed.rows[i]), int(placed.columns[i])
                 concept = pack.concepts[rule.probe]
                 event = Event(
@@ -554,24 +547,17 @@ class MonitorRun:
                 )
                 if callable(rule.action):
                     self._call("an action", rule.action, event)
-                    if (
-                        generation.stop[row] or generation.stop_all
-                    ):  # it stopped what it saw: a held streamer hides that too
-                        generation.stop_column = (
-                            column if generation.stop_column is None else min(column, generation.stop_column)
-                        )
-                    continue
-                generation.stop_column = (
-                    column if generation.stop_column is None else min(column, generation.stop_column)
-                )
-                if rule.action == "stop":
-                    generation.stop[row] = True
-                elif generation.raising is None:
-                    generation.raising = ConceptRaised(
+                    if generation.row_stops(row):  # it stopped what it saw: a held streamer hides that too
+                        generation.hide_from(column)
+                elif rule.action == "stop":
+                    generation.stop_row(row, column)
+                else:
+                    error = ConceptRaised(
                         f"{event.name} ({event.concept}) was over {rule.above} at {rule.for_tokens} tokens in a row,"
                         f" the last at row {row}, column {column}",
                         event,
                     )
+                    generation.raise_later(error, column)
 
     def _gap(self, gap: Gap) -> None:
         self.gaps.append(gap)

@@ -95,8 +95,7 @@ class RoutingMonitor(RoutingRecorder):
     ) -> None:
         """Of tokens nothing is kept, so that nothing grows; they are numbered all the same."""
         with self._lock:
-            recording.n_entries += len(placed)
-            recording.n_forgotten += len(placed)
+            recording.add_forgotten(len(placed))
             keep_newest(self._watcher.recordings, 0)
 
     def _guarded(self, what: str, function: Callable[..., object], *arguments: Any) -> None:

@@ -92,6 +92,10 @@ class SequenceColumns:
             return
         self.last_column[done & (self.last_column == NEVER)] = column
 
+    def take_back(self, column: int) -> None:
+        """Columns from `column` on were drafts that were rejected, and may be shown again."""
+        self.frontier = min(self.frontier, column)
+
     def begin(self, column: int, n_rows: int) -> None:
         """What is shown here begins at `column`, in `n_rows` rows: said once, before anything else."""
         if self.first_column < 0:

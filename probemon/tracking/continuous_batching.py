@@ -45,9 +45,7 @@ class Request:
     def follow(self, state: Any) -> None:
         """It runs as `state` from now on."""
         self.state = weakref.ref(state)
-        self.generation.end = self._end
-        if self.generation.stopping:
-            self._end()
+        self.generation.end_by(self._end)
 
     def _end(self) -> None:
         state = self.state()
@@ -58,15 +56,15 @@ class Request:
 class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
-    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that
-    columns before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of
-    `generate_batch` run; `errors` of forwards: in a thread of transformers' they would only fail the requests.
+    `new_recording(call, **attributes)` makes a recording in the run. `seen_up_to(recording, ids, 0, end, generation)`
+    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `n_calls` of
+    `generate_batch` run. `errors` of forwards: in a thread of transformers' they would only fail the requests.
     """
 
     def __init__(
         self,
         model: Any,
-        new_recording: Callable[[SequenceColumns], Recording],
+        new_recording: Callable[..., Recording],
         seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
     ) -> None:
@@ -109,7 +107,7 @@ class ContinuousBatches:
             running = [request.generation for live in self._live.values() for request in list(live.values())]
             self._stop_new = self.n_calls > 0
         for generation in running:
-            generation.stop_all = True
+            generation.stop_all_rows()
         return len(running)
 
     def _open(self, owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +248,8 @@ class ContinuousBatches:
                 else request.generation
             )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            generation.recording.output, generation.recording.ids, generation.recording.done = output, ids, True
+            generation.recording.keep_output(output, ids)
+            generation.recording.close()
             ended.append((generation, ids))
         return ended
 
@@ -262,7 +261,7 @@ class ContinuousBatches:
         """
         live = self._live[manager]
         for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
-            live.pop(request_id).generation.recording.done = True
+            live.pop(request_id).generation.recording.close()
 
     def _request(self, manager: Any, state: Any) -> Request:
         live = self._live[manager]
@@ -282,14 +281,16 @@ class ContinuousBatches:
         return live[state.request_id]
 
     def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
-        recording = self._new_recording(SequenceColumns(len(prompt)))
-        recording.request, recording.before = request_id, SHARED
         parent = live.get(request_id.split(_CHILD)[0]) if _CHILD in request_id else None
-        if parent is not None and parent.prompt == prompt:
-            recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
-        return Generation(
-            recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new
+        # A fork begins where its parent had come to.
+        forked = parent.generation.recording if parent is not None and parent.prompt == prompt else None
+        recording = self._new_recording(
+            SequenceColumns(len(prompt)),
+            request=request_id,
+            before=SHARED,
+            earlier=forked,
         )
+        return Generation(recording, GenerateCall(len(prompt), 0), stop_all=self._stop_new)
 
     def _shared(self, manager: Any, n_columns: int) -> bool:
         """Whether so many columns may have been shared with another request: whole pages, where sharing is on."""
@@ -323,4 +324,4 @@ class ContinuousBatches:
 
 def _let_go_all(live: dict[str, Request]) -> None:
     for request in live.values():
-        request.generation.recording.done = True
+        request.generation.recording.close()

@@ -11,7 +11,6 @@ and handed on at the last one; after the decoder, a forward that escaped a tap i
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import threading
@@ -84,7 +83,7 @@ class DecoderHooks:
         self._width, self._in_parts = hidden_size(model), False
         self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.thread = ThreadState()
-        self.batches = ContinuousBatches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
+        self.batches = ContinuousBatches(model, self.new_recording, self.seen_up_to, take_stop)
         self._n_recordings = 0
         self.documents: set[int] = set()  # numbers of those that no generation went on from
         self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
@@ -149,17 +148,19 @@ class DecoderHooks:
             possible=recording.beams is None,
         )
         for placed in call.missed(given, ids_begin, end, generation.mask):
-            self.hand(generation, self._ready(recording, generation), placed, GAP)
+            self.hand(generation, recording, placed, GAP)
 
     def _blind(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
         if self._on_gap is None or not possible:
             raise AlignmentError(reason)
         self._on_gap(Gap(recording.number, first, last, reason))
 
-    def new_recording(self, call: SequenceColumns, offset: int) -> Recording:
-        recording = Recording(call, offset, self._n_probes, host=host_state(self.model))
+    def new_recording(self, call: SequenceColumns, offset: int = 0, **attributes: Any) -> Recording:
+        """Make the next recording of the run; `attributes`: others of a `Recording` that are known by now."""
+        host = host_state(self.model)
         with self._lock:
-            recording.number, self._n_recordings = self._n_recordings, self._n_recordings + 1
+            recording = Recording(call, offset, self._n_probes, host=host, number=self._n_recordings, **attributes)
+            self._n_recordings += 1
             self.recordings.append(recording)
         return recording
 
@@ -173,7 +174,7 @@ class DecoderHooks:
         if mine.generation is not None:
             self.ended()  # of the forward before this one
             self.finish()
-        mine.recording, mine.waiting, mine.shape, mine.ran = None, [], (), set()
+        mine.open_recording, mine.waiting, mine.shape, mine.ran = None, [], (), set()
         early, mine.early = mine.early, {}
         if self._rehearses():
             return
@@ -194,10 +195,7 @@ class DecoderHooks:
         if given.get("cu_seq_lens_q") is not None:
             with self.batches.reporting():
                 packed = self.batches.place(given)
-            mine.waiting = [
-                PendingTokens(generation, self._ready(generation.recording, generation), placed)
-                for generation, placed in packed
-            ]
+            mine.waiting = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
             mine.shape = tuple(given["input_ids"].shape)
             mine.seconds = time.perf_counter() - begin
             if self._closing.id not in self.decoder._forward_hooks:
@@ -224,17 +222,16 @@ class DecoderHooks:
             recording = self._document(forward, cache)
         else:
             if generation.by_hand and generation.recording.call.first_column < 0:
-                generation.prompt = dataclasses.replace(generation.prompt, cached=forward.start, cache=cache)
+                generation.begin_on(cache, forward.start)
             recording = self.begin(generation, min(generation.prompt.cached, forward.start), len(forward.ids))
             generation.check_ids(forward)
             if forward.start > recording.call.frontier:
                 self.seen_up_to(recording, generation.ids, generation.begin, forward.start, generation)
         placed = recording.call.place(forward)
-        self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
         mine.waiting = [PendingTokens(generation, recording, part) for part in placed]
-        mine.recording, mine.shape = recording, forward.ids.shape
+        mine.open_recording, mine.shape = recording, forward.ids.shape
         if self._in_parts or self._bracket.is_open:
             self._tap.buffers.make_room(mine.shape, self._width)
         if cache is not None:
@@ -249,20 +246,11 @@ class DecoderHooks:
         """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
         recording = generation.recording
         if recording.call.first_column < 0:
-            recording.call.begin(column, n_rows)
-            if column > 0:
-                recording.earlier = self._known(generation.prompt.cache, n_rows, column)
-                earlier = recording.earlier
-                while earlier is not None:  # a prefix that was read for this generation
-                    self.documents.discard(earlier.number)
-                    earlier = earlier.earlier
-        return recording
-
-    def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
-        if recording.retained is None:
-            recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
-        if generation is not None and not len(generation.stop):
-            generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
+            earlier = self._known(generation.prompt.cache, n_rows, column)
+            recording.begin(column, n_rows, earlier)
+            while earlier is not None:  # a prefix that was read for this generation
+                self.documents.discard(earlier.number)
+                earlier = earlier.earlier
         return recording
 
     def _document(self, forward: Forward, cache: Any) -> Recording:
@@ -280,9 +268,8 @@ class DecoderHooks:
             if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
                 self.recordings.append(known)
             return known
-        document = self.new_recording(SequenceColumns(None), 0)
-        document.done = True  # for all that is known: another forward may go on with it
-        document.earlier = known
+        # done, for all that is known: another forward may go on with it
+        document = self.new_recording(SequenceColumns(None), earlier=known, done=True)
         self.documents.add(document.number)
         return document
 
@@ -354,7 +341,7 @@ class DecoderHooks:
                 self._ran_outside(site)
             return
         begin = time.perf_counter()
-        with self.batches.reporting() if mine.recording is None else nullcontext():
+        with self.batches.reporting() if mine.open_recording is None else nullcontext():
             if site in mine.ran:
                 self._forget_forward()
                 raise AlignmentError(ran_again(site))
@@ -375,7 +362,7 @@ class DecoderHooks:
             # A device may begin now, beside the layers that are left. What it finds is reported once the forward has
             # ended, since only then it is known that each site ran once; several batches of tokens begin with one
             # another's retained sets.
-            if mine.recording is not None and len(mine.waiting) == 1 and self._complete():
+            if mine.open_recording is not None and len(mine.waiting) == 1 and self._complete():
                 self._hand_on()
         mine.seconds += time.perf_counter() - begin
 
@@ -420,10 +407,7 @@ class DecoderHooks:
                 one.generation is not None and one.generation.end is not None
             ):  # continuous batching has no criteria to stop at
                 self.finish()
-                if one.generation.raising is not None:
-                    raise one.generation.raising
-                if one.generation.stopping:
-                    one.generation.end()
+                one.generation.end_request()
         mine.waiting = []
 
     def hand(
@@ -454,7 +438,7 @@ class DecoderHooks:
         if not mine.waiting:
             return
         mine.shape = ()
-        with self.batches.reporting() if mine.recording is None else nullcontext():
+        with self.batches.reporting() if mine.open_recording is None else nullcontext():
             if self._complete():
                 self._hand_on()
                 return
@@ -486,9 +470,9 @@ class DecoderHooks:
         self.finish()
         mine.seconds += time.perf_counter() - begin
         cache = getattr(output, "past_key_values", None)
-        if cache is not None and mine.recording is not None:
-            self.by_cache[cache] = mine.recording
-        mine.recording, mine.shape = None, ()
+        if cache is not None and mine.open_recording is not None:
+            self.by_cache[cache] = mine.open_recording
+        mine.open_recording, mine.shape = None, ()
         self.seconds.append(mine.seconds)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
@@ -49,10 +48,7 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
     if generation is None or generation.by_hand:
         mask = _plain_mask(given.get("attention_mask"))
     if generation is not None and generation.by_hand:
-        if mask is None and generation.mask is not None:  # what was padding stays padding
-            known = generation.mask
-            mask = np.pad(known, ((0, 0), (0, max(0, start + ids.shape[1] - known.shape[1]))), constant_values=1)
-        generation.mask = mask
+        mask = generation.extend_mask(mask, start + ids.shape[1])
     elif generation is not None:
         mask = generation.mask
     return Forward(start, ids.detach().cpu().numpy(), mask), cache

@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -37,7 +38,8 @@ States = dict[str, Tensor]
 class Generation:
     """`ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
 
-    `stop [B]`: rows an action stopped; `stop_all`: every row is to end; `raising`: what an action raises.
+    It alone assigns its attributes. What is to end is said to `stop_all_rows`, `stop_row` and `raise_later`, and kept
+    in `stop [B]` (rows that an action stopped; empty before the first), `stop_all` and `raising`.
 
     `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were
     scored, from `blind_column` on not all. `on_failure`: called when `generate` raises.
@@ -73,10 +75,11 @@ class Generation:
     prompt_checked: bool = False
     sampled: bool = False
 
-    def sequence(self, ids: Any, mask: Any) -> None:
+    def prepare_forward(self, ids: Any, mask: Any) -> None:
         """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None
         where there is none.
         """
+        self.prepared = True
         before, given = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
         self.ids, self.begin = given, self.prompt.offset
         if self.prompt.chunked and given is not None and given.shape[1] + self.begin <= self.prompt.columns:
@@ -84,6 +87,44 @@ class Generation:
             if before is not None:
                 self.ids = np.concatenate([before, given], axis=1)
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
+
+    def take_sampled(self, ids: Ints) -> None:
+        """A loop by hand has sampled a column: `ids [B, L]` are its whole sequence."""
+        self.ids, self.begin = ids, 0
+
+    def begin_on(self, cache: Any, n_columns: int) -> None:
+        """A loop by hand begins on a cache of so many columns."""
+        self.prompt = dataclasses.replace(self.prompt, cached=n_columns, cache=cache)
+
+    def extend_mask(self, mask: Ints | None, n_columns: int) -> Ints | None:
+        """Keep the mask of a forward of a loop by hand; where it has none, what was padding stays padding."""
+        if mask is None and self.mask is not None:
+            n_new = max(0, n_columns - self.mask.shape[1])
+            mask = np.pad(self.mask, ((0, 0), (0, n_new)), constant_values=1)
+        self.mask = mask
+        return mask
+
+    @contextmanager
+    def proposing(self) -> Iterator[None]:
+        """While the block runs, the model proposes tokens to itself: nothing of that is in the output."""
+        self.drafting += 1
+        try:
+            yield
+        finally:
+            self.drafting -= 1
+            self.prepared = False
+
+    def states_of_rule(self, number: int) -> dict[int, Any]:
+        """What a rule knows of each row: `Rule.observe` replaces the values."""
+        return self.rule_states.setdefault(number, {})
+
+    def run_actions(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Call `act`, which calls actions: a `generate()` from there is no draft of this one."""
+        self.acting = True
+        try:
+            act(*arguments)
+        finally:
+            self.acting = False
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
         """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where
@@ -160,7 +201,7 @@ class Generation:
         call, offset = self.recording.call, self.recording.offset
         kept = ids.detach().cpu().numpy()
         last = offset + kept.shape[1] - 1  # the newest token comes from the logits: it was not run
-        drafts, self.drafts = self.drafts, []
+        drafts, self.drafts, self.prepared = self.drafts, [], False
         for placed, states in drafts:
             for i in range(len(placed)):
                 column = int(placed.columns[i])
@@ -173,16 +214,63 @@ class Generation:
                     )
                 one = dataclasses.replace(placed.take(np.array([i])), draft=False)
                 yield one, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
-        call.frontier = min(call.frontier, last)
+        call.take_back(last)
+
+    def mark_sampled(self) -> None:
+        """A token was sampled; `ended` says next which rows end with it."""
+        self.sampled = True
 
     def ended(self, ids: Tensor, done: Tensor, pads: bool) -> None:
         """The stopping criteria said `done` of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        if not self.sampled:
+            return
+        self.sampled = False
         call, beams = self.recording.call, self.recording.beams
         ends = done.cpu().numpy()
         if beams is not None:
             beams.ended(ids.detach().cpu().numpy(), ends, call.n_rows // beams.n_beams)
             ends = np.zeros(call.n_rows, dtype=bool)
         call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
+
+    # -- what is to end --------------------------------------------------------------------------
+
+    def stop_all_rows(self) -> None:
+        """Every row is to end with the token that is sampled next."""
+        self.stop_all = True
+
+    def stop_row(self, row: int, column: int) -> None:
+        """An action stops a row for what was scored at `column`."""
+        self.hide_from(column)
+        if not len(self.stop):
+            self.stop = np.zeros(self.recording.call.n_rows, dtype=bool)
+        self.stop[row] = True
+
+    def raise_later(self, error: BaseException, column: int) -> None:
+        """An action raises for what was scored at `column`: the first error ends the generation at its next token."""
+        self.hide_from(column)
+        if self.raising is None:
+            self.raising = error
+
+    def hide_from(self, column: int) -> None:
+        """A held streamer shows nothing from `column` on."""
+        self.stop_column = column if self.stop_column is None else min(column, self.stop_column)
+
+    def row_stops(self, row: int) -> bool:
+        """Whether this row is to end at its next token."""
+        return self.stop_all or bool(len(self.stop) and self.stop[row])
+
+    def end_by(self, end: Callable[[], None]) -> None:
+        """Of continuous batching, which has no criteria to stop at: `end` ends the request with its next token."""
+        self.end = end
+        if self.stopping:
+            end()
+
+    def end_request(self) -> None:
+        """Of continuous batching: end the request if it is to end, and raise what an action raises."""
+        if self.raising is not None:
+            raise self.raising
+        if self.end is not None and self.stopping:
+            self.end()
 
     @property
     def stopping(self) -> bool:
@@ -228,7 +316,7 @@ class ThreadState(threading.local):
         self.foreign = False  # the next forward is of a generate() that began before this run attached
         self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
-        self.recording: Recording | None = None  # of the open forward, where it is of one
+        self.open_recording: Recording | None = None  # of the open forward, where it is of one
         self.waiting: list[PendingTokens] = []
         self.early: States = {}  # of sites that run before the forward their output is of
         self.ran: set[str] = set()  # sites that the open forward has run through

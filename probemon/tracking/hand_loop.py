@@ -82,7 +82,7 @@ class HandLoop:
         self._ended = ended if self._ended is None else ended | self._ended.to(ended.device)
         self.ids = ids.detach().clone()
         self._ended = self._sampled(generation, ids, self._ended, True)
-        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0
+        generation.take_sampled(ids.detach().cpu().numpy())
         return self._ended.clone()
 
 

@@ -59,18 +59,20 @@ class Tokens:
 
 @dataclass(eq=False)
 class Recording:
-    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
+    """Tokens and scores in the order they came. It alone assigns its attributes; whoever knows more calls a method.
 
-    `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
-    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all
-    of columns before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
+    `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
+    that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
+    `before`: why columns before the first were not seen. `done`: nothing more will come. `n_entries` were added, the
+    first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in
+    its process.
     """
 
     call: SequenceColumns
     offset: int
     n_probes: int
     earlier: Recording | None = None
-    output: Any = None  # what generate() returned, once it has, and a copy of its ids [B, L]
+    output: Any = None
     ids: Ints | None = None
     retained: Mask | None = None
     beams: Beams | None = None
@@ -97,6 +99,32 @@ class Recording:
         self._n_small += 1
         if self._n_small == _PIECES:
             self._join()
+
+    def add_forgotten(self, n: int) -> None:
+        """Count `n` tokens of which nothing is kept."""
+        self.n_entries += n
+        self.n_forgotten += n
+
+    def begin(self, column: int, n_rows: int, earlier: Recording | None) -> None:
+        """Say where it begins, before anything is shown; `earlier`, if any, has the columns before `column`."""
+        self.call.begin(column, n_rows)
+        self.earlier = earlier or self.earlier
+
+    def retained_of(self, rows: Ints) -> Mask:
+        """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
+        return self._retained()[rows]
+
+    def retain(self, rows: Ints, sets: Mask) -> None:
+        """Replace the sets of these rows by `sets [len(rows), P]`."""
+        self._retained()[rows] = sets
+
+    def keep_output(self, output: Any, ids: Ints, host_after: HostState | None = None) -> None:
+        """Keep what the generation returned, its ids `[B, L]`, and what the host was when it ended."""
+        self.output, self.ids, self.host_after = output, ids, host_after
+
+    def close(self) -> None:
+        """Say that nothing more will come."""
+        self.done = True
 
     def forget(self, n: int) -> int:
         """Drop the scores of at most `n` of the oldest tokens, whole pieces only; how many were dropped."""
@@ -169,6 +197,11 @@ class Recording:
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _retained(self) -> Mask:
+        if self.retained is None:  # how many rows there are is known with the first forward
+            self.retained = np.zeros((self.call.n_rows, self.n_probes), dtype=bool)
+        return self.retained
 
     def _join(self) -> None:
         """Make one piece of the newest small ones, as far as they are of one phase."""

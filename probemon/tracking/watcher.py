@@ -116,7 +116,7 @@ class Watcher:
         with self._lock:
             running = list(self._running)
             for generation in running:
-                generation.stop_all = True
+                generation.stop_all_rows()
             n_requests = self._forwards.batches.stop()
             self._stop_next = not running and not n_requests and not self._forwards.batches.n_calls
 
@@ -161,12 +161,8 @@ class Watcher:
                     "generate() inside generate() (from an action or a criterion), or inside run.generating: whose"
                     " tokens a forward shows would be a guess. Generate after the first has ended"
                 )
-            outer.drafting += 1  # the model proposes tokens to itself: nothing of that is in the output
-            try:
+            with outer.proposing():
                 return original(*args, **kwargs)
-            finally:
-                outer.drafting -= 1
-                outer.prepared = False
         try:
             prompt = read_call(self.model, args, kwargs)
             self._forwards.abilities.check_generate(
@@ -178,10 +174,10 @@ class Watcher:
                 kwargs["streamer"].failed()
             raise
         recording = self._forwards.new_recording(
-            SequenceColumns(prompt.columns, speculative=prompt.speculative), prompt.offset
+            SequenceColumns(prompt.columns, speculative=prompt.speculative),
+            prompt.offset,
+            beams=Beams(prompt.n_beams, prompt.columns - prompt.offset) if prompt.n_beams > 1 else None,
         )
-        if prompt.n_beams > 1:
-            recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = Generation(recording, prompt)
         with self._following(generation):
             out = original(*args, **kwargs)
@@ -205,7 +201,7 @@ class Watcher:
         prompt = GenerateCall(from_column, 0)
         self._check(prompt)
         self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
-        generation = Generation(self._forwards.new_recording(SequenceColumns(from_column), 0), prompt, by_hand=True)
+        generation = Generation(self._forwards.new_recording(SequenceColumns(from_column)), prompt, by_hand=True)
         loop = HandLoop(generation, self._sampled_by_hand, self.current)
         with self._following(generation):
             yield loop
@@ -230,7 +226,8 @@ class Watcher:
         FOLLOWING.models[id(self.model)] += 1
         FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
-        generation.stop_all |= self._take_stop()
+        if self._take_stop():
+            generation.stop_all_rows()
         try:
             yield
         except BaseException:
@@ -245,11 +242,11 @@ class Watcher:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
                 self._forwards.leave()
-                generation.recording.done = True
+                generation.recording.close()
 
     def _returned(self, recording: Recording, sequences: Tensor) -> None:
-        recording.output, recording.ids = sequences, sequences.detach().cpu().numpy().astype(np.int64)
-        recording.host_after = host_state(self.model)
+        ids = sequences.detach().cpu().numpy().astype(np.int64)
+        recording.keep_output(sequences, ids, host_state(self.model))
         if self._on_end is not None:
             self._on_end(recording)
 
@@ -264,8 +261,7 @@ class Watcher:
         )
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
-            generation.prepared = True
-            generation.sequence(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
+            generation.prepare_forward(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
         return original(*args, **kwargs)
 
     def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
@@ -297,9 +293,8 @@ class Watcher:
         return done
 
     def _ended(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
-        if self._forwards.scores and generation.sampled:
+        if self._forwards.scores:
             generation.ended(ids, done, pads)
-        generation.sampled = False
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
@@ -310,7 +305,6 @@ class Watcher:
         if generation.prompt.speculative:
             if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
                 return done
-            generation.prepared = False
             for placed, states in generation.accepted(ids):
                 self._forwards.hand(generation, recording, placed, states)
             self._forwards.finish()
@@ -328,7 +322,7 @@ class Watcher:
                 raise ConceptRaised("an action raised on rank 0, which scores", None)
         if generation.raising is not None:
             raise generation.raising
-        generation.sampled = True
+        generation.mark_sampled()
         return done | stopped
 
     def stopped(self, like: Tensor) -> Tensor:

@@ -109,11 +109,11 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "recording.earlier = self._known(generation.prompt.cache, n_rows, column)",
-        "pass",
+        "earlier = self._known(generation.prompt.cache, n_rows, column)",
+        "earlier = None",
         "the first turn is forgotten",
     ),
-    ("tracking/decoder_hooks.py", "document.earlier = known\n", "pass\n", "a document forgets what is in its cache"),
+    ("tracking/decoder_hooks.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
     (
         "tracking/generation.py",
         "self.ids = np.concatenate([before, given], axis=1)",
@@ -133,9 +133,9 @@ MUTATIONS = [
         "drafts are reported at once",
     ),
     (
-        "tracking/watcher.py",
-        "outer.drafting += 1",
-        "outer.drafting += 0",
+        "tracking/generation.py",
+        "self.drafting += 1",
+        "self.drafting += 0",
         "the model's own drafts are taken for its output",
     ),
     (
@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "call.frontier = min(call.frontier, last)",
+        "call.take_back(last)",
         "pass",
         "the frontier stays beyond rejected drafts",
     ),
@@ -222,8 +222,8 @@ MUTATIONS = [
     ),
     (
         "tracking/continuous_batching.py",
-        "recording.earlier = parent.generation.recording",
-        "recording.earlier = None",
+        "            earlier=forked,\n",
+        "            earlier=None,\n",
         "a fork forgets its parent",
     ),
     (
@@ -234,11 +234,8 @@ MUTATIONS = [
     ),
     (
         "tracking/continuous_batching.py",
-        "recording = self._new_recording(SequenceColumns(len(prompt)))\n        recording.request, recording.before",
-        (
-            "recording = self._new_recording(SequenceColumns(len(prompt) + 1))\n        recording.request,"
-            " recording.before"
-        ),
+        "            SequenceColumns(len(prompt)),\n",
+        "            SequenceColumns(len(prompt) + 1),\n",
         "a request's first token is called prompt",
     ),
     (
@@ -259,14 +256,14 @@ MUTATIONS = [
         "int(placed.columns.max()) + 2\n",
         "a held streamer shows a token before its score",
     ),
-    ("monitor/run.py", "        recording.retained[found] = kept\n", "", "the prompt hands nothing to the generation"),
+    ("monitor/run.py", "        recording.retain(found, kept)\n", "", "the prompt hands nothing to the generation"),
     (
         "monitor/run.py",
         "(len(placed) - 1 - last).tolist()",
         "last.tolist()",
         "another token's retained set begins the generation",
     ),
-    ("monitor/run.py", "                recording.retained[rows] = kept\n", "", "retained sets are not carried"),
+    ("monitor/run.py", "                recording.retain(rows, kept)\n", "", "retained sets are not carried"),
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
     (
         "host/compiled.py",
@@ -462,7 +459,7 @@ MUTATIONS = [
     ),
     (
         "tracking/hand_loop.py",
-        "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n",
+        "        generation.take_sampled(ids.detach().cpu().numpy())\n",
         "",
         "a loop by hand may run other tokens than it sampled",
     ),

@@ -53,7 +53,8 @@ from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.hand_loop import HandLoop, described
 from probemon.tracking.held_streamer import HeldStreamer
-from probemon.tracking.recording import Recording, Tokens, find_recording, keep_newest
+from probemon.tracking.recording import Recording, Tokens
+from probemon.tracking.run_recordings import find_recording, keep_newest
 from probemon.tracking.watcher import Watcher
 
 Listener = Callable[[PlacedTokens, Scores], None]
@@ -413,7 +414,7 @@ class MonitorRun:
                 " documents in a run without rules"
             )
         if error is None:
-            self._tell_silence()
+            self._warn_of_silence()
         if self.failures and self._raise_failures and error is None:
             first = self.failures[0]
             raise CallbackFailed(
@@ -422,7 +423,7 @@ class MonitorRun:
                 self.failures,
             ) from first
 
-    def _tell_silence(self) -> None:
+    def _warn_of_silence(self) -> None:
         """Warn where rules and sinks were quiet for another reason than that nothing was wrong."""
         n_unjudged, what = self._unjudged.total(), f"{len(self._rules)} rules and {len(self._sinks)} sinks"
         if (self._rules or self._sinks) and not self._watcher.called:
@@ -456,7 +457,7 @@ class MonitorRun:
         if isinstance(states, str):
             scores = Scores.nothing(len(placed), self.manager.pack.n_probes, states, self.manager.report_top_k)
             recording.retain(rows, recording.retained_of(origin))
-            self._tell(generation, recording, placed, scores)
+            self._publish(generation, recording, placed, scores)
             return None
         audit = sample(self.manager.audit_rate, self.audit_seed, recording.number, rows, placed.columns)
         if placed.phase == PROMPT:
@@ -467,7 +468,7 @@ class MonitorRun:
             scores, kept = begun() if callable(begun) else begun
             if report:
                 recording.retain(rows, kept)
-                self._tell(generation, recording, placed, scores)
+                self._publish(generation, recording, placed, scores)
 
         return step_ended
 
@@ -483,18 +484,20 @@ class MonitorRun:
         found, last = np.unique(placed.rows[::-1], return_index=True)
         kept, parts = self.manager.score_prompt(self._plan, states, (len(placed) - 1 - last).tolist(), audit=audit)
         recording.retain(found, kept)
-        self._tell(
+        self._publish(
             generation, recording, placed, Scores.join(parts, self.manager.pack.n_probes, self.manager.report_top_k)
         )
 
-    def _tell(self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores) -> None:
+    def _publish(
+        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
+    ) -> None:
         with self._keeping:
             recording.add(placed, scores)
             if self._keep_tokens is not None:
                 keep_newest(self._watcher.recordings, self._keep_tokens)
         if generation is not None:
             seen = scores.coverage.seen
-            generation.told(placed, seen)
+            generation.mark_scored(placed, seen)
             if placed.phase == GENERATED:
                 self._n_generated += len(placed)
                 if not seen.all():

@@ -28,7 +28,8 @@ from probemon.host.model import unwrap
 from probemon.telemetry.recorder import RoutingRecorder, RoutingSettings
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
-from probemon.tracking.recording import Recording, keep_newest
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
 
 LOG = logging.getLogger("probemon")

@@ -1,6 +1,6 @@
 """Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = ContinuousBatches(model, new_recording, seen_up_to, take_stop)
+    batches = ContinuousBatches(model, new_recording, check_seen, take_stop)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
@@ -56,7 +56,7 @@ class Request:
 class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
-    `new_recording(call, **attributes)` makes a recording in the run. `seen_up_to(recording, ids, 0, end, generation)`
+    `new_recording(call, **attributes)` makes a recording in the run. `check_seen(recording, ids, 0, end, generation)`
     is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `n_calls` of
     `generate_batch` run. `errors` of forwards: in a thread of transformers' they would only fail the requests.
     """
@@ -65,13 +65,13 @@ class ContinuousBatches:
         self,
         model: Any,
         new_recording: Callable[..., Recording],
-        seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
     ) -> None:
-        self._model, self._new_recording, self._seen_up_to, self._take_stop = (
+        self._model, self._new_recording, self._check_seen, self._take_stop = (
             model,
             new_recording,
-            seen_up_to,
+            check_seen,
             take_stop,
         )
         self.n_calls, self._stack = 0, ExitStack()
@@ -150,7 +150,7 @@ class ContinuousBatches:
         """Requests that end, in the thread of their manager: all of them but the last token has passed the taps."""
         for generation, ids in self._finish(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
-                self._seen_up_to(generation.recording, ids, 0, ids.shape[1] - 1, generation)
+                self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
         return original(outputs)
 
     def _opened(self, manager: Any) -> bool:
@@ -314,7 +314,7 @@ class ContinuousBatches:
         if first > max(call.frontier, 0) and not (
             call.first_column < 0 and (self._shared(manager, first) or _CHILD in state.request_id)
         ):
-            self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
+            self._check_seen(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
             call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding

@@ -150,7 +150,7 @@ class Generation:
             )
         self.prompt_checked = True
 
-    def told(self, placed: PlacedTokens, seen: Mask) -> None:
+    def mark_scored(self, placed: PlacedTokens, seen: Mask) -> None:
         """`placed` have their scores, where `seen`."""
         if placed.phase == GENERATED:
             first = int(placed.columns.min())
@@ -314,15 +314,21 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
+        self.unwatched: FrameType | None = None  # of a generate() of another head, which began before this run attached
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
         self.open_recording: Recording | None = None  # of the open forward, where it is of one
-        self.waiting: list[PendingTokens] = []
-        self.early: States = {}  # of sites that run before the forward their output is of
-        self.ran: set[str] = set()  # sites that the open forward has run through
+        self.pending: list[PendingTokens] = []
+        self.early_states: States = {}  # of sites that run before the forward their output is of
+        self.seen_sites: set[str] = set()  # sites that the open forward has run through
         self.inside = False  # whether a forward of the decoder is open, watched or not
-        self.unfinished: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
+        self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
         self.seconds = 0.0
+
+    def reset_forward(self) -> States:
+        """Forget the forward that was open; the states of sites that ran before the one that opens now."""
+        self.open_recording, self.pending, self.shape, self.seen_sites = None, [], (), set()
+        early_states, self.early_states = self.early_states, {}
+        return early_states
 
 
 class FollowedCriteria(StoppingCriteriaList):

@@ -66,7 +66,7 @@ class Watcher:
     ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
-        self._forwards = DecoderHooks(
+        self._hooks = DecoderHooks(
             model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts
         )
         self._running: list[Generation] = []
@@ -79,27 +79,27 @@ class Watcher:
     @property
     def open(self) -> bool:
         """Whether the host is watched."""
-        return self._forwards.open
+        return self._hooks.open
 
     @property
     def recordings(self) -> list[Recording]:
         """Of every generation and document so far."""
-        return self._forwards.recordings
+        return self._hooks.recordings.kept
 
     @property
     def n_documents(self) -> int:
         """Documents of plain forwards that no generation went on from."""
-        return len(self._forwards.documents)
+        return len(self._hooks.recordings.documents)
 
     @property
     def forward_seconds(self) -> deque[float]:
         """Spent in our hooks, one entry a forward of the host."""
-        return self._forwards.seconds
+        return self._hooks.seconds
 
     @property
     def called(self) -> bool:
         """Whether this very model ran, or was asked to."""
-        return self._forwards.called
+        return self._hooks.called
 
     @property
     def n_generating(self) -> int:
@@ -109,7 +109,7 @@ class Watcher:
     @property
     def generating(self) -> bool:
         """Whether some thread is inside `generate()`."""
-        return bool(self._running) or self._forwards.batches.n_calls > 0
+        return bool(self._running) or self._hooks.batches.n_calls > 0
 
     def stop(self) -> None:
         """End every generation that runs, or the next one if none does."""
@@ -117,8 +117,8 @@ class Watcher:
             running = list(self._running)
             for generation in running:
                 generation.stop_all_rows()
-            n_requests = self._forwards.batches.stop()
-            self._stop_next = not running and not n_requests and not self._forwards.batches.n_calls
+            n_requests = self._hooks.batches.stop()
+            self._stop_next = not running and not n_requests and not self._hooks.batches.n_calls
 
     def _take_stop(self) -> bool:
         """Whether a stop came while nothing ran: it is meant for what begins now."""
@@ -129,17 +129,17 @@ class Watcher:
     @property
     def batch_errors(self) -> list[BaseException]:
         """Of forwards of a batching manager that the user runs, in a thread where nobody would see them."""
-        return self._forwards.batches.errors
+        return self._hooks.batches.errors
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             self._attaching_thread = threading.get_ident()
-            self._forwards.attach(stack)
+            self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
-                shadow(stack, self._forwards, self.model, "generate", self._generate)
-                shadow(stack, self._forwards, self.model, "prepare_inputs_for_generation", self._prepare)
-                shadow(stack, self._forwards, self.model, "_get_stopping_criteria", self._criteria)
-                self._forwards.batches.shadow(stack, self._forwards)
+                shadow(stack, self._hooks, self.model, "generate", self._generate)
+                shadow(stack, self._hooks, self.model, "prepare_inputs_for_generation", self._prepare)
+                shadow(stack, self._hooks, self.model, "_get_stopping_criteria", self._criteria)
+                self._hooks.batches.shadow(stack, self._hooks)
             self._stack = stack.pop_all()
         return self
 
@@ -147,14 +147,14 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _ATTACHING:
-            self._forwards.open = False
+            self._hooks.open = False
             self._stack.close()
 
     # -- one generate() --------------------------------------------------------------------------
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outer = self._forwards.thread.generation
-        self._forwards.called = True
+        outer = self._hooks.thread.generation
+        self._hooks.called = True
         if outer is not None:
             if not outer.prompt.speculative or outer.acting:
                 raise NotSupportedDecoding(
@@ -165,7 +165,7 @@ class Watcher:
                 return original(*args, **kwargs)
         try:
             prompt = read_call(self.model, args, kwargs)
-            self._forwards.abilities.check_generate(
+            self._hooks.abilities.check_generate(
                 prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length
             )
             self._check(prompt)
@@ -173,7 +173,7 @@ class Watcher:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
                 kwargs["streamer"].failed()
             raise
-        recording = self._forwards.new_recording(
+        recording = self._hooks.recordings.new(
             SequenceColumns(prompt.columns, speculative=prompt.speculative),
             prompt.offset,
             beams=Beams(prompt.n_beams, prompt.columns - prompt.offset) if prompt.n_beams > 1 else None,
@@ -182,7 +182,7 @@ class Watcher:
         with self._following(generation):
             out = original(*args, **kwargs)
             sequences = getattr(out, "sequences", out)
-            self._forwards.seen_up_to(
+            self._hooks.check_seen(
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
         self._returned(recording, sequences)
@@ -193,20 +193,20 @@ class Watcher:
         """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
-        if self._forwards.thread.generation is not None:
+        if self._hooks.thread.generation is not None:
             raise ConfigError(
                 "run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a"
                 " forward shows would be a guess"
             )
         prompt = GenerateCall(from_column, 0)
         self._check(prompt)
-        self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
-        generation = Generation(self._forwards.new_recording(SequenceColumns(from_column)), prompt, by_hand=True)
+        self._hooks.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
+        generation = Generation(self._hooks.recordings.new(SequenceColumns(from_column)), prompt, by_hand=True)
         loop = HandLoop(generation, self._sampled_by_hand, self.current)
         with self._following(generation):
             yield loop
-            self._forwards.ended()
-            self._forwards.finish()
+            self._hooks.close_forward()
+            self._hooks.wait_for_step()
             seen = generation.recording.call.frontier
             if loop.ids is None and 0 < seen < from_column and self._acts():
                 raise ConfigError(
@@ -215,14 +215,14 @@ class Watcher:
                     " from_column is the prompt's length"
                 )
             if loop.ids is not None:
-                self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
+                self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
             self._returned(generation.recording, loop.ids)
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
         """While the block runs, forwards of the calling thread are of this generation."""
-        self._forwards.thread.generation = generation
+        self._hooks.thread.generation = generation
         FOLLOWING.models[id(self.model)] += 1
         FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
@@ -231,17 +231,17 @@ class Watcher:
         try:
             yield
         except BaseException:
-            self._forwards.finish(report=False)  # a forward that failed shows nothing
+            self._hooks.wait_for_step(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
                 failed()
             raise
         finally:
             try:
-                self._forwards.finish()
+                self._hooks.wait_for_step()
             finally:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
-                self._forwards.leave()
+                self._hooks.forget_thread()
                 generation.recording.close()
 
     def _returned(self, recording: Recording, sequences: Tensor) -> None:
@@ -251,13 +251,13 @@ class Watcher:
             self._on_end(recording)
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        generation = self._forwards.thread.generation
+        generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
         # Outside of a generate() somebody prepares the inputs of a loop by hand.
-        self._forwards.thread.foreign = (
+        self._hooks.thread.foreign = (
             generation is None
             and not FOLLOWING.models[id(self.model)]
-            and generate_around(self._forwards.decoder) is not None
+            and generate_around(self._hooks.decoder) is not None
         )
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
@@ -266,8 +266,8 @@ class Watcher:
 
     def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
-        generation = self._forwards.thread.generation
-        self._forwards.called = True
+        generation = self._hooks.thread.generation
+        self._hooks.called = True
         if (
             generation is None and not FOLLOWING.models[id(self.model)]
         ):  # else another run follows it, which was there first
@@ -293,23 +293,23 @@ class Watcher:
         return done
 
     def _ended(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
-        if self._forwards.scores:
+        if self._hooks.scores:
             generation.ended(ids, done, pads)
 
     def _sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
         if generation.prepared and not generation.by_hand:  # something was run, not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
-        self._forwards.ended()
-        self._forwards.finish()
+        self._hooks.close_forward()
+        self._hooks.wait_for_step()
         if generation.prompt.speculative:
             if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
                 return done
             for placed, states in generation.accepted(ids):
-                self._forwards.hand(generation, recording, placed, states)
-            self._forwards.finish()
+                self._hooks.score_tokens(generation, recording, placed, states)
+            self._hooks.wait_for_step()
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
-        self._forwards.seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
+        self._hooks.check_seen(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
         if self.ranks is not None:
             verdict = self.ranks.agree(
@@ -327,9 +327,9 @@ class Watcher:
 
     def stopped(self, like: Tensor) -> Tensor:
         """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
-        generation = self._forwards.thread.generation
+        generation = self._hooks.thread.generation
         return torch.zeros_like(like) if generation is None else generation.stopped(like)
 
     def current(self) -> Generation | None:
         """The generation of the calling thread."""
-        return self._forwards.thread.generation
+        return self._hooks.thread.generation

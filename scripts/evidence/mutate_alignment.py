@@ -97,8 +97,8 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "one.states[site] = hidden[rows, offsets]",
-        "one.states[site] = hidden[rows.flip(0), offsets]",
+        "pending.states[site] = hidden[rows, offsets]",
+        "pending.states[site] = hidden[rows.flip(0), offsets]",
         "rows are exchanged",
     ),
     (
@@ -108,12 +108,12 @@ MUTATIONS = [
         "the cache's length is ignored",
     ),
     (
-        "tracking/decoder_hooks.py",
-        "earlier = self._known(generation.prompt.cache, n_rows, column)",
+        "tracking/run_recordings.py",
+        "earlier = self.of_cache(generation.prompt.cache, n_rows, column)",
         "earlier = None",
         "the first turn is forgotten",
     ),
-    ("tracking/decoder_hooks.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
+    ("tracking/run_recordings.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
     (
         "tracking/generation.py",
         "self.ids = np.concatenate([before, given], axis=1)",
@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "if one.placed.draft and one.generation is not None:",
+        "if pending.placed.draft and pending.generation is not None:",
         "if False:",
         "drafts are reported at once",
     ),
@@ -275,13 +275,13 @@ MUTATIONS = [
     ("host/compiled.py", "            self._after(decoder, (), out)\n", "", "a compiled call is not closed"),
     (
         "tracking/decoder_hooks.py",
-        "            self._tapped(site, hidden)\n",
+        "            self._take_states(site, hidden)\n",
         "            pass\n",
         "buffers are not read",
     ),
     (
         "tracking/decoder_hooks.py",
-        "        self.finish()  # its retained sets are what this one begins with\n",
+        "        self.wait_for_step()  # its retained sets are what this one begins with\n",
         "",
         "a step begins before the one under way has ended",
     ),
@@ -349,10 +349,10 @@ MUTATIONS = [
     (
         "tracking/watcher.py",
         (
-            '            self._forwards.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
+            '            self._hooks.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
             " self._running else frozenset()), prompt.length\n            )"
         ),
-        "            self._forwards.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
+        "            self._hooks.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
         "two sequences in one module's state are scored",
     ),
     ("host/abilities.py", " and not tried.depends_on_the_cut:", ":", "hosts that look at what comes after are refused"),
@@ -377,14 +377,14 @@ MUTATIONS = [
     ("host/tap.py", "    if len(holders) > 1:", "    if False:", "layers that share a module are attached to"),
     (
         "tracking/decoder_hooks.py",
-        "            if site in mine.ran:",
+        "            if site in thread.seen_sites:",
         "            if False:",
         "a layer that runs twice shows its last states",
     ),
     (
         "tracking/decoder_hooks.py",
-        "        self.finish(report=False)\n",
-        "        self.finish()\n",
+        "        self.wait_for_step(report=False)\n",
+        "        self.wait_for_step()\n",
         "what was not the tokens' is reported all the same",
     ),
     (
@@ -413,18 +413,18 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "if generation is None and self._of_another_head(forward, cache):",
+        "if generation is None and self._plain.is_of_another_head(thread, forward, cache):",
         "if False:",
         "generate() of another head is taken for documents",
     ),
     (
-        "tracking/decoder_hooks.py",
+        "tracking/plain_forwards.py",
         "if self._acts() and self._decodes(forward):",
         "if False:",
         "a loop by hand looks calm beside rules",
     ),
     (
-        "tracking/decoder_hooks.py",
+        "tracking/plain_forwards.py",
         "            return forward.ids.shape[1] == 1\n",
         "            return False\n",
         "a loop by hand with a cache looks calm beside rules",
@@ -438,11 +438,11 @@ MUTATIONS = [
     (
         "tracking/watcher.py",
         (
-            "        self._forwards.thread.foreign = (\n            generation is None\n            and not"
-            " FOLLOWING.models[id(self.model)]\n            and generate_around(self._forwards.decoder) is not None\n  "
+            "        self._hooks.thread.foreign = (\n            generation is None\n            and not"
+            " FOLLOWING.models[id(self.model)]\n            and generate_around(self._hooks.decoder) is not None\n  "
             "      )"
         ),
-        "        self._forwards.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)]",
+        "        self._hooks.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)]",
         "a loop that prepares its inputs is not seen",
     ),
     (
@@ -474,7 +474,7 @@ MUTATIONS = [
         "any cache is taken for a copy of any other",
     ),
     (
-        "tracking/recording.py",
+        "tracking/run_recordings.py",
         "    if len(agreeing) == 1:\n",
         "    if agreeing:\n",
         "a copy of an output is of the first generation that has its ids",
@@ -488,7 +488,7 @@ MUTATIONS = [
     ("tracking/generate_call.py", "        if after:\n", "        if False:\n", "a prompt that ends in padding is run"),
     (
         "tracking/decoder_hooks.py",
-        "elif own is None and not mine.inside:",
+        "elif own is None and not thread.inside:",
         "elif False:",
         "layers that run past the decoder are not told",
     ),
@@ -504,7 +504,12 @@ MUTATIONS = [
         "one = one.earlier",
         "an earlier turn of other adapters is not told",
     ),
-    ("monitor/run.py", "            self._tell_silence()", "            pass", "a run that watched nothing looks calm"),
+    (
+        "monitor/run.py",
+        "            self._warn_of_silence()",
+        "            pass",
+        "a run that watched nothing looks calm",
+    ),
     (
         "offline/corpus.py",
         "self._runs = model if wrapped else find_layers(host)[0]",

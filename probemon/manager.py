@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
-from probemon.monitor.run import Guard, MonitorRun
+from probemon.monitor.failures import Guard
+from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
 
 if TYPE_CHECKING:

@@ -10,19 +10,24 @@ table = result.to_arrow()                 # row, position, token_id, phase, conc
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
 from probemon.engine.audit import Audit
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import AlignmentError, ConfigError, MissingExtra
 from probemon.packs.group import AnyPack, PackGroup
-from probemon.tracking.recording import FORGOTTEN, Tokens
+from probemon.tracking.hand_loop import described
+from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
+from probemon.tracking.run_recordings import find_recording
 
 
 @dataclass(frozen=True)
@@ -266,6 +271,58 @@ class Result:
         token_id = int(self.token_id[token])
         text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
         return {"position": int(self.position[token]), "token_id": token_id, "token": text}
+
+
+def find_result(
+    pack: AnyPack,
+    tokenizer: Any,
+    recordings: Sequence[Recording],
+    out: Any,
+    *,
+    generation: int | None,
+    keep_tokens: int | None,
+) -> Result:
+    """The scores of the one of `recordings` that belongs to `out`: see `MonitorRun.result`."""
+    if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
+        outputs = dict(out) if isinstance(out, Mapping) else {out.request_id: out}
+        return _result_of_requests(pack, tokenizer, recordings, outputs, keep_tokens)
+    sequences = getattr(out, "sequences", out)
+    if (
+        not isinstance(sequences, Tensor)
+        or sequences.dim() != 2
+        or sequences.dtype not in (torch.int64, torch.int32)
+        or sequences.device.type == "meta"
+    ):
+        raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
+    ids = sequences.detach().cpu().numpy().astype(np.int64)
+    recording = find_recording(recordings, ids, sequences, generation=generation, keep_tokens=keep_tokens)
+    return Result(pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed)
+
+
+def _result_of_requests(
+    pack: AnyPack, tokenizer: Any, recordings: Sequence[Recording], outputs: dict[str, Any], keep_tokens: int | None
+) -> Result:
+    """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
+    parts, hosts = [], []
+    for request, output in outputs.items():
+        if getattr(output, "error", None) is not None:
+            raise AlignmentError(
+                f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}"
+            )
+        ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
+        recording = find_recording(recordings, ids, output, request, keep_tokens=keep_tokens)
+        hosts.append(recording.host)
+        parts.append(recording.tokens(ids))
+    if not parts:
+        raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
+    return Result(
+        pack,
+        tokenizer,
+        Tokens.join(parts, pack.n_probes),
+        hosts[0],
+        host_changed=any(host != hosts[0] for host in hosts),
+        requests=tuple(outputs),
+    )
 
 
 def _strength(score: Any, threshold: Any) -> Any:

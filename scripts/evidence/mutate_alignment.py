@@ -256,14 +256,24 @@ MUTATIONS = [
         "int(placed.columns.max()) + 2\n",
         "a held streamer shows a token before its score",
     ),
-    ("monitor/run.py", "        recording.retain(found, kept)\n", "", "the prompt hands nothing to the generation"),
     (
-        "monitor/run.py",
+        "monitor/token_scorer.py",
+        "        recording.retain(prompt_rows, retained)\n",
+        "",
+        "the prompt hands nothing to the generation",
+    ),
+    (
+        "monitor/token_scorer.py",
         "(len(placed) - 1 - last).tolist()",
         "last.tolist()",
         "another token's retained set begins the generation",
     ),
-    ("monitor/run.py", "                recording.retain(rows, kept)\n", "", "retained sets are not carried"),
+    (
+        "monitor/token_scorer.py",
+        "                recording.retain(rows, retained)\n",
+        "",
+        "retained sets are not carried",
+    ),
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
     (
         "host/compiled.py",
@@ -286,7 +296,7 @@ MUTATIONS = [
         "a step begins before the one under way has ended",
     ),
     (
-        "monitor/run.py",
+        "monitor/publisher.py",
         "placed.columns - recording.offset,",
         "placed.columns,",
         "sinks get columns of the cache for positions",
@@ -447,7 +457,7 @@ MUTATIONS = [
     ),
     (
         "monitor/run.py",
-        "if self._rules and error is None and self._watcher.n_documents:",
+        "if publisher.rules and self._watcher.n_documents:",
         "if False:",
         "rules that could never fire are not told",
     ),
@@ -506,8 +516,8 @@ MUTATIONS = [
     ),
     (
         "monitor/run.py",
-        "            self._warn_of_silence()",
-        "            pass",
+        "        publisher.warn_of_silence(self.model, self._watcher.called)",
+        "        pass",
         "a run that watched nothing looks calm",
     ),
     (

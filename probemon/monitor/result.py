@@ -32,9 +32,7 @@ from probemon.tracking.run_recordings import find_recording
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """A concept at a token. `strength`: logit of the score minus logit of its alert threshold (NaN where not
-    calibrated).
-    """
+    """A concept at a token. `strength`: logit of the score minus that of its alert threshold, NaN without one."""
 
     concept: str
     name: str
@@ -51,7 +49,7 @@ class ConceptScore:
 
 
 def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
-    """A probe and its score, in words."""
+    """Describe a probe and its score in words."""
     concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
     return ConceptScore(
         concept=concept["id"],
@@ -68,7 +66,7 @@ def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptSc
 
 
 def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """The firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of the list."""
+    """Return the firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of them."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
     fired = sorted(
         (describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe)
@@ -84,7 +82,7 @@ def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]
 
 
 def without_thresholds(pack: AnyPack) -> Mask:
-    """`[P]`: the probes of packs in which no probe has an alert threshold, so that nothing of them ever fires."""
+    """Return the mask `[P]` of probes of packs without any alert threshold, of which nothing ever fires."""
     if isinstance(pack, PackGroup):
         mask = np.zeros(pack.n_probes, dtype=bool)
         for number, one in zip(pack.numbers, pack.packs.values(), strict=True):
@@ -94,16 +92,17 @@ def without_thresholds(pack: AnyPack) -> Mask:
 
 
 def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not
-    firing. Equal scores by number.
+    """Return the best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold.
+
+    They are first, not firing. Equal scores go by the probe's number.
     """
-    mine = without_thresholds(pack)
-    if not mine.any():
+    bare = without_thresholds(pack)
+    if not bare.any():
         return []
     active = sorted(
         (-value, probe)
         for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True)
-        if mine[probe]
+        if bare[probe]
     )
     return [describe(pack, probe, -value) for value, probe in active[:k]]
 
@@ -156,10 +155,10 @@ class Result:
 
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""
-        found = np.flatnonzero((self.row == row) & (self.position == position))
-        if not len(found):
+        matches = np.flatnonzero((self.row == row) & (self.position == position))
+        if not len(matches):
             raise ConfigError(f"row {row}, position {position} is not a token of this result (padding, or outside it)")
-        return int(found[0])
+        return int(matches[0])
 
     def top(self, k: int = 10, row: int = 0, *, phase: str | None = None) -> list[ConceptScore]:
         """The `k` best concepts of a row, each once, at the token where it was best.
@@ -264,8 +263,7 @@ class Result:
             return chosen
         if phase not in PHASES:
             raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
-        found: Mask = chosen & (self.phase == PHASES.index(phase))
-        return found
+        return np.asarray(chosen & (self.phase == PHASES.index(phase)))
 
     def _where(self, token: int) -> dict[str, Any]:
         token_id = int(self.token_id[token])

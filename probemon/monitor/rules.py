@@ -25,8 +25,7 @@ ACTIONS = ("stop", "raise")
 
 @dataclass(frozen=True)
 class Event:
-    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at
-    `column`.
+    """A rule was met: `value` was over `above` at `for_tokens` tokens in a row, the last of them at `row`, `column`.
 
     `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
@@ -51,7 +50,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Rule:
-    """What to watch for."""
+    """What to watch for, and what to do then: see `MonitorRun.on`."""
 
     probe: int
     above: float
@@ -60,10 +59,10 @@ class Rule:
     action: str | Callable[[Event], object]
 
     def observe(self, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
-        """Entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
+        """Return the entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
 
-        `states`: by row, replaced here and never changed in place. An unseen token neither counts nor breaks a streak:
-        nothing is known of it.
+        `states`: by row; its values are replaced, never changed in place. An unseen token, of which nothing is known,
+        neither counts nor breaks a streak.
         """
         met = []
         for i, row in enumerate(placed.rows.tolist()):

@@ -5,8 +5,8 @@
         out = model.generate(**inputs, max_new_tokens=50, stopping_criteria=run.stopping_criteria)
     result = run.result(out)
 
-The watcher hands over tokens with their hidden states in order; the run has them scored, carries what each row
-retains, asks the rules, and keeps the recordings that `result` reads.
+A `Watcher` gives tokens with their hidden states, in order, to a `TokenScorer`; a `Publisher` records their scores and
+asks the rules; `result` reads the recordings.
 """
 
 from __future__ import annotations
@@ -46,31 +46,34 @@ from probemon.tracking.watcher import Watcher
 
 
 class Companion(Protocol):
-    """What reads more of the forwards that a run watches: the outputs at `sites`, beside the probes."""
+    """Reads more of the forwards that a run watches, beside the probes."""
 
     @property
     def sites(self) -> Sequence[Any]:
-        """Of what else the outputs are read."""
+        """Return the sites that it reads."""
 
     def beside(self, score: ScoreTokens) -> ScoreTokens:
-        """`score`, which takes the tokens' other states along."""
+        """Return `score` with its own reading of the tokens' states before it."""
 
     def ended(self, recording: Recording) -> None:
-        """A generation has ended."""
+        """Note that a generation has ended."""
 
     def close(self) -> Sequence[Exception]:
-        """The run has ended; what went wrong in the background."""
+        """End with the run; return what went wrong in the background."""
 
 
 class MonitorRun:
-    """One attachment. Everything is resolved in the constructor, so a bad pack or host leaves nothing behind.
+    """One attachment. The constructor resolves everything, so a bad pack or host leaves nothing behind.
 
-    `on_gap`: what to do where the host ran a forward that our hooks did not see: "raise" `AlignmentError`, or call it
-    with the `Gap` and leave the tokens unseen. `callback_errors`: "raise" what actions, listeners and sinks raised as
-    `CallbackFailed` when the block ends, or only "report" it (`run.failures`, the log). `keep_tokens`: how many tokens
-    keep their scores at least, the oldest are forgotten first (None: all). `companion(model, guard)` makes what is
-    recorded of the same forwards beside probes (`run.routing`). Raises `HostMismatch` (hidden size, layer count; with
-    `strict` also another model's weights, which otherwise warn), `NotSupportedHost`, `ConfigError`.
+    `strict`: raise for another model's weights, which otherwise warn.
+    `on_gap`: "raise" `AlignmentError` where our hooks did not see a forward, or a callable that gets the `Gap`; the
+    tokens are unseen then.
+    `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, listeners and sinks raised, or
+    only "report" it (`run.failures`, the log).
+    `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all).
+    `companion(model, guard)`: makes what records the same forwards beside the probes (`run.routing`).
+
+    Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
     """
 
     def __init__(
@@ -135,11 +138,14 @@ class MonitorRun:
         """Act when a concept scores over `above` at `for_tokens` generated tokens in a row.
 
         `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
-        with `*`): a rule for each. `aggregate` compares a running score instead of each token's own: "mean", "max",
-        "attention", "ema:0.3", ... or one of `probemon.aggregate`. `action`: "stop" ends that row of the generation
-        (the token sampled meanwhile is still in the output), "raise" ends `generate` with `ConceptRaised`, a callable
-        gets the `Event`. `above` defaults to the pack's alert threshold, with an aggregate to the one calibrated for
-        it. The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
+        with `*`): a rule for each.
+        `above`: by default the pack's alert threshold, with an aggregate the one calibrated for it.
+        `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
+        one of `probemon.aggregate`.
+        `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
+        ends `generate` with `ConceptRaised`, a callable gets the `Event`.
+
+        The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
@@ -150,10 +156,10 @@ class MonitorRun:
         self._publisher.rules += rules
 
     def hold(self, streamer: Any, *, show_last: bool = False) -> HeldStreamer:
-        """`generate(streamer=run.hold(streamer))`: shows a token only once its own score is known and no rule stopped
-        at it.
+        """Wrap a streamer so that it shows a token only once its own score is known and no rule stopped at it.
 
-        The last token generated has no score and stays hidden, unless `show_last`: see `HeldStreamer`.
+        Use it as `generate(streamer=run.hold(streamer))`. The last token generated has no score and stays hidden,
+        unless `show_last`: see `HeldStreamer`.
         """
         return HeldStreamer(streamer, self._watcher.current, show_last)
 
@@ -168,31 +174,28 @@ class MonitorRun:
 
     @property
     def stopping_criteria(self) -> StoppingCriteriaList:
-        """For `generate(stopping_criteria=...)`: rows that an action stopped. Beside your own criteria, if you have
-        any.
+        """Return criteria for `generate(stopping_criteria=...)` that end the rows that an action stopped.
 
-        A stop takes effect without it too (the run sees every step of `generate`): passing it states the intent.
+        A stop takes effect without them too, since the run sees every step of `generate`: passing them states the
+        intent.
         """
         return StoppingCriteriaList([_Stopped(self._watcher)])
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(placed, scores)` with every batch of tokens as soon as it is scored, in the thread that
-        generates.
-        """
+        """Call `listener(placed, scores)` with each batch of tokens once it is scored, in the thread that generates."""
         self._publisher.listeners.append(listener)
 
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
-        """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, held streamers and
-        results.
+        """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, streamers, results.
 
             with run.generating(from_column=ids.shape[1]) as loop:
                 out = model(ids, past_key_values=cache)
                 ...
                 if loop.sampled(ids, ended=token[:, 0] == eos).all(): break
 
-        Forwards of the calling thread are one generation while the block is open: columns before `from_column` are its
-        prompt (those of a cache count), one generated column comes with each forward after it. `loop.sampled` is told
-        of every column that is sampled and says which rows are to end; `probemon.tracking.hand_loop` has a whole loop.
+        While the block is open, the forwards of the calling thread are one generation. Columns before `from_column` are
+        its prompt (those of a cache count); each forward after it brings one generated column. `loop.sampled` takes
+        every column that is sampled and returns which rows are to end. `probemon.tracking.hand_loop` has a whole loop.
         Raises `ConfigError`.
         """
         return self._watcher.by_hand(
@@ -213,9 +216,7 @@ class MonitorRun:
         self._watcher.stop()
 
     def stop_mine(self) -> None:
-        """From a callback: end the generation that calls it, every row, and no other thread's. Raises `ConfigError`
-        elsewhere.
-        """
+        """End every row of the generation from whose callback this is called; raise `ConfigError` elsewhere."""
         generation = self._watcher.current()
         if generation is None:
             raise ConfigError(
@@ -226,17 +227,17 @@ class MonitorRun:
 
     @property
     def failures(self) -> list[Exception]:
-        """What callbacks and sinks raised, the first 1,000."""
+        """Return the first 1,000 errors that callbacks and sinks raised."""
         return self._failures.errors
 
     @property
     def n_failures(self) -> int:
-        """How often callbacks and sinks raised."""
+        """Return how often callbacks and sinks raised."""
         return self._failures.n_errors
 
     @property
     def recordings(self) -> list[Recording]:
-        """What was recorded, one entry a `generate()` (or a document of plain forwards), oldest first."""
+        """Return the recordings, one for each `generate()` or document of plain forwards, oldest first."""
         return self._watcher.recordings
 
     @property
@@ -245,14 +246,13 @@ class MonitorRun:
         return self._watcher.forward_seconds
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
-        """The scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
+        """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
 
-        The ids of plain forwards `model(ids)` may be given as well, and what `generate_batch` returned, or one of its
+        `out` may also be the ids of plain forwards `model(ids)`, and what `generate_batch` returned, or one of its
         outputs: row i is then its i-th request (`result.requests`). Every token that was recorded or returned is
-        compared with what stands in `out`, the last one included. A copy of an output is enough where one generation of
-        the run has its ids; where several have, `generation` says which is meant, by its number in the run (as in
-        `Event.generation`). Raises `AlignmentError` where nothing recorded belongs to `out`, or more than one thing
-        does.
+        compared with `out`. A copy of an output is enough where one generation of the run has its ids; where several
+        have, `generation` is the number of the one that is meant (as in `Event.generation`). Raises `AlignmentError`
+        where not exactly one recording belongs to `out`.
         """
         ranks = self._watcher.ranks
         if ranks is not None and not ranks.scores:

@@ -1,4 +1,4 @@
-"""Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
+"""ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
     batches = ContinuousBatches(model, new_recording, check_seen, take_stop)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
@@ -36,14 +36,14 @@ _WARM_UP = "__warmup_"
 
 @dataclass
 class Request:
-    """One request as it is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
+    """A request that is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
 
     generation: Generation
     prompt: list[int]
     state: Callable[[], Any] = lambda: None
 
     def follow(self, state: Any) -> None:
-        """It runs as `state` from now on."""
+        """Follow `state`, as which the request runs from now on."""
         self.state = weakref.ref(state)
         self.generation.end_by(self._end)
 
@@ -68,12 +68,8 @@ class ContinuousBatches:
         check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
     ) -> None:
-        self._model, self._new_recording, self._check_seen, self._take_stop = (
-            model,
-            new_recording,
-            check_seen,
-            take_stop,
-        )
+        self._model, self._new_recording = model, new_recording
+        self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
         # A manager and its cache go when its user lets go of them.
@@ -113,19 +109,13 @@ class ContinuousBatches:
     def _open(self, owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)
         try:
-            if self._opened(manager):
-                shadow(
-                    self._stack,
-                    owner,
-                    manager.output_router,
-                    "deliver_batch",
-                    partial(self._delivered, weakref.ref(manager)),
-                )
+            if self._register(manager):
+                deliver = partial(self._deliver, weakref.ref(manager))
+                shadow(self._stack, owner, manager.output_router, "deliver_batch", deliver)
         except NotSupportedDecoding:
             before = getattr(manager, "_original_attn_impl", None)
-            if (
-                before is not None
-            ):  # making a manager changes the host's attention; stopping one that never started does not undo it
+            # Making a manager changes the host's attention; stopping one that never started does not undo it.
+            if before is not None:
                 self._model.set_attn_implementation(before)
             raise
         return manager
@@ -146,16 +136,17 @@ class ContinuousBatches:
             raise errors[0]
         return outputs
 
-    def _delivered(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
-        """Requests that end, in the thread of their manager: all of them but the last token has passed the taps."""
-        for generation, ids in self._finish(manager(), outputs):
+    def _deliver(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
+        """Check requests that end, in the thread of their manager: all but their last token has passed the taps."""
+        for generation, ids in self._end_requests(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
                 self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
         return original(outputs)
 
-    def _opened(self, manager: Any) -> bool:
-        """A manager was made; False if it is known (a persistent one is handed out again). Raises
-        `NotSupportedDecoding` where forwards would not pass our hooks.
+    def _register(self, manager: Any) -> bool:
+        """Follow a manager; False if it is followed already (a persistent one is handed out again).
+
+        Raises `NotSupportedDecoding` where forwards would not pass our hooks.
         """
         config = getattr(manager, "continuous_batching_config", None)
         graphs = getattr(config, "cuda_graph_booleans", None)
@@ -175,11 +166,14 @@ class ContinuousBatches:
                 return False
             live: dict[str, Request] = {}
             self._live[manager] = live
-        weakref.finalize(manager, _let_go_all, live)
+        weakref.finalize(manager, _close_all, live)
         return True
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
-        """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
+        """Return the new tokens of a packed forward, request by request; `given`: the arguments of the decoder.
+
+        Raises `NotSupportedDecoding` where its requests are unknown, `AlignmentError` where it does not hold them.
+        """
         managers = [
             m
             for m in list(self._live)
@@ -199,14 +193,14 @@ class ContinuousBatches:
             return []
         bounds = [0, *itertools.accumulate(future.query_length for future in batch)]
         lengths, ids, positions = given["cu_seq_lens_q"].tolist(), given["input_ids"], given["position_ids"]
-        told = lengths[: len(bounds)] == bounds and all(at == bounds[-1] for at in lengths[len(bounds) :])
-        known = (
+        same_bounds = lengths[: len(bounds)] == bounds and all(end == bounds[-1] for end in lengths[len(bounds) :])
+        own_batch = (
             len({future.state.request_id for future in batch}) == len(batch)
             and threading.current_thread() is manager._generation_thread
         )
         if (
-            not told
-            or not known
+            not same_bounds
+            or not own_batch
             or ids.dim() != 2
             or len(ids) != 1
             or positions.shape != ids.shape
@@ -221,21 +215,19 @@ class ContinuousBatches:
             ids[0].detach().cpu().numpy().astype(np.int64),
             positions[0].detach().cpu().numpy().astype(np.int64),
         )
-        self._let_go(manager)
-        found = []
+        self._close_cancelled(manager)
+        placed_tokens = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
             if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
                 generation = self._request(manager, future.state).generation
-                found += [
-                    (generation, placed)
-                    for placed in self._segment(
-                        manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
-                    )
-                ]
-        return found
+                segment = self._place_segment(
+                    manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
+                )
+                placed_tokens += [(generation, placed) for placed in segment]
+        return placed_tokens
 
-    def _finish(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
-        """The generations of requests that end with `outputs`, and their ids `[1, L]`; they are followed no longer."""
+    def _end_requests(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
+        """Stop following the requests that end with `outputs`: their generations, and their ids `[1, L]`."""
         live, ended = self._live[manager], []
         for output in outputs:
             if output.error is not None or not output.is_finished():
@@ -255,10 +247,8 @@ class ContinuousBatches:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _let_go(self, manager: Any) -> None:
-        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any
-        more.
-        """
+    def _close_cancelled(self, manager: Any) -> None:
+        """Close requests that ended without an output: cancelled or failed, they are in no queue of the manager."""
         live = self._live[manager]
         for request_id in [name for name in live if manager.batch_processor.scheduler.request_is_cancelled(name)]:
             live.pop(request_id).generation.recording.close()
@@ -299,13 +289,13 @@ class ContinuousBatches:
             and n_columns % int(manager.continuous_batching_config.page_size) == 0
         )
 
-    def _segment(
+    def _place_segment(
         self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int
     ) -> list[PlacedTokens]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens]
-        told = sequence[first : first + len(ids)]
-        if columns.tolist() != list(range(first, first + len(ids))) or told != ids[: len(told)].tolist():
+        known = sequence[first : first + len(ids)]
+        if columns.tolist() != list(range(first, first + len(ids))) or known != ids[: len(known)].tolist():
             raise AlignmentError(
                 f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request"
             )
@@ -322,6 +312,6 @@ class ContinuousBatches:
         return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
 
 
-def _let_go_all(live: dict[str, Request]) -> None:
+def _close_all(live: dict[str, Request]) -> None:
     for request in live.values():
         request.generation.recording.close()

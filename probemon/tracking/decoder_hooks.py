@@ -5,8 +5,9 @@
         hooks.attach(stack)
         model(input_ids)                                    # hooks.recordings grows
 
-Before the decoder runs, the tokens of the forward are placed; at each tapped layer their hidden states are copied out,
-and handed on at the last one; after the decoder, a forward that escaped a tap is an error. State is kept per thread.
+Before the decoder runs, the hooks place the tokens of the forward. At each tapped layer they copy out the hidden states
+of these, and at the last one begin to score them. After the decoder, a forward that escaped a tap is an error. State is
+kept per thread.
 """
 
 from __future__ import annotations
@@ -117,9 +118,9 @@ class DecoderHooks:
         )
 
     def check_seen(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
-        """Blindness is loud: columns before `end` have passed the taps, or an error (by choice a `Gap`) says not.
+        """Raise, or by choice report a `Gap`, where columns before `end` have not passed the taps.
 
-        ids `[B, L]` begin at column `ids_begin`.
+        The ids `[B, L]` begin at column `ids_begin`.
         """
         call = recording.call
         # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from probemon.errors import NotSupportedDecoding
@@ -17,7 +18,10 @@ from probemon.tracking.generation import Generation
 
 
 def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tuple[Forward, Any]:
-    """The forward that has the arguments `given`, by name, and its cache; `generation` is None for a plain forward."""
+    """Return the forward that has the arguments `given`, by name, and its cache.
+
+    `generation` is None for a plain forward. Raises `NotSupportedDecoding`.
+    """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
@@ -39,9 +43,8 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
                 " reorder the state with its beams, so the host's own answer is wrong too. Upgrade transformers, or"
                 " use_cache=False"
             )
-        if (
-            generation.ids is None
-        ):  # of a loop by hand, before its first token: the state is said to hold what the loop has shown
+        # Before the first token of a loop by hand, the state is taken to hold what the loop has shown.
+        if generation.ids is None:
             start = max(0, generation.recording.call.frontier)
         else:
             start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
@@ -59,5 +62,4 @@ def _plain_mask(mask: Any) -> Ints | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
-    found: Ints = mask.detach().cpu().numpy()
-    return found
+    return np.asarray(mask.detach().cpu().numpy())

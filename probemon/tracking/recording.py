@@ -43,7 +43,7 @@ class Tokens:
 
     @staticmethod
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
-        """Several recordings of one row each: the i-th becomes row i."""
+        """Join those of several recordings of one row each: the i-th becomes row i."""
         row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
         position, token_id, phase = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase")
@@ -91,7 +91,7 @@ class Recording:
     ages: list[int] = field(default_factory=list)
 
     def add(self, placed: PlacedTokens, scores: Scores) -> None:
-        """One batch of tokens with their scores, entry by entry."""
+        """Add a batch of tokens with their scores, entry by entry."""
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
@@ -127,7 +127,7 @@ class Recording:
         self.done = True
 
     def forget(self, n: int) -> int:
-        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; how many were dropped."""
+        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; return how many were dropped."""
         dropped, pieces = 0, 0
         while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
             columns = self.placed[pieces].columns
@@ -142,17 +142,15 @@ class Recording:
 
     @property
     def host_changed(self) -> bool:
-        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens
-        are of.
-        """
-        hosts, one = [self.host_after], self.earlier
-        while one is not None:
-            hosts, one = [*hosts, one.host, one.host_after], one.earlier
+        """Whether the host was another when it ended, or in an earlier turn of its tokens, than when it began."""
+        hosts, turn = [self.host_after], self.earlier
+        while turn is not None:
+            hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier
         return any(host is not None and host != self.host for host in hosts)
 
     @property
     def n_kept(self) -> int:
-        """Tokens whose scores are here."""
+        """Return how many tokens have their scores here."""
         return self.n_entries - self.n_forgotten
 
     def matches(self, sequences: Ints) -> bool:
@@ -160,9 +158,7 @@ class Recording:
         return self.mismatch(sequences) is None
 
     def tokens(self, sequences: Ints) -> Tokens:
-        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands
-        there.
-        """
+        """Return every real token of `sequences [B, L]`; raise `AlignmentError` where another one was recorded."""
         wrong = self.mismatch(sequences)
         if wrong is not None:
             raise AlignmentError(wrong)
@@ -185,15 +181,12 @@ class Recording:
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
             is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
             at_column = at[i] + self.offset
-            reasons[i] = (
-                LAST
-                if is_last
-                else FORGOTTEN
-                if at_column < forgotten
-                else self.before
-                if at_column < self.call.first_column
-                else GAP
-            )
+            if is_last:
+                reasons[i] = LAST
+            elif at_column < forgotten:
+                reasons[i] = FORGOTTEN
+            else:
+                reasons[i] = self.before if at_column < self.call.first_column else GAP
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
@@ -219,17 +212,15 @@ class Recording:
 
     def _forgotten_before(self) -> int:
         """Columns before this one may have been scored and forgotten."""
-        found, at = self.forgotten, self.earlier
-        while at is not None:
-            found, at = max(found, at.forgotten), at.earlier
-        return found
+        column, turn = self.forgotten, self.earlier
+        while turn is not None:
+            column, turn = max(column, turn.forgotten), turn.earlier
+        return column
 
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
     ) -> tuple[Mask, Ints]:
-        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's
-        last is.
-        """
+        """Fill `index` for the sequences returned; tell which of their entries are tokens, and where each one ends."""
         n_rows, length = sequences.shape
         each = n_rows // (self.call.n_rows // beams.n_beams)
         real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
@@ -237,8 +228,8 @@ class Recording:
         padding = self._real(self.call.n_rows, length)
         for r in range(n_rows):
             b = r // each
-            mine = prompt[row[prompt] == b * beams.n_beams]
-            index[r, column[mine] - self.offset] = mine
+            own_prompt = prompt[row[prompt] == b * beams.n_beams]
+            index[r, column[own_prompt] - self.offset] = own_prompt
             entries, n = beams.follow(b, sequences[r, beams.begin :])
             # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
             index[r, beams.begin : beams.begin + len(entries)] = np.maximum(
@@ -260,9 +251,7 @@ class Recording:
         return real & (np.arange(length) <= last[:, None])
 
     def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
-        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left
-        out.
-        """
+        """Row, column, id and phase of everything recorded, of earlier turns too, without what was taken back."""
         placed, scores = list(self.placed), list(self.scores)
         begin, before = self, self.call.first_column
         limits = [length + self.offset] * len(placed)
@@ -321,9 +310,7 @@ class Recording:
         return self._edited(sequences)
 
     def _edited(self, sequences: Ints) -> str | None:
-        """Where an output differs from what was returned, which no forward may have shown: the last token of each row,
-        and padding.
-        """
+        """Where an output differs from what was returned in what no forward showed: last tokens, and padding."""
         if self.ids is None:
             return None
         if self.ids.shape != sequences.shape:

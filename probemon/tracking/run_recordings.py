@@ -46,7 +46,7 @@ class RunRecordings:
         return recording
 
     def begin(self, generation: Generation, column: int, n_rows: int) -> Recording:
-        """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
+        """Begin a generation's recording, unless it has begun: columns before `column` are of earlier turns."""
         recording = generation.recording
         if recording.call.first_column < 0:
             earlier = self.of_cache(generation.prompt.cache, n_rows, column)
@@ -57,8 +57,9 @@ class RunRecordings:
         return recording
 
     def document(self, known: Recording | None, start: int) -> Recording:
-        """The recording that a plain forward after `start` columns goes on with: `known`, that of its cache, if it
-        continues exactly there, else a new one.
+        """Return the recording that a plain forward after `start` columns goes on with.
+
+        It is `known`, that of its cache, if the forward continues exactly there, else a new one.
         """
         if known is not None and known.call.prompt_columns is None and known.call.frontier == start > 0:
             if not any(recording is known for recording in self.kept):  # all of it had been forgotten
@@ -70,11 +71,11 @@ class RunRecordings:
         return document
 
     def remember_cache(self, cache: Any, recording: Recording) -> None:
-        """The columns of `cache` are those of `recording`."""
+        """Say that the columns of `cache` are those of `recording`."""
         self._by_cache[cache] = recording
 
     def of_cache(self, cache: Any, n_rows: int, n_columns: int) -> Recording | None:
-        """The recording that a cache of so many columns, all or some of which it may have seen being run, is of."""
+        """Return the recording that showed some or all of the columns of a cache of so many, or None."""
         if cache is None or n_columns == 0:
             return None
         known = self._by_cache.get(cache)
@@ -95,8 +96,9 @@ def find_recording(
     generation: int | None = None,
     keep_tokens: int | None = None,
 ) -> Recording:
-    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B,
-    L]`. Raises `AlignmentError`.
+    """Return the recording of an output: that of the same object if known, else the only one with its ids `[B, L]`.
+
+    Raises `AlignmentError` where there is none, or more than one.
     """
     watched = [recording for recording in recordings if recording.request == request]
     if not watched:
@@ -154,9 +156,7 @@ def _numbers(recordings: Sequence[Recording]) -> str:
 
 
 def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
-    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is
-    left.
-    """
+    """Drop the oldest scores beyond `n_tokens`, and the recordings that ended and of which nothing is left."""
     surplus = sum(recording.n_kept for recording in recordings) - n_tokens
     while surplus > 0 and any(recording.n_kept for recording in recordings):
         oldest = min(

@@ -42,14 +42,14 @@ from probemon.tracking.recording import Recording
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
-
-
 _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
 
 
 class Watcher:
-    """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`,
-    `ConfigError`.
+    """Resolves everything when made, attaches in `with`, and leaves nothing behind.
+
+    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with its recording.
+    Raises `NotSupportedHost`, `ConfigError`.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Watcher:
 
     @property
     def recordings(self) -> list[Recording]:
-        """Of every generation and document so far."""
+        """Return the recording of every generation and document so far."""
         return self._hooks.recordings.kept
 
     @property
     def n_documents(self) -> int:
-        """Documents of plain forwards that no generation went on from."""
+        """Return how many documents there are of plain forwards that no generation went on from."""
         return len(self._hooks.recordings.documents)
 
     @property
     def forward_seconds(self) -> deque[float]:
-        """Spent in our hooks, one entry a forward of the host."""
+        """Seconds spent in our hooks, one entry a forward of the host."""
         return self._hooks.seconds
 
     @property
@@ -128,7 +128,7 @@ class Watcher:
 
     @property
     def batch_errors(self) -> list[BaseException]:
-        """Of forwards of a batching manager that the user runs, in a thread where nobody would see them."""
+        """Errors in forwards of a batching manager that the user runs, in a thread where nobody would see them."""
         return self._hooks.batches.errors
 
     def __enter__(self) -> Watcher:
@@ -136,9 +136,9 @@ class Watcher:
             self._attaching_thread = threading.get_ident()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
-                shadow(stack, self._hooks, self.model, "generate", self._generate)
-                shadow(stack, self._hooks, self.model, "prepare_inputs_for_generation", self._prepare)
-                shadow(stack, self._hooks, self.model, "_get_stopping_criteria", self._criteria)
+                shadow(stack, self._hooks, self.model, "generate", self._follow_generate)
+                shadow(stack, self._hooks, self.model, "prepare_inputs_for_generation", self._prepare_inputs)
+                shadow(stack, self._hooks, self.model, "_get_stopping_criteria", self._follow_criteria)
                 self._hooks.batches.shadow(stack, self._hooks)
             self._stack = stack.pop_all()
         return self
@@ -152,7 +152,7 @@ class Watcher:
 
     # -- one generate() --------------------------------------------------------------------------
 
-    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _follow_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outer = self._hooks.thread.generation
         self._hooks.called = True
         if outer is not None:
@@ -185,7 +185,7 @@ class Watcher:
             self._hooks.check_seen(
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
-        self._returned(recording, sequences)
+        self._keep_output(recording, sequences)
         return out
 
     @contextmanager
@@ -202,7 +202,7 @@ class Watcher:
         self._check(prompt)
         self._hooks.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
         generation = Generation(self._hooks.recordings.new(SequenceColumns(from_column)), prompt, by_hand=True)
-        loop = HandLoop(generation, self._sampled_by_hand, self.current)
+        loop = HandLoop(generation, self._sample_by_hand, self.current)
         with self._following(generation):
             yield loop
             self._hooks.close_forward()
@@ -217,7 +217,7 @@ class Watcher:
             if loop.ids is not None:
                 self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
-            self._returned(generation.recording, loop.ids)
+            self._keep_output(generation.recording, loop.ids)
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
@@ -244,13 +244,13 @@ class Watcher:
                 self._hooks.forget_thread()
                 generation.recording.close()
 
-    def _returned(self, recording: Recording, sequences: Tensor) -> None:
+    def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
         ids = sequences.detach().cpu().numpy().astype(np.int64)
         recording.keep_output(sequences, ids, host_state(self.model))
         if self._on_end is not None:
             self._on_end(recording)
 
-    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
         # Outside of a generate() somebody prepares the inputs of a loop by hand.
@@ -264,16 +264,14 @@ class Watcher:
             generation.prepare_forward(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
         return original(*args, **kwargs)
 
-    def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+    def _follow_criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
         generation = self._hooks.thread.generation
         self._hooks.called = True
-        if (
-            generation is None and not FOLLOWING.models[id(self.model)]
-        ):  # else another run follows it, which was there first
-            if (
-                threading.get_ident() != self._attaching_thread and not self._acts()
-            ):  # it may have been running when this run attached
+        # Where another run follows it, that was there first.
+        if generation is None and not FOLLOWING.models[id(self.model)]:
+            # In another thread it may have been running when this run attached.
+            if threading.get_ident() != self._attaching_thread and not self._acts():
                 LOG.warning(
                     "a generate() of another thread began before probemon was attached, was looked up before, or called"
                     " on the class: it is not watched"
@@ -285,18 +283,18 @@ class Watcher:
             )
         if generation is None or generation.drafting:
             return criteria
-        return FollowedCriteria(criteria, partial(self._sampled, generation), partial(self._ended, generation))
+        return FollowedCriteria(criteria, partial(self._check_sampled, generation), partial(self._end_rows, generation))
 
-    def _sampled_by_hand(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
-        done = self._sampled(generation, ids, done)
-        self._ended(generation, ids, done, pads)
+    def _sample_by_hand(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
+        done = self._check_sampled(generation, ids, done)
+        self._end_rows(generation, ids, done, pads)
         return done
 
-    def _ended(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
+    def _end_rows(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
         if self._hooks.scores:
             generation.ended(ids, done, pads)
 
-    def _sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
+    def _check_sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
         if generation.prepared and not generation.by_hand:  # something was run, not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
@@ -326,10 +324,10 @@ class Watcher:
         return done | stopped
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
+        """Return the rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
         generation = self._hooks.thread.generation
         return torch.zeros_like(like) if generation is None else generation.stopped(like)
 
     def current(self) -> Generation | None:
-        """The generation of the calling thread."""
+        """Return the generation of the calling thread."""
         return self._hooks.thread.generation

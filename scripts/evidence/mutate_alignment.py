@@ -60,14 +60,14 @@ SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
 MUTATIONS = [
     (
         "tracking/align.py",
-        "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
-        "found.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
+        "placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
+        "placed.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
         "every column one too far",
     ),
     (
         "tracking/align.py",
-        "offsets = at + (first - forward.start)\n            found",
-        "offsets = at\n            found",
+        "offsets = at + (first - forward.start)\n            placed",
+        "offsets = at\n            placed",
         "offsets count from the new columns",
     ),
     (
@@ -116,7 +116,7 @@ MUTATIONS = [
     ("tracking/run_recordings.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
     (
         "tracking/generation.py",
-        "self.ids = np.concatenate([before, given], axis=1)",
+        "self.ids = np.concatenate([before, new_ids], axis=1)",
         "pass",
         "chunks of a prompt before the last are forgotten",
     ),
@@ -510,8 +510,8 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "hosts, one = [*hosts, one.host, one.host_after], one.earlier",
-        "one = one.earlier",
+        "hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier",
+        "turn = turn.earlier",
         "an earlier turn of other adapters is not told",
     ),
     (

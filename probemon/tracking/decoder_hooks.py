@@ -3,7 +3,7 @@
     hooks = DecoderHooks(model, sites, n_probes, score)  # score(generation, recording, placed, states): called in order
     with ExitStack() as stack:
         hooks.attach(stack)
-        model(input_ids)                                    # hooks.recordings grows
+        model(input_ids)                                    # hooks.recordings.kept grows
 
 Before the decoder runs, the hooks place the tokens of the forward. At each tapped layer they copy out the hidden states
 of these, and at the last one begin to score them. After the decoder, a forward that escaped a tap is an error. State is
@@ -13,7 +13,6 @@ kept per thread.
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,20 +38,21 @@ from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
 from probemon.tracking.run_recordings import RunRecordings
 
-LOG = logging.getLogger("probemon")
-
-# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports
-# their scores, to be called at the end of the forward: with False where they turned out not to be the tokens' and are
-# to be thrown away.
+# ScoreTokens takes tokens in order, with their hidden states, or with the reason why these were not seen. It returns
+# what reports their scores, called at the end of the forward: with False to throw them away, where the states turned
+# out not to be the tokens'.
 Report = Callable[[bool], None]
 ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str], Report | None]
 
 
 class DecoderHooks:
-    """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
+    """Resolves everything when made; `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
 
-    `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an
-    error.
+    `score`: has tokens scored, see `ScoreTokens`.
+    `scores`: whether this process does; of several ranks only one does.
+    `on_gap`: called with columns that were not seen, which without it are an error.
+    `take_stop()`: whether a stop came while nothing ran.
+    `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DecoderHooks:
         take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.model, self.scores, self.open = model, scores, False  # scores: of several ranks only one does
+        self.model, self.scores, self.open = model, scores, False
         self.recordings = RunRecordings(model, n_probes)
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)

@@ -153,10 +153,6 @@ class Recording:
         """Return how many tokens have their scores here."""
         return self.n_entries - self.n_forgotten
 
-    def matches(self, sequences: Ints) -> bool:
-        """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
-        return self.mismatch(sequences) is None
-
     def tokens(self, sequences: Ints) -> Tokens:
         """Return every real token of `sequences [B, L]`; raise `AlignmentError` where another one was recorded."""
         wrong = self.mismatch(sequences)

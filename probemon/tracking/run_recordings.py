@@ -118,7 +118,7 @@ def find_recording(
     if same is not None:
         return same
     watched = [recording for recording in watched if recording.n_entries]  # not one whose only forward failed
-    agreeing = [recording for recording in watched if recording.matches(ids)]
+    agreeing = [recording for recording in watched if recording.mismatch(ids) is None]
     # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the
     # only one.
     agreeing = [

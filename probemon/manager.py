@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from probemon.core.scores import Gap
 from probemon.engine.scorer import Scorer
-from probemon.monitor.run import Guard, MonitorRun
+from probemon.monitor.failures import Guard
+from probemon.monitor.run import MonitorRun
 from probemon.monitor.stream import TokenEvent, stream, stream_async
 
 if TYPE_CHECKING:
@@ -31,23 +32,26 @@ if TYPE_CHECKING:
 class DynamicProbeManager(Scorer):
     """Scores hidden states with a pack, or several, descending their hierarchies.
 
-    `device`, `impl` (kernel; None picks, on a CPU by measuring: see `manager.impl_why`) and the settings of
-    `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
-    unload_threshold, always_on, report_top_k, max_rounds; where one is not given, the pack's recommendation holds, if
-    it has one. `arena_bytes` bounds the weights held on the device (None: the whole pack stays there); `cache_bytes`
-    bounds the copies that a paged arena keeps in RAM; `prefetch` has a paged arena load, in the background, the
-    children of probes that were no more than so much under their expand threshold. `strategy` is how states are
-    evaluated ("descent", "exhaustive", or "auto", measured now; see `manager.strategy`): no setting of these five
-    changes a score. `late=True` does: a step of generation then leaves out probes whose weights are not on the device,
-    which arrive in the background, and counts them (`coverage.late`, within `dropped`). `audit_rate`: on so many of the
-    tokens of a run or a corpus every probe is evaluated too, and counted what was missed (`probemon.engine.audit`).
+    `device`: where weights and scores are.
+    `impl`: the kernel; None picks one, on a CPU by measuring (see `manager.impl_why`).
+    Settings of `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
+    unload_threshold, always_on, report_top_k, max_rounds. Where one is not given, the pack's recommendation holds.
+    `arena_bytes`: bounds the weights held on the device (None: the whole pack stays there).
+    `cache_bytes`: bounds the copies that a paged arena keeps in RAM.
+    `prefetch`: a paged arena loads, in the background, the children of probes so much under their expand threshold.
+    `strategy`: how states are evaluated: "descent", "exhaustive", or "auto", measured now (see `manager.strategy`).
+    `late`: a step of generation leaves out probes whose weights are not on the device, and counts them
+    (`coverage.late`, within `dropped`); they arrive in the background.
+    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and what was missed is
+    counted (`probemon.engine.audit`).
+    Of `arena_bytes`, `cache_bytes`, `prefetch`, `strategy` and `late` only the last changes a score.
 
     Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives
     alone. `manager.pack` is then a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only
-    one has it. Every pack keeps its own thresholds, recommendations and limits (`manager.config` is by name of pack); a
+    one has it. Every pack keeps its own thresholds, recommendations and limits (`manager.config` is by name of pack). A
     setting given by name holds for each of them: `max_loaded_probes=100` is 100 of each, but `always_on` names concepts
     of any. `arena_bytes` and `cache_bytes` are of all together: each architecture has room for what is always active,
-    and of the rest its share by size. Raises `ConfigError` (`UnknownSetting` for a typo).
+    and its share by size of the rest. Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     def attach(
@@ -61,11 +65,10 @@ class DynamicProbeManager(Scorer):
         keep_tokens: int | None = None,
         routing: bool | RoutingSettings = False,
     ) -> MonitorRun:
-        """A context manager that watches an unchanged Hugging Face model: see `MonitorRun`.
+        """Return a context manager that watches an unchanged Hugging Face model: see `MonitorRun` for the options.
 
-        A pack for another hidden size or layer count is a `HostMismatch`; other weights than those the pack was
-        made for warn, or are refused with `strict=True`. `routing`: True, or how: the routers of the model are watched
-        beside the probes (`run.routing`, see `probemon.telemetry.monitor`).
+        `routing`: True, or its settings, to watch the routers of the model beside the probes (`run.routing`, see
+        `probemon.telemetry.monitor`).
         """
 
         def companion(host: Any, guard: Guard) -> RoutingRecorder:
@@ -95,10 +98,10 @@ class DynamicProbeManager(Scorer):
         max_waiting: int = 64,
         **generate: Any,
     ) -> Iterator[TokenEvent]:
-        """Tokens with their scores while `model` generates: see `probemon.monitor.stream`. `generate`: arguments of
-        `generate()`.
+        """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
-        At most `max_waiting` batches of tokens wait for the reader, then the model waits; leaving the loop stops it.
+        `generate`: arguments of `model.generate`. At most `max_waiting` batches of tokens wait for the reader, then the
+        model waits. Leaving the loop stops it.
         """
         return stream(
             self,
@@ -122,7 +125,7 @@ class DynamicProbeManager(Scorer):
         max_waiting: int = 64,
         **generate: Any,
     ) -> AsyncIterator[TokenEvent]:
-        """`stream` for `async for`."""
+        """Yield the same as `stream`, for `async for`."""
         return stream_async(
             self,
             model,
@@ -144,8 +147,9 @@ class DynamicProbeManager(Scorer):
         resume: bool = False,
         **settings: Any,
     ) -> Analysis:
-        """Score a corpus into parquet shards in the folder `out`: see `probemon.offline.analyze.analyze` for
-        `settings`. Needs the extra `corpus`.
+        """Score a corpus into parquet shards in the folder `out`. Needs the extra `corpus`.
+
+        `settings`: see `probemon.offline.analyze.analyze`.
         """
         from probemon.offline.analyze import analyze
 

@@ -38,11 +38,11 @@ _FEW = BATCH // 4  # rows that a step may have, and be evaluated as a step
 BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
 
 
-class Step(Protocol):
-    """A step that was begun: an `Outcome`, which is there, or one that a device is at."""
+class StepUnderWay(Protocol):
+    """A step that a device is at."""
 
     def wait(self) -> Outcome:
-        """Return the outcome, once it is there."""
+        """Return the outcome, once it is there; call it once."""
         ...
 
 
@@ -61,8 +61,8 @@ class Evaluator(Protocol):
         """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
         ...
 
-    def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Step:
-        """Begin a step of hidden states `[N, D]`; a GPU makes it beside the host model."""
+    def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | StepUnderWay:
+        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
         ...
 
     def evaluate(
@@ -122,8 +122,10 @@ class Engine:
         """Scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
         return self.exhaustive.everything(inputs)
 
-    def begin(self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Step:
-        """Begin a step of hidden states `[N, D]`; a GPU makes it beside the host model."""
+    def begin(
+        self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+    ) -> Outcome | StepUnderWay:
+        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
         way = self.way(plan, len(retained), retained, self.choice.step)
         if way is self.on_device and self.on_device is not None:
             return self.on_device.begin(plan, lambda: self.inputs(hidden), hidden.values(), retained, keep)

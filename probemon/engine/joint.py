@@ -29,7 +29,7 @@ from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 from probemon.engine.cascade import Made, PairRequests
 from probemon.engine.choice import Choice
-from probemon.engine.engine import BATCH_CELLS, Engine, Step
+from probemon.engine.engine import BATCH_CELLS, Engine, StepUnderWay
 from probemon.engine.memory.arena import Arena, ArenaStats
 from probemon.engine.outcome import Outcome
 from probemon.engine.ways import Way
@@ -109,8 +109,10 @@ class JointEngine:
         ]
         return self._laid_out(self._in_step(asking, inputs, [None] * len(self.engines)), np.float32)
 
-    def begin(self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Step:
-        """Begin a step of hidden states `[N, D]`; a GPU makes it beside the host model."""
+    def begin(
+        self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
+    ) -> Outcome | StepUnderWay:
+        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
         before = self._split(retained)
         ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])
         if not self._all_on_device(ways):
@@ -289,7 +291,7 @@ class JointStep:
     """A step of every pack that a device is at."""
 
     engine: JointEngine
-    steps: Sequence[Step]
+    steps: Sequence[StepUnderWay]
     before: Sequence[Mask]
     keep: Ints
 

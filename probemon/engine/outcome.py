@@ -43,10 +43,6 @@ class Outcome:
     unseen: Ints
     kept: Mask
 
-    def wait(self) -> Outcome:
-        """Return this outcome: a step that was made at once is waited for like one that is under way."""
-        return self
-
 
 class OutcomeMaker:
     """Makes outcomes of the descents of one pack. `block_of [P]`: the block of the inputs that each probe reads."""

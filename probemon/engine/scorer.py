@@ -24,7 +24,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
 from probemon.engine.choice import Choice
-from probemon.engine.engine import Engine, Evaluator, Step
+from probemon.engine.engine import Engine, Evaluator, StepUnderWay
 from probemon.engine.joint import JointArena, JointEngine, JointInputs, JointPlan
 from probemon.engine.kernels import check_device
 from probemon.engine.memory.arena import Arena
@@ -309,12 +309,13 @@ class Scorer:
 class BegunStep:
     """A step of rows that was begun by `Scorer.begin`."""
 
-    def __init__(self, scorer: Scorer, step: Step, audited: Mapping[str, Ints] | None = None) -> None:
+    def __init__(self, scorer: Scorer, step: Outcome | StepUnderWay, audited: Mapping[str, Ints] | None = None) -> None:
         self._scorer, self._step, self._audited = scorer, step, audited
 
     def wait(self) -> tuple[Scores, Mask]:
         """Return scores and the next retained sets `[N, P]`, once they are there; call it once."""
-        return self._scorer.scores_of(self._step.wait(), self._audited)
+        outcome = self._step if isinstance(self._step, Outcome) else self._step.wait()
+        return self._scorer.scores_of(outcome, self._audited)
 
 
 def _made_again(

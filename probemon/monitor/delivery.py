@@ -22,8 +22,9 @@ from probemon.sinks import Sink
 
 @dataclass(frozen=True)
 class SinkStats:
-    """Tokens put into a `Delivery`: `n_written` taken by the sink, `n_dropped` not (no room, no sink any more),
-    `n_queued` still waiting or in the sink's hands. `error`: what ended the sink, or None.
+    """Tokens put into a `Delivery`; the three numbers always add up. `error`: what ended the sink, or None.
+
+    The sink has taken `n_written`; `n_dropped` found no room, or no sink any more; `n_queued` wait or are in its hands.
     """
 
     n_written: int
@@ -33,11 +34,11 @@ class SinkStats:
 
 
 class Delivery:
-    """Delivers batches to one sink from a thread of its own: see the top of this module.
+    """Delivers batches to one sink from a thread of its own.
 
-    `put` may be called from any thread; the order of each is kept. At most `max_batches` wait (the one in the sink's
-    hands included); what finds no room is dropped and counted. What the sink raises ends it: the error is kept in
-    `stats().error`, the sink is closed, everything after that counts as dropped.
+    Any thread may call `put`; the order of each is kept. At most `max_batches` wait, the one in the sink's hands
+    included; what finds no room is dropped and counted. An error of the sink closes it: `stats().error` keeps the
+    error, and everything after it counts as dropped.
     """
 
     def __init__(self, sink: Sink, concepts: Sequence[str], max_batches: int = 1024) -> None:
@@ -66,9 +67,8 @@ class Delivery:
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
 
-        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though it may still
-        be taken) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once and all this
-        follows.
+        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though the sink may
+        still take it) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once.
         """
         self._check_process()
         with self._changed:
@@ -88,7 +88,7 @@ class Delivery:
             self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
 
     def _check_process(self) -> None:
-        """A forked child has no thread of ours: say so at once, and leave the file to the parent."""
+        """Fail at once in a forked child, which has no thread of ours, and leave the file to the parent."""
         if os.getpid() != self._process and self._error is None:
             self._fail(
                 SinkFailed(
@@ -98,7 +98,7 @@ class Delivery:
             )
 
     def stats(self) -> SinkStats:
-        """What became of the tokens: the three numbers always add up to what was put."""
+        """Return what became of the tokens that were put."""
         with self._changed:
             return SinkStats(self._n_written, self._n_dropped, self._n_queued, self._error)
 
@@ -119,7 +119,7 @@ class Delivery:
             self._changed.notify_all()
 
     def _next(self) -> TokenBatch | None:
-        """The oldest batch, which stays in the queue until it is written; None when there will be no more."""
+        """Wait for the oldest batch, which stays in the queue until it is written; None when there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             return self._queue[0] if self._queue else None

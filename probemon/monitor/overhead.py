@@ -1,4 +1,4 @@
-"""What watching costs: generation watched and bare, alternating in one process.
+"""Measure what watching costs: generation watched and bare, alternating in one process.
 
 cost = overhead(manager, model, inputs, n_tokens=6, n_pairs=16)
 cost.host_ms, cost.monitor_ms, cost.overhead_pct
@@ -30,7 +30,7 @@ class Overhead:
 
     @property
     def overhead_pct(self) -> float:
-        """Median step watched over median step bare, in per cent above it (noise can make it negative)."""
+        """Return by how many per cent the median watched step is above the bare one; noise can make it negative."""
         return 100 * (self.watched_ms / self.host_ms - 1)
 
 
@@ -54,7 +54,7 @@ def overhead(
     n_pairs: int = 16,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Overhead:
-    """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and as often watched, the order turned each time.
+    """Time greedy decoding of `n_tokens` tokens, `n_pairs` times bare and watched, the order turned each time.
 
     Turns are short, so that what else runs on the machine falls on both alike.
     """

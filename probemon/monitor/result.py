@@ -10,26 +10,29 @@ table = result.to_arrow()                 # row, position, token_id, phase, conc
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
 from probemon.engine.audit import Audit
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import AlignmentError, ConfigError, MissingExtra
 from probemon.packs.group import AnyPack, PackGroup
-from probemon.tracking.recording import FORGOTTEN, Tokens
+from probemon.tracking.hand_loop import described
+from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
+from probemon.tracking.run_recordings import find_recording
 
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """A concept at a token. `strength`: logit of the score minus logit of its alert threshold (NaN where not
-    calibrated).
-    """
+    """A concept at a token. `strength`: logit of the score minus that of its alert threshold, NaN without one."""
 
     concept: str
     name: str
@@ -46,7 +49,7 @@ class ConceptScore:
 
 
 def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
-    """A probe and its score, in words."""
+    """Describe a probe and its score in words."""
     concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
     return ConceptScore(
         concept=concept["id"],
@@ -63,7 +66,7 @@ def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptSc
 
 
 def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """The firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of the list."""
+    """Return the firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of them."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
     fired = sorted(
         (describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe)
@@ -79,7 +82,7 @@ def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]
 
 
 def without_thresholds(pack: AnyPack) -> Mask:
-    """`[P]`: the probes of packs in which no probe has an alert threshold, so that nothing of them ever fires."""
+    """Return the mask `[P]` of probes of packs without any alert threshold, of which nothing ever fires."""
     if isinstance(pack, PackGroup):
         mask = np.zeros(pack.n_probes, dtype=bool)
         for number, one in zip(pack.numbers, pack.packs.values(), strict=True):
@@ -89,16 +92,17 @@ def without_thresholds(pack: AnyPack) -> Mask:
 
 
 def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """The best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold: first, not
-    firing. Equal scores by number.
+    """Return the best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold.
+
+    They are first, not firing. Equal scores go by the probe's number.
     """
-    mine = without_thresholds(pack)
-    if not mine.any():
+    bare = without_thresholds(pack)
+    if not bare.any():
         return []
     active = sorted(
         (-value, probe)
         for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True)
-        if mine[probe]
+        if bare[probe]
     )
     return [describe(pack, probe, -value) for value, probe in active[:k]]
 
@@ -151,10 +155,10 @@ class Result:
 
     def at(self, row: int, position: int) -> int:
         """The index of a token, for `scores.top(index)` and the other per-token answers."""
-        found = np.flatnonzero((self.row == row) & (self.position == position))
-        if not len(found):
+        matches = np.flatnonzero((self.row == row) & (self.position == position))
+        if not len(matches):
             raise ConfigError(f"row {row}, position {position} is not a token of this result (padding, or outside it)")
-        return int(found[0])
+        return int(matches[0])
 
     def top(self, k: int = 10, row: int = 0, *, phase: str | None = None) -> list[ConceptScore]:
         """The `k` best concepts of a row, each once, at the token where it was best.
@@ -259,13 +263,64 @@ class Result:
             return chosen
         if phase not in PHASES:
             raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
-        found: Mask = chosen & (self.phase == PHASES.index(phase))
-        return found
+        return np.asarray(chosen & (self.phase == PHASES.index(phase)))
 
     def _where(self, token: int) -> dict[str, Any]:
         token_id = int(self.token_id[token])
         text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
         return {"position": int(self.position[token]), "token_id": token_id, "token": text}
+
+
+def find_result(
+    pack: AnyPack,
+    tokenizer: Any,
+    recordings: Sequence[Recording],
+    out: Any,
+    *,
+    generation: int | None,
+    keep_tokens: int | None,
+) -> Result:
+    """The scores of the one of `recordings` that belongs to `out`: see `MonitorRun.result`."""
+    if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
+        outputs = dict(out) if isinstance(out, Mapping) else {out.request_id: out}
+        return _result_of_requests(pack, tokenizer, recordings, outputs, keep_tokens)
+    sequences = getattr(out, "sequences", out)
+    if (
+        not isinstance(sequences, Tensor)
+        or sequences.dim() != 2
+        or sequences.dtype not in (torch.int64, torch.int32)
+        or sequences.device.type == "meta"
+    ):
+        raise ConfigError(f"out is {described(sequences)}: give what generate() returned, ids [B, L]")
+    ids = sequences.detach().cpu().numpy().astype(np.int64)
+    recording = find_recording(recordings, ids, sequences, generation=generation, keep_tokens=keep_tokens)
+    return Result(pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed)
+
+
+def _result_of_requests(
+    pack: AnyPack, tokenizer: Any, recordings: Sequence[Recording], outputs: dict[str, Any], keep_tokens: int | None
+) -> Result:
+    """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
+    parts, hosts = [], []
+    for request, output in outputs.items():
+        if getattr(output, "error", None) is not None:
+            raise AlignmentError(
+                f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}"
+            )
+        ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
+        recording = find_recording(recordings, ids, output, request, keep_tokens=keep_tokens)
+        hosts.append(recording.host)
+        parts.append(recording.tokens(ids))
+    if not parts:
+        raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
+    return Result(
+        pack,
+        tokenizer,
+        Tokens.join(parts, pack.n_probes),
+        hosts[0],
+        host_changed=any(host != hosts[0] for host in hosts),
+        requests=tuple(outputs),
+    )
 
 
 def _strength(score: Any, threshold: Any) -> Any:

@@ -1,6 +1,6 @@
 """Rules on concepts: a score, or its aggregate, over a threshold for some tokens in a row makes an event.
 
-rule = Rule(probe=17, above=0.9, for_tokens=3, aggregator=Ema(0.3), action="stop")
+[rule] = make_rules(pack, "weapon", above=0.9, for_tokens=3, aggregate="ema:0.3", action="stop")
 for i, score, value in rule.observe(placed, scores, states): ...      # the tokens at which it is met
 """
 
@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from probemon.aggregate import Aggregator
+from probemon.aggregate import Aggregator, named
+from probemon.core.checks import check_count, check_number
+from probemon.core.concept_names import Wanted
 from probemon.core.scores import Scores
+from probemon.errors import ConfigError
+from probemon.packs.group import AnyPack
 from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("stop", "raise")
@@ -21,8 +25,7 @@ ACTIONS = ("stop", "raise")
 
 @dataclass(frozen=True)
 class Event:
-    """A rule was met: at `for_tokens` generated tokens of `row` in a row `value` was over `above`, the last of them at
-    `column`.
+    """A rule was met: `value` was over `above` at `for_tokens` tokens in a row, the last of them at `row`, `column`.
 
     `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
@@ -47,7 +50,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Rule:
-    """What to watch for."""
+    """What to watch for, and what to do then: see `MonitorRun.on`."""
 
     probe: int
     above: float
@@ -56,10 +59,10 @@ class Rule:
     action: str | Callable[[Event], object]
 
     def observe(self, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
-        """Entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
+        """Return the entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
 
-        `states`: by row, replaced here and never changed in place. An unseen token neither counts nor breaks a streak:
-        nothing is known of it.
+        `states`: by row; its values are replaced, never changed in place. An unseen token, of which nothing is known,
+        neither counts nor breaks a streak.
         """
         met = []
         for i, row in enumerate(placed.rows.tolist()):
@@ -76,3 +79,34 @@ class Rule:
             if streak == self.for_tokens:
                 met.append((i, score, value))
         return met
+
+
+def make_rules(
+    pack: AnyPack,
+    concept: Wanted,
+    *,
+    above: float | None,
+    for_tokens: int,
+    aggregate: str | Aggregator | None,
+    action: str | Callable[[Event], object],
+) -> list[Rule]:
+    """Make a rule for each of the concepts, with the arguments of `run.on`. Raises `UnknownConcept`, `ConfigError`."""
+    aggregator = named(aggregate)
+    probes = pack.find_all(concept)
+    levels = pack.thresholds_for(aggregator)[probes].tolist() if above is None else [above] * len(probes)
+    for probe, level in zip(probes, levels, strict=True):
+        if above is None and not level < 1:  # NaN: not calibrated; 1: the rate asked for is met by no lower one
+            raise ConfigError(
+                f"{pack.concepts[probe]['id']} has no alert threshold in {pack.name} for {aggregator} that a score"
+                f" can exceed ({level}): give above="
+            )
+        remedy = "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1"
+        check_number("above", level, low=0, high=1, open_high=True, remedy=remedy)
+    for_tokens = check_count("for_tokens", for_tokens, least=1, remedy="it counts tokens in a row, so give 1 or more")
+    if action not in ACTIONS and not callable(action):
+        raise ConfigError(
+            f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)"
+        )
+    return [
+        Rule(probe, float(level), for_tokens, aggregator, action) for probe, level in zip(probes, levels, strict=True)
+    ]

@@ -51,27 +51,25 @@ class TokenEvent:
 
     @property
     def unseen(self) -> str:
-        """ "" or why this token has no scores."""
+        """Return why this token has no scores, or an empty string."""
         return self.scores.coverage.unseen[0]
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at."""
+        """Return what was looked at."""
         return self.scores.coverage
 
     def leading(self, k: int = 3) -> list[ConceptScore]:
-        """The firing concepts by strength, at most `k`, none above or below a stronger one of the list."""
+        """Return the firing concepts by strength, at most `k`, none above or below a stronger one of the list."""
         return leading(self.pack, self.scores, 0, k)
 
     def ranked(self, k: int = 3) -> list[ConceptScore]:
-        """The best-scoring concepts, at most `k`, of packs that have no alert threshold at all: nothing of these fires,
-        and this is only their order.
-        """
+        """Return the best-scoring concepts, at most `k`, of packs without any alert threshold, of which none fires."""
         return ranked(self.pack, self.scores, 0, k)
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """A batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is."""
+    """Return a batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is."""
     if isinstance(messages, str):
         return dict(tokenizer(messages, return_tensors="pt"))
     return dict(
@@ -80,37 +78,17 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[
 
 
 def stream(
-    manager: Scorer,
-    model: Any,
-    tokenizer: Any,
-    messages: str | Sequence[Mapping[str, str]],
-    *,
-    include_prompt: bool = False,
-    strict: bool = False,
-    max_waiting: int = 64,
-    **generate: Any,
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **options: Any
 ) -> Iterator[TokenEvent]:
-    """Events of one sequence; `generate`: arguments of `model.generate`. What it raises is raised here."""
-    return _events(_Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate))
+    """Yield the events of one sequence; `options`: see `manager.stream`. Raises what `model.generate` raises."""
+    return _events(_Generating(manager, model, tokenizer, messages, **options))
 
 
 def stream_async(
-    manager: Scorer,
-    model: Any,
-    tokenizer: Any,
-    messages: str | Sequence[Mapping[str, str]],
-    *,
-    include_prompt: bool = False,
-    strict: bool = False,
-    max_waiting: int = 64,
-    **generate: Any,
+    manager: Scorer, model: Any, tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **options: Any
 ) -> AsyncIterator[TokenEvent]:
-    """The same for `async for`; the event loop is never blocked. Cancelled (`asyncio.wait_for` on one event, too) it is
-    closed.
-    """
-    return _async_events(
-        _Generating(manager, model, tokenizer, messages, include_prompt, strict, max_waiting, generate)
-    )
+    """Yield the same for `async for`, without blocking the event loop; `aclose()`, or a cancelled wait, closes it."""
+    return _async_events(_Generating(manager, model, tokenizer, messages, **options))
 
 
 def _events(generating: _Generating) -> Iterator[TokenEvent]:
@@ -144,10 +122,11 @@ class _Generating:
         model: Any,
         tokenizer: Any,
         messages: str | Sequence[Mapping[str, str]],
-        include_prompt: bool,
-        strict: bool,
-        max_waiting: int,
-        generate: dict[str, Any],
+        *,
+        include_prompt: bool = False,
+        strict: bool = False,
+        max_waiting: int = 64,
+        **generate: Any,
     ) -> None:
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
@@ -183,7 +162,7 @@ class _Generating:
         self._thread.start()
 
     def take(self) -> list[TokenEvent] | None:
-        """The next events in order, or None after the last. Waits; raises what `generate` raised."""
+        """Wait for the next events and return them, or None after the last; raise what `generate` raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._done or self._closed)
             if self._closed or self._over:
@@ -198,13 +177,13 @@ class _Generating:
         return [self._last()]
 
     def stop(self) -> None:
-        """Nobody reads any more: this `generate` is to end at its next token, and waits for no reader. Others go on."""
+        """End this `generate` at its next token, which waits for no reader any more. Others go on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns when the thread has ended and the hooks are gone."""
+        """Stop, and return when the thread has ended and the hooks are gone."""
         self.stop()
         self._thread.join()
 

@@ -29,7 +29,8 @@ from probemon.telemetry.recorder import RoutingRecorder, as_exception
 from probemon.telemetry.settings import RoutingSettings
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import Generation, States
-from probemon.tracking.recording import Recording, keep_newest
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.watcher import Watcher
 
 LOG = logging.getLogger("probemon")
@@ -95,8 +96,7 @@ class RoutingMonitor(RoutingRecorder):
     ) -> None:
         """Number the tokens and keep nothing of them, so that nothing grows."""
         with self._lock:
-            recording.n_entries += len(placed)
-            recording.n_forgotten += len(placed)
+            recording.add_forgotten(len(placed))
             keep_newest(self._watcher.recordings, 0)
 
     def _guarded(self, what: str, function: Callable[..., object], *arguments: Any) -> None:

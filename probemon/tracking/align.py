@@ -27,9 +27,7 @@ NO_ID = -1  # of a token that was given as an embedding
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of the host: ids [B, T]; `start` columns are in the cache; mask [B, >= start + T] or None (no
-    padding).
-    """
+    """A forward of the host: ids [B, T] after `start` cached columns; mask [B, >= start + T], None for no padding."""
 
     start: int
     ids: Ints
@@ -38,8 +36,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """Real tokens of one forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in
-    it.
+    """Real tokens of a forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
 
     `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned.
     """
@@ -56,13 +53,13 @@ class PlacedTokens:
         return len(self.rows)
 
     def take(self, which: Ints) -> PlacedTokens:
-        """Some of them."""
+        """Return the entries `which`."""
         return dataclasses.replace(
             self, rows=self.rows[which], columns=self.columns[which], offsets=self.offsets[which], ids=self.ids[which]
         )
 
     def moved(self, by: int) -> PlacedTokens:
-        """The same tokens, their states `by` places further in the forward."""
+        """Return the same tokens, their states `by` places further in the forward."""
         return dataclasses.replace(self, offsets=self.offsets + by)
 
 
@@ -85,25 +82,30 @@ class SequenceColumns:
     _n_sampled: int = 0
 
     def ended(self, done: npt.NDArray[np.bool_]) -> None:
-        """Rows `[B]` whose token just sampled is their last: what follows in them is padding."""
+        """Mark rows `[B]` whose token just sampled is their last: what follows in them is padding."""
         column = (self.prompt_columns or 0) + self._n_sampled
         self._n_sampled += 1
         if self.speculative:  # several tokens may have been accepted at once
             return
         self.last_column[done & (self.last_column == NEVER)] = column
 
+    def take_back(self, column: int) -> None:
+        """Columns from `column` on were drafts that were rejected, and may be shown again."""
+        self.frontier = min(self.frontier, column)
+
     def begin(self, column: int, n_rows: int) -> None:
-        """What is shown here begins at `column`, in `n_rows` rows: said once, before anything else."""
+        """Begin at `column`, in `n_rows` rows, unless it was said before where to begin."""
         if self.first_column < 0:
             self.first_column = self.frontier = column
             self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
 
     def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[PlacedTokens]:
-        """The tokens before `column` that were run without being shown here; ids `[B, L]` begin at column `ids_begin`.
-        Goes on after them.
+        """Return the tokens before `column` that were run without being shown here, and go on after them.
+
+        The ids `[B, L]` begin at column `ids_begin`.
         """
         self.begin(0, len(ids))
-        first, found = self.frontier, []
+        first, placed = self.frontier, []
         prompt = column if self.prompt_columns is None else self.prompt_columns
         self.frontier, self._n_sampled = column, max(self._n_sampled, column - prompt)
         for phase, begin, end in ((PROMPT, first, min(column, prompt)), (GENERATED, max(first, prompt), column)):
@@ -115,13 +117,16 @@ class SequenceColumns:
                 self.mask = mask
             rows, at = np.nonzero(real)
             at_ids = at + begin - ids_begin
-            found.append(
+            placed.append(
                 PlacedTokens(rows, at + begin, at, np.where(at_ids < 0, NO_ID, ids[rows, np.maximum(at_ids, 0)]), phase)
             )
-        return found
+        return placed
 
     def place(self, forward: Forward) -> list[PlacedTokens]:
-        """The tokens of this forward that no earlier one had, prompt before generated. Raises `AlignmentError`."""
+        """Return the tokens of this forward that no earlier one had, prompt before generated.
+
+        Raises `AlignmentError` where they would be a guess.
+        """
         n_rows, width = forward.ids.shape
         self.begin(forward.start, n_rows)
         if n_rows != self.n_rows:
@@ -141,7 +146,7 @@ class SequenceColumns:
                 " cannot be told apart"
             )
         limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
-        found = []
+        placed = []
         for phase, first, stop in ((PROMPT, self.frontier, limit), (GENERATED, limit, end)):
             if first == stop:
                 continue
@@ -154,7 +159,7 @@ class SequenceColumns:
                 if self.speculative:
                     rows, at = np.zeros(stop - first, dtype=np.int64), np.arange(stop - first)
                     offsets = at + (first - forward.start)
-                    found.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
+                    placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[0, offsets], phase, draft=True))
                     continue
                 if stop - first > 1:
                     raise AlignmentError(
@@ -167,7 +172,7 @@ class SequenceColumns:
                 real &= (first <= self.last_column)[:, None]
             rows, at = np.nonzero(real)
             offsets = at + (first - forward.start)
-            found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))
+            placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))
         self.frontier = end
         self.mask = forward.mask
-        return found
+        return placed

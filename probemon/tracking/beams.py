@@ -24,9 +24,7 @@ Key = tuple[int, bytes]
 
 @dataclass
 class Beams:
-    """`running`: entry and row of every hypothesis of the newest forward; `children`: entry by parent entry and
-    token.
-    """
+    """`running`: entry and row of each hypothesis of the newest forward. `children`: entries by parent and token."""
 
     n_beams: int
     begin: int
@@ -35,7 +33,7 @@ class Beams:
     finished: set[Key] = field(default_factory=set)
 
     def advance(self, ids: Ints, first_entry: int) -> Ints:
-        """For `ids [B * n_beams, L]`, whose last column is about to run: the row each one's parent ran in.
+        """Return the row that each one's parent ran in, for `ids [B * n_beams, L]` whose last column is about to run.
 
         Row i's new token becomes entry `first_entry + i`. Raises `AlignmentError` for a hypothesis without a parent.
         """
@@ -57,25 +55,23 @@ class Beams:
         return origin
 
     def ended(self, ids: Ints, done: npt.NDArray[np.bool_], n_prompts: int) -> None:
-        """Candidates `[B * k, L]` that met a stopping criterion: what follows them in the output is padding."""
+        """Mark candidates `[B * k, L]` that met a stopping criterion: what follows them in the output is padding."""
         each = len(ids) // n_prompts
         for i in np.flatnonzero(done).tolist():
             self.finished.add((i // each, np.ascontiguousarray(ids[i, self.begin :]).tobytes()))
 
     def follow(self, b: int, generated: Ints) -> tuple[list[int], int]:
-        """Entries of the tokens of a returned sequence that ran, in order, and how many of its tokens are not
-        padding.
-        """
+        """Return the entries of a returned sequence's tokens that ran, and how many of its tokens are no padding."""
         generated = np.ascontiguousarray(generated)
         n = next(
             (i for i in range(1, len(generated) + 1) if (b, generated[:i].tobytes()) in self.finished), len(generated)
         )
-        entries, at = [], root(b)
+        entries, entry = [], root(b)
         for token in generated[:n].tolist():
-            if (at, token) not in self.children:
+            if (entry, token) not in self.children:
                 break
-            at = self.children[at, token]
-            entries.append(at)
+            entry = self.children[entry, token]
+            entries.append(entry)
         return entries, n
 
 

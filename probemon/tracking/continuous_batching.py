@@ -1,6 +1,6 @@
-"""Batches: which request, and which of its columns, each token of a packed forward of continuous batching is.
+"""ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
 
-    batches = ContinuousBatches(model, new_recording, seen_up_to, take_stop)
+    batches = ContinuousBatches(model, new_recording, check_seen, take_stop)
     batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
     for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
         ...
@@ -48,18 +48,16 @@ from probemon.tracking.recording import SHARED, Recording
 
 @dataclass
 class Request:
-    """One request as it is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
+    """A request that is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
 
     generation: Generation
     prompt: list[int]
     state: Callable[[], Any] = lambda: None
 
     def follow(self, state: Any) -> None:
-        """It runs as `state` from now on."""
+        """Follow `state`, as which the request runs from now on."""
         self.state = weakref.ref(state)
-        self.generation.end = self._end
-        if self.generation.stopping:
-            self._end()
+        self.generation.end_by(self._end)
 
     def _end(self) -> None:
         state = self.state()
@@ -70,24 +68,20 @@ class Request:
 class ContinuousBatches:
     """Follows every manager opened while a run is attached.
 
-    `new_recording(call)` makes a recording in the run; `seen_up_to(recording, ids, 0, end, generation)` is told that
-    columns before `end` of ids `[1, L]` were run; `take_stop()`: whether a stop came before. `n_calls` of
-    `generate_batch` run; `errors` of forwards: in a thread of transformers' they would only fail the requests.
+    `new_recording(call, **attributes)` makes a recording in the run. `check_seen(recording, ids, 0, end, generation)`
+    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `n_calls` of
+    `generate_batch` run. `errors` of forwards: in a thread of transformers' they would only fail the requests.
     """
 
     def __init__(
         self,
         model: Any,
-        new_recording: Callable[[SequenceColumns], Recording],
-        seen_up_to: Callable[[Recording, Ints, int, int, Generation], None],
+        new_recording: Callable[..., Recording],
+        check_seen: Callable[[Recording, Ints, int, int, Generation], None],
         take_stop: Callable[[], bool],
     ) -> None:
-        self._model, self._new_recording, self._seen_up_to, self._take_stop = (
-            model,
-            new_recording,
-            seen_up_to,
-            take_stop,
-        )
+        self._model, self._new_recording = model, new_recording
+        self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
         # A manager and its cache go when its user lets go of them.
@@ -121,19 +115,18 @@ class ContinuousBatches:
             running = [request.generation for live in self._live.values() for request in list(live.values())]
             self._stop_new = self.n_calls > 0
         for generation in running:
-            generation.stop_all = True
+            generation.stop_all_rows()
         return len(running)
 
     def _open(self, owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)
         try:
-            if self._opened(manager):
-                shadow_delivery(self._stack, owner, manager, partial(self._delivered, weakref.ref(manager)))
+            if self._register(manager):
+                shadow_delivery(self._stack, owner, manager, partial(self._deliver, weakref.ref(manager)))
         except NotSupportedDecoding:
             before = attention_before_batches(manager)
-            if (
-                before is not None
-            ):  # making a manager changes the host's attention; stopping one that never started does not undo it
+            # Making a manager changes the host's attention; stopping one that never started does not undo it.
+            if before is not None:
                 self._model.set_attn_implementation(before)
             raise
         return manager
@@ -154,16 +147,17 @@ class ContinuousBatches:
             raise errors[0]
         return outputs
 
-    def _delivered(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
-        """Requests that end, in the thread of their manager: all of them but the last token has passed the taps."""
-        for generation, ids in self._finish(manager(), outputs):
+    def _deliver(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
+        """Check requests that end, in the thread of their manager: all but their last token has passed the taps."""
+        for generation, ids in self._end_requests(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
-                self._seen_up_to(generation.recording, ids, 0, ids.shape[1] - 1, generation)
+                self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
         return original(outputs)
 
-    def _opened(self, manager: Any) -> bool:
-        """A manager was made; False if it is known (a persistent one is handed out again). Raises
-        `NotSupportedDecoding` where forwards would not pass our hooks.
+    def _register(self, manager: Any) -> bool:
+        """Follow a manager; False if it is followed already (a persistent one is handed out again).
+
+        Raises `NotSupportedDecoding` where forwards would not pass our hooks.
         """
         if not can_follow_batches(manager):
             raise NotSupportedDecoding(
@@ -181,11 +175,14 @@ class ContinuousBatches:
                 return False
             live: dict[str, Request] = {}
             self._live[manager] = live
-        weakref.finalize(manager, _let_go_all, live)
+        weakref.finalize(manager, _close_all, live)
         return True
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
-        """The new tokens of a packed forward, request by request. Raises `NotSupportedDecoding`, `AlignmentError`."""
+        """Return the new tokens of a packed forward, request by request; `given`: the arguments of the decoder.
+
+        Raises `NotSupportedDecoding` where its requests are unknown, `AlignmentError` where it does not hold them.
+        """
         cache = given.get("cache")
         managers = [] if cache is None else [manager for manager in list(self._live) if batch_cache(manager) is cache]
         if len(managers) != 1:
@@ -199,11 +196,11 @@ class ContinuousBatches:
             return []
         bounds = [0, *itertools.accumulate(future.query_length for future in batch)]
         lengths, ids, positions = given["cu_seq_lens_q"].tolist(), given["input_ids"], given["position_ids"]
-        told = lengths[: len(bounds)] == bounds and all(at == bounds[-1] for at in lengths[len(bounds) :])
-        known = len({future.state.request_id for future in batch}) == len(batch) and runs_in_this_thread(manager)
+        same_bounds = lengths[: len(bounds)] == bounds and all(end == bounds[-1] for end in lengths[len(bounds) :])
+        own_batch = len({future.state.request_id for future in batch}) == len(batch) and runs_in_this_thread(manager)
         if (
-            not told
-            or not known
+            not same_bounds
+            or not own_batch
             or ids.dim() != 2
             or len(ids) != 1
             or positions.shape != ids.shape
@@ -218,21 +215,19 @@ class ContinuousBatches:
             ids[0].detach().cpu().numpy().astype(np.int64),
             positions[0].detach().cpu().numpy().astype(np.int64),
         )
-        self._let_go(manager)
-        found = []
+        self._close_cancelled(manager)
+        placed_tokens = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
             if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
                 generation = self._request(manager, future.state).generation
-                found += [
-                    (generation, placed)
-                    for placed in self._segment(
-                        manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
-                    )
-                ]
-        return found
+                segment = self._place_segment(
+                    manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
+                )
+                placed_tokens += [(generation, placed) for placed in segment]
+        return placed_tokens
 
-    def _finish(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
-        """The generations of requests that end with `outputs`, and their ids `[1, L]`; they are followed no longer."""
+    def _end_requests(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
+        """Stop following the requests that end with `outputs`: their generations, and their ids `[1, L]`."""
         live, ended = self._live[manager], []
         for output in outputs:
             if output.error is not None or not output.is_finished():
@@ -245,55 +240,56 @@ class ContinuousBatches:
                 else request.generation
             )
             ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]])
-            generation.recording.output, generation.recording.ids, generation.recording.done = output, ids, True
+            generation.recording.keep_output(output, ids)
+            generation.recording.close()
             ended.append((generation, ids))
         return ended
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _let_go(self, manager: Any) -> None:
-        """Requests that ended without an output: cancelled or failed, they are in neither queue of the manager any
-        more.
-        """
+    def _close_cancelled(self, manager: Any) -> None:
+        """Close requests that ended without an output: cancelled or failed, they are in no queue of the manager."""
         live = self._live[manager]
         for request_id in [name for name in live if has_left_queues(manager, name)]:
-            live.pop(request_id).generation.recording.done = True
+            live.pop(request_id).generation.recording.close()
 
     def _request(self, manager: Any, state: Any) -> Request:
         live = self._live[manager]
         known = live.get(state.request_id)
         if known is not None and known.state() is state:
             return known
-        if known is not None and preempted_prompt_length(
-            state
-        ):  # preempted: it runs again from its beginning, with what it had generated
+        prompt_length = preempted_prompt_length(state)
+        if known is not None and prompt_length:
+            # Preempted: it runs again from its beginning, with what it had generated.
             if state.initial_tokens[: len(known.prompt)] != known.prompt:
                 raise AlignmentError(f"request {state.request_id} runs again with another prompt than it began with")
             known.follow(state)
             return known
-        prompt = list(state.initial_tokens[: preempted_prompt_length(state) or len(state.initial_tokens)])
+        prompt = list(state.initial_tokens[: prompt_length or len(state.initial_tokens)])
         live[state.request_id] = Request(self._new_request(live, state.request_id, prompt), prompt)
         live[state.request_id].follow(state)
         return live[state.request_id]
 
     def _new_request(self, live: dict[str, Request], request_id: str, prompt: list[int]) -> Generation:
-        recording = self._new_recording(SequenceColumns(len(prompt)))
-        recording.request, recording.before = request_id, SHARED
         parent_id = parent_of(request_id)
         parent = None if parent_id is None else live.get(parent_id)
-        if parent is not None and parent.prompt == prompt:
-            recording.earlier = parent.generation.recording  # a fork begins where its parent had come to
-        return Generation(
-            recording, GenerateCall(len(prompt), 0), stop=np.zeros(1, dtype=bool), stop_all=self._stop_new
+        # A fork begins where its parent had come to.
+        forked = parent.generation.recording if parent is not None and parent.prompt == prompt else None
+        recording = self._new_recording(
+            SequenceColumns(len(prompt)),
+            request=request_id,
+            before=SHARED,
+            earlier=forked,
         )
+        return Generation(recording, GenerateCall(len(prompt), 0), stop_all=self._stop_new)
 
-    def _segment(
+    def _place_segment(
         self, manager: Any, generation: Generation, state: Any, ids: Any, columns: Any, begin: int
     ) -> list[PlacedTokens]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens]
-        told = sequence[first : first + len(ids)]
-        if columns.tolist() != list(range(first, first + len(ids))) or told != ids[: len(told)].tolist():
+        known = sequence[first : first + len(ids)]
+        if columns.tolist() != list(range(first, first + len(ids))) or known != ids[: len(known)].tolist():
             raise AlignmentError(
                 f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request"
             )
@@ -302,7 +298,7 @@ class ContinuousBatches:
         if first > max(call.frontier, 0) and not (
             call.first_column < 0 and (may_share_columns(manager, first) or parent_of(state.request_id) is not None)
         ):
-            self._seen_up_to(generation.recording, np.asarray([sequence]), 0, first, generation)
+            self._check_seen(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
             call.ended(np.zeros(1, dtype=bool))  # requests end by themselves, and are not fed padding
@@ -310,6 +306,6 @@ class ContinuousBatches:
         return [placed.moved(begin) for placed in call.place(Forward(first, ids[None], None))]
 
 
-def _let_go_all(live: dict[str, Request]) -> None:
+def _close_all(live: dict[str, Request]) -> None:
     for request in live.values():
-        request.generation.recording.done = True
+        request.generation.recording.close()

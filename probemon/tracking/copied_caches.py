@@ -1,5 +1,6 @@
-"""Whether one key-value cache begins as another does: a deep copy of a prompt's cache holds what the run saw being
-computed.
+"""Whether one key-value cache begins as another does.
+
+A deep copy of a prompt's cache holds what the run saw being computed.
 
     if same_columns(cache, other, 12): ...       # their first 12 columns are the same, bit for bit
 
@@ -17,9 +18,7 @@ from probemon.host.internals import cache_layers, keeps_every_column, keys_and_v
 
 
 def same_columns(cache: Any, other: Any, n_columns: int) -> bool:
-    """Whether keys and values of two caches are the same in their first `n_columns`; False where a cache does not show
-    them.
-    """
+    """Whether the first `n_columns` of two caches are the same; False where one does not show its keys and values."""
     ours, theirs = _deepest(cache), _deepest(other)
     if ours is None or theirs is None or ours[0] != theirs[0]:
         return False

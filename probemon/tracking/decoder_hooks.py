@@ -3,20 +3,17 @@
     hooks = DecoderHooks(model, sites, n_probes, score)  # score(generation, recording, placed, states): called in order
     with ExitStack() as stack:
         hooks.attach(stack)
-        model(input_ids)                                    # hooks.recordings grows
+        model(input_ids)                                    # hooks.recordings.kept grows
 
-Before the decoder runs, the tokens of the forward are placed; at each tapped layer their hidden states are copied out,
-and handed on at the last one; after the decoder, a forward that escaped a tap is an error. State is kept per thread.
+Before the decoder runs, the hooks place the tokens of the forward. At each tapped layer they copy out the hidden states
+of these, and at the last one begin to score them. After the decoder, a forward that escaped a tap is an error. State is
+kept per thread.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import logging
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -31,31 +28,32 @@ from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHo
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
 from probemon.host.compiled import Bracket
-from probemon.host.internals import forget_hook_free_graphs, in_backward
-from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size, host_state
+from probemon.host.internals import forget_hook_free_graphs
+from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size
 from probemon.host.tap import Site, Tap, check_states, ran_again
-from probemon.tracking.align import Forward, Ints, PlacedTokens, SequenceColumns
+from probemon.tracking.align import Forward, PlacedTokens
 from probemon.tracking.continuous_batching import ContinuousBatches
-from probemon.tracking.copied_caches import same_columns
 from probemon.tracking.forward_call import read_forward
 from probemon.tracking.generation import FOLLOWING, ORDER, Generation, PendingTokens, States, ThreadState
-from probemon.tracking.hand_loop import generate_around
+from probemon.tracking.plain_forwards import PlainForwards, refuse_padding
 from probemon.tracking.recording import GAP, Recording
+from probemon.tracking.run_recordings import RunRecordings
 
-LOG = logging.getLogger("probemon")
-
-# Takes tokens in order, with their hidden states, or with the reason why these were not seen. Returns what reports
-# their scores, to be called at the end of the forward: with False where they turned out not to be the tokens' and are
-# to be thrown away.
+# ScoreTokens takes tokens in order, with their hidden states, or with the reason why these were not seen. It returns
+# what reports their scores, called at the end of the forward: with False to throw them away, where the states turned
+# out not to be the tokens'.
 Report = Callable[[bool], None]
 ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str], Report | None]
 
 
 class DecoderHooks:
-    """Resolves everything when made. `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
+    """Resolves everything when made; `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
 
-    `acts()`: whether something waits for generated tokens (rules, sinks), so that a loop that is not followed is an
-    error.
+    `score`: has tokens scored, see `ScoreTokens`.
+    `scores`: whether this process does; of several ranks only one does.
+    `on_gap`: called with columns that were not seen, which without it are an error.
+    `take_stop()`: whether a stop came while nothing ran.
+    `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
     """
 
     def __init__(
@@ -70,28 +68,23 @@ class DecoderHooks:
         take_stop: Callable[[], bool] = lambda: False,
         acts: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.model, self.scores, self.open = model, scores, False  # scores: of several ranks only one does
-        self.recordings: list[Recording] = []
+        self.model, self.scores, self.open = model, scores, False
+        self.recordings = RunRecordings(model, n_probes)
         self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
-        self._sites, self._n_probes, self._score, self._on_gap = [str(site) for site in sites], n_probes, score, on_gap
-        self._acts = acts
-        self._tap = Tap(model, sites, self._tapped)
+        self._sites, self._score, self._on_gap, self._acts = [str(site) for site in sites], score, on_gap, acts
+        self._plain = PlainForwards(model, self.decoder, self.recordings, acts)
+        self._tap = Tap(model, sites, self._take_states)
         self._rehearses = rehearsal(model)
         self.abilities = Abilities(model)
         self.abilities.check_streams(sites)
-        self._bracket = Bracket(self._before, self._after, self._tap.buffers.abandon)
+        self._bracket = Bracket(self._before_forward, self._after_forward, self._tap.buffers.abandon)
         self._width, self._in_parts = hidden_size(model), False
-        self.by_cache: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.thread = ThreadState()
-        self.batches = ContinuousBatches(model, lambda call: self.new_recording(call, 0), self.seen_up_to, take_stop)
-        self._n_recordings = 0
-        self.documents: set[int] = set()  # numbers of those that no generation went on from
-        self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
+        self.batches = ContinuousBatches(model, self.recordings.new, self.check_seen, take_stop)
         self._attached_at = 0
-        self._told_outside, self.called = False, False  # called: a forward, or generate(), of this very model
-        self._lock = threading.Lock()
+        self.called = False  # whether this very model ran, or its generate()
 
     def attach(self, stack: ExitStack) -> None:
         """Put the hooks on until `stack` closes."""
@@ -104,13 +97,15 @@ class DecoderHooks:
         stack.callback(forget_compiled, self.model)
         if self.scores:
             # What opens a forward comes last: another thread may be in one meanwhile.
-            self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after))
+            self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after_forward))
             stack.callback(self._closing.remove)
             stack.enter_context(self._tap)
             if self.model is not self.decoder and self.abilities.drops_mask():
-                stack.callback(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True).remove)
+                stack.callback(self.model.register_forward_pre_hook(refuse_padding, with_kwargs=True).remove)
             stack.callback(
-                self.decoder.register_forward_pre_hook(self._bracket.unless(self._before), with_kwargs=True).remove
+                self.decoder.register_forward_pre_hook(
+                    self._bracket.unless(self._before_forward), with_kwargs=True
+                ).remove
             )
             self._bracket.shadow(stack, self, self.model, self.decoder)
 
@@ -120,24 +115,24 @@ class DecoderHooks:
             " block"
         )
 
-    def seen_up_to(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
-        """Blindness is loud: columns before `end` have passed the taps, or an error (by choice a `Gap`) says not.
+    def check_seen(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
+        """Raise, or by choice report a `Gap`, where columns before `end` have not passed the taps.
 
-        ids `[B, L]` begin at column `ids_begin`.
+        The ids `[B, L]` begin at column `ids_begin`.
         """
         call = recording.call
         # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
         if not self.open or not self.scores or (call.frontier >= end and call.first_column >= 0):
             return
-        given = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
-        if given is None:
+        sequences = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+        if sequences is None:
             raise AlignmentError(
                 f"a forward begins at column {end}, the taps saw {call.frontier}, and which tokens came between is"
                 " unknown"
             )
-        self.begin(generation, generation.prompt.cached, len(given))
+        self.recordings.begin(generation, generation.prompt.cached, len(sequences))
         whose = f"request {recording.request}" if recording.request else "generate()"
-        self._blind(
+        self._report_unseen(
             recording,
             call.frontier,
             end - 1,
@@ -145,364 +140,237 @@ class DecoderHooks:
             "(was it compiled before probemon was attached?), so nothing is reported",
             possible=recording.beams is None,
         )
-        for placed in call.missed(given, ids_begin, end, generation.mask):
-            self.hand(generation, self._ready(recording, generation), placed, GAP)
+        for placed in call.missed(sequences, ids_begin, end, generation.mask):
+            self.score_tokens(generation, recording, placed, GAP)
 
-    def _blind(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
+    def _report_unseen(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
+        """Report a `Gap` of columns `first` to `last`, or raise where that was not asked for, or is not possible."""
         if self._on_gap is None or not possible:
             raise AlignmentError(reason)
         self._on_gap(Gap(recording.number, first, last, reason))
 
-    def new_recording(self, call: SequenceColumns, offset: int) -> Recording:
-        recording = Recording(call, offset, self._n_probes, host=host_state(self.model))
-        with self._lock:
-            recording.number, self._n_recordings = self._n_recordings, self._n_recordings + 1
-            self.recordings.append(recording)
-        return recording
-
     # -- one forward -----------------------------------------------------------------------------
 
-    def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+    def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         begin = time.perf_counter()
-        mine = self.thread
-        mine.inside = self.called = True
-        self.finish()
-        if mine.generation is not None:
-            self.ended()  # of the forward before this one
-            self.finish()
-        mine.recording, mine.waiting, mine.shape, mine.ran = None, [], (), set()
-        early, mine.early = mine.early, {}
+        thread = self.thread
+        thread.inside = self.called = True
+        self.wait_for_step()
+        if thread.generation is not None:
+            self.close_forward()  # the one before this one
+            self.wait_for_step()
+        early_states = thread.reset_forward()
         if self._rehearses():
             return
-        generation, foreign, mine.foreign = mine.generation, mine.foreign, False
-        # Without kwargs, torch has half registered this hook, in another thread. What only another run follows is not a
-        # document.
-        if kwargs is None or foreign or (generation is not None and generation.drafting):
-            return
-        if generation is None and FOLLOWING.models[id(self.model)]:
-            if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:
-                raise NotSupportedDecoding(
-                    "another run follows this generation, and this one does not, so its rules would never fire and its"
-                    " sinks hear nothing: look generate() up after both are attached, and open run.generating of both"
-                    " for a loop by hand"
-                )
+        generation, foreign, thread.foreign = thread.generation, thread.foreign, False
+        # Without kwargs, torch has half registered this hook, in another thread.
+        if kwargs is None or foreign or not self._is_ours(generation):
             return
         given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         if given.get("cu_seq_lens_q") is not None:
-            with self.batches.reporting():
-                packed = self.batches.place(given)
-            mine.waiting = [
-                PendingTokens(generation, self._ready(generation.recording, generation), placed)
-                for generation, placed in packed
-            ]
-            mine.shape = tuple(given["input_ids"].shape)
-            mine.seconds = time.perf_counter() - begin
-            if self._closing.id not in self.decoder._forward_hooks:
-                self.ended()
+            self._open_packed(given)
+            early_states = {}
+        elif not self._open_forward(given, generation):
             return
-        forward, cache = read_forward(given, generation)
-        if generation is None and self._of_another_head(forward, cache):
-            return
-        if generation is None or generation.by_hand:
-            n_tokens, mask = forward.ids.shape[1], "" if given.get("attention_mask") is None else "masked"
-            if (
-                forward.mask is not None
-                and (np.diff(forward.mask[:, : forward.start + n_tokens].astype(np.int8), axis=1) > 0).any()
-            ):
-                mask = "padded"
-            self.abilities.check_forward(
-                used=forward.start > 0,
-                several=n_tokens > 1,
-                positions=given.get("position_ids") is not None,
-                mask=mask,
-                length=forward.start + n_tokens,
+        thread.seconds = time.perf_counter() - begin
+        for site, states in early_states.items():
+            self._take_states(site, states)
+        if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
+            self.close_forward()
+
+    def _is_ours(self, generation: Generation | None) -> bool:
+        """Whether a forward is to be watched: not a draft, and not what only another run follows."""
+        if generation is not None:
+            return not generation.drafting
+        if not FOLLOWING.models[id(self.model)]:
+            return True
+        if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:
+            raise NotSupportedDecoding(
+                "another run follows this generation, and this one does not, so its rules would never fire and its"
+                " sinks hear nothing: look generate() up after both are attached, and open run.generating of both"
+                " for a loop by hand"
             )
+        return False
+
+    def _open_packed(self, given: Mapping[str, Any]) -> None:
+        """Place the tokens of a forward of continuous batching."""
+        thread = self.thread
+        with self.batches.reporting():
+            packed = self.batches.place(given)
+        thread.pending = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
+        thread.shape = tuple(given["input_ids"].shape)
+
+    def _open_forward(self, given: Mapping[str, Any], generation: Generation | None) -> bool:
+        """Place the tokens of a forward; False where it is of a `generate()` that began before this run."""
+        thread = self.thread
+        forward, cache = read_forward(given, generation)
+        if generation is None and self._plain.is_of_another_head(thread, forward, cache):
+            return False
+        if generation is None or generation.by_hand:
+            self._check_abilities(forward, given)
         if generation is None:
-            recording = self._document(forward, cache)
+            recording = self._plain.document(forward, cache)
         else:
             if generation.by_hand and generation.recording.call.first_column < 0:
-                generation.prompt = dataclasses.replace(generation.prompt, cached=forward.start, cache=cache)
-            recording = self.begin(generation, min(generation.prompt.cached, forward.start), len(forward.ids))
+                generation.begin_on(cache, forward.start)
+            column = min(generation.prompt.cached, forward.start)
+            recording = self.recordings.begin(generation, column, len(forward.ids))
             generation.check_ids(forward)
             if forward.start > recording.call.frontier:
-                self.seen_up_to(recording, generation.ids, generation.begin, forward.start, generation)
+                self.check_seen(recording, generation.ids, generation.begin, forward.start, generation)
         placed = recording.call.place(forward)
-        self._ready(recording, generation)
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
-        mine.waiting = [PendingTokens(generation, recording, part) for part in placed]
-        mine.recording, mine.shape = recording, forward.ids.shape
+        thread.pending = [PendingTokens(generation, recording, part) for part in placed]
+        thread.open_recording, thread.shape = recording, forward.ids.shape
         if self._in_parts or self._bracket.is_open:
-            self._tap.buffers.make_room(mine.shape, self._width)
+            self._tap.buffers.make_room(thread.shape, self._width)
         if cache is not None:
-            self.by_cache[cache] = recording
-        mine.seconds = time.perf_counter() - begin
-        for site, states in early.items():
-            self._tapped(site, states)
-        if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
-            self.ended()
-
-    def begin(self, generation: Generation, column: int, n_rows: int) -> Recording:
-        """Before the first thing that is known of a generation, whose columns before `column` are of earlier turns."""
-        recording = generation.recording
-        if recording.call.first_column < 0:
-            recording.call.begin(column, n_rows)
-            if column > 0:
-                recording.earlier = self._known(generation.prompt.cache, n_rows, column)
-                earlier = recording.earlier
-                while earlier is not None:  # a prefix that was read for this generation
-                    self.documents.discard(earlier.number)
-                    earlier = earlier.earlier
-        return recording
-
-    def _ready(self, recording: Recording, generation: Generation | None) -> Recording:
-        if recording.retained is None:
-            recording.retained = np.zeros((recording.call.n_rows, self._n_probes), dtype=bool)
-        if generation is not None and not len(generation.stop):
-            generation.stop = np.zeros(recording.call.n_rows, dtype=bool)
-        return recording
-
-    def _document(self, forward: Forward, cache: Any) -> Recording:
-        """The recording a plain forward goes on with: that of its cache if it continues exactly there, else a
-        new one.
-        """
-        known = self._known(cache, len(forward.ids), forward.start)
-        if self._acts() and self._decodes(forward):
-            raise NotSupportedDecoding(
-                "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says"
-                " that it was generated: rules would never fire and sinks be told of a prompt. Put the loop into `with"
-                " run.generating(from_column=...) as loop:` and tell it what was sampled"
-            )
-        if known is not None and known.call.prompt_columns is None and known.call.frontier == forward.start > 0:
-            if not any(recording is known for recording in self.recordings):  # all of it had been forgotten
-                self.recordings.append(known)
-            return known
-        document = self.new_recording(SequenceColumns(None), 0)
-        document.done = True  # for all that is known: another forward may go on with it
-        document.earlier = known
-        self.documents.add(document.number)
-        return document
-
-    def _of_another_head(self, forward: Forward, cache: Any) -> bool:
-        """Whether a plain forward is of a `generate()` that was under way when we came. Of any other that cannot be
-        followed it is an error.
-        """
-        mine, around = self.thread, generate_around(self.decoder)
-        if around is None:
-            mine.under_way = None
-            return False
-        frame, owner = around
-        if frame is not mine.under_way:
-            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know
-            # had begun.
-            if (
-                forward.start == 0
-                or forward.ids.shape[1] > 1
-                or self._known(cache, len(forward.ids), forward.start) is not None
-            ):
-                raise NotSupportedDecoding(
-                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
-                    f" to {type(self.model).__name__}: which tokens are generated, and where rows end, is unknown here,"
-                    " and rules would never fire. Attach to the very model whose generate() is called"
-                )
-            LOG.warning(
-                "a generate() of %s began before probemon was attached to its decoder, and is not watched",
-                type(owner).__name__,
-            )
-            mine.under_way = frame
+            self.recordings.remember_cache(cache, recording)
         return True
 
-    def _decodes(self, forward: Forward) -> bool:
-        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a
-        forward not long before it.
-        """
-        if forward.start > 0:
-            return forward.ids.shape[1] == 1
-        decodes = any(_goes_on(forward.ids, before) for before in self._shown)
-        self._shown.append(forward.ids)
-        return decodes
+    def _check_abilities(self, forward: Forward, given: Mapping[str, Any]) -> None:
+        """Raise where the host cannot go on from a cache, or leave out padding, as this plain forward needs it to."""
+        end = forward.start + forward.ids.shape[1]
+        mask = "" if given.get("attention_mask") is None else "masked"
+        # A token that follows padding: padded on the left, or within.
+        if forward.mask is not None and (np.diff(forward.mask[:, :end].astype(np.int8), axis=1) > 0).any():
+            mask = "padded"
+        self.abilities.check_forward(
+            used=forward.start > 0,
+            several=forward.ids.shape[1] > 1,
+            positions=given.get("position_ids") is not None,
+            mask=mask,
+            length=end,
+        )
 
-    def _known(self, cache: Any, n_rows: int, n_columns: int) -> Recording | None:
-        """The recording that a cache of so many columns, all or some of which it may have seen being run, is of."""
-        if cache is None or n_columns == 0:
-            return None
-        known = self.by_cache.get(cache)
-        if known is None:
-            seen = (
-                reference() for reference in reversed(self.by_cache.keyrefs())
-            )  # a list: other threads may add to it meanwhile
-            known = next(
-                (
-                    self.by_cache.get(other)
-                    for other in seen
-                    if other is not None and same_columns(cache, other, n_columns)
-                ),
-                None,
-            )
-        return known if known is not None and known.call.n_rows == n_rows else None
-
-    def _tapped(self, site: str, hidden: Tensor) -> None:
-        mine = self.thread
+    def _take_states(self, site: str, hidden: Tensor) -> None:
+        """Copy out the states of the open forward's tokens at a site."""
+        thread = self.thread
         own = self._tap.own.get(site)
-        if not mine.shape:
+        if not thread.shape:
             if own is not None and own.early:
-                mine.early[site] = hidden
-            elif own is None and not mine.inside:
-                self._ran_outside(site)
+                thread.early_states[site] = hidden
+            elif own is None and not thread.inside:
+                self._report_layer_alone(site)
             return
         begin = time.perf_counter()
-        with self.batches.reporting() if mine.recording is None else nullcontext():
-            if site in mine.ran:
+        with self.batches.reporting() if thread.open_recording is None else nullcontext():
+            if site in thread.seen_sites:
                 self._forget_forward()
                 raise AlignmentError(ran_again(site))
-            mine.ran.add(site)
-            if own is not None and own.flat and hidden.shape[:2] == (1, mine.shape[0] * mine.shape[1]):
-                hidden = hidden.reshape(*mine.shape, -1)
+            thread.seen_sites.add(site)
+            if own is not None and own.flat and hidden.shape[:2] == (1, thread.shape[0] * thread.shape[1]):
+                hidden = hidden.reshape(*thread.shape, -1)
             try:
-                check_states(site, hidden, mine.shape, self._width if own is None else own.width, floats=own is None)
+                check_states(site, hidden, thread.shape, self._width if own is None else own.width, floats=own is None)
             except NotSupportedHost:
                 self._forget_forward()
                 raise
-            for one in mine.waiting:
-                if hidden.shape[1] == 1 and len(one.placed) == len(hidden):  # a token of every row
-                    one.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
+            for pending in thread.pending:
+                if hidden.shape[1] == 1 and pending.placed.rows.size == len(hidden):  # a token of every row
+                    pending.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
                     continue
-                rows, offsets = (torch.from_numpy(x).to(hidden.device) for x in (one.placed.rows, one.placed.offsets))
-                one.states[site] = hidden[rows, offsets]
+                rows, offsets = (
+                    torch.from_numpy(x).to(hidden.device) for x in (pending.placed.rows, pending.placed.offsets)
+                )
+                pending.states[site] = hidden[rows, offsets]
             # A device may begin now, beside the layers that are left. What it finds is reported once the forward has
             # ended, since only then it is known that each site ran once; several batches of tokens begin with one
             # another's retained sets.
-            if mine.recording is not None and len(mine.waiting) == 1 and self._complete():
-                self._hand_on()
-        mine.seconds += time.perf_counter() - begin
+            if thread.open_recording is not None and len(thread.pending) == 1 and self._complete():
+                self._score_pending()
+        thread.seconds += time.perf_counter() - begin
 
-    def _ran_outside(self, site: str) -> None:
-        """A layer ran, and no forward of the decoder is open."""
-        if self.thread.generation is not None or self.batches.open:  # what they sample says which tokens were not seen
-            return
-        if in_backward():  # gradient checkpointing runs layers again: no new token
-            return
-        what = (
-            f"the layer of {site} ran outside of a forward of {type(self.decoder).__name__}, and its tokens are not"
-            " watched: something calls .forward() of the decoder, or another model has the same layers. Call the model"
-            " itself, and attach to the one that is called"
-        )
-        if self._acts():
-            raise NotSupportedDecoding(f"{what}. Rules would never fire and sinks hear nothing")
-        if not self._told_outside:
-            self._told_outside = True
-            LOG.warning(what)
+    def _report_layer_alone(self, site: str) -> None:
+        # What a generation, or a batching manager, samples says which of its tokens were not seen.
+        if self.thread.generation is None and not self.batches.open:
+            self._plain.report_layer_alone(site)
 
     def _complete(self) -> bool:
         """Whether the tokens that wait have been seen at every site."""
-        return all(len(one.states) == len(self._sites) for one in self.thread.waiting)
+        return all(len(pending.states) == len(self._sites) for pending in self.thread.pending)
 
     def _forget_forward(self) -> None:
         """Of the open forward nothing is reported."""
-        mine = self.thread
-        mine.shape, mine.waiting = (), []
-        self.finish(report=False)
+        thread = self.thread
+        thread.shape, thread.pending = (), []
+        self.wait_for_step(report=False)
 
-    def _hand_on(self, unseen: str = "") -> None:
-        """The tokens of this forward with their states, or why there are none, to be scored; drafts wait."""
-        mine = self.thread
-        for one in mine.waiting:
-            if one.placed.draft and one.generation is not None:
-                one.generation.drafts.append((one.placed, unseen or one.states))
+    def _score_pending(self, unseen: str = "") -> None:
+        """Have the tokens of this forward scored, or recorded with the reason why not; drafts wait."""
+        thread = self.thread
+        for pending in thread.pending:
+            if pending.placed.draft and pending.generation is not None:
+                pending.generation.drafts.append((pending.placed, unseen or pending.states))
             else:
-                self.hand(one.generation, one.recording, one.placed, unseen or one.states)
-            if (
-                one.generation is not None and one.generation.end is not None
-            ):  # continuous batching has no criteria to stop at
-                self.finish()
-                if one.generation.raising is not None:
-                    raise one.generation.raising
-                if one.generation.stopping:
-                    one.generation.end()
-        mine.waiting = []
+                self.score_tokens(pending.generation, pending.recording, pending.placed, unseen or pending.states)
+            # Continuous batching has no criteria to stop at.
+            if pending.generation is not None and pending.generation.end is not None:
+                self.wait_for_step()
+                pending.generation.end_request()
+        thread.pending = []
 
-    def hand(
+    def score_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> None:
-        self.finish()  # its retained sets are what this one begins with
-        self.thread.unfinished = self._score(generation, recording, placed, states)
+        """Have tokens scored with their states, or recorded with the reason why there are none."""
+        self.wait_for_step()  # its retained sets are what this one begins with
+        self.thread.step = self._score(generation, recording, placed, states)
 
-    def finish(self, report: bool = True) -> None:
+    def wait_for_step(self, report: bool = True) -> None:
         """Wait for the scores that are under way, if there are any, and report them."""
-        unfinished, self.thread.unfinished = self.thread.unfinished, None
-        if unfinished is not None:
-            unfinished(report)
+        step, self.thread.step = self.thread.step, None
+        if step is not None:
+            step(report)
 
-    def leave(self) -> None:
-        """The calling thread's generation has ended, however it did."""
-        mine = self.thread
-        mine.generation, mine.shape, mine.waiting, mine.ran = None, (), [], set()
+    def forget_thread(self) -> None:
+        """Forget the calling thread's generation, which has ended, however it did."""
+        thread = self.thread
+        thread.generation, thread.shape, thread.pending, thread.seen_sites = None, (), [], set()
         self._tap.buffers.abandon()
 
-    def ended(self) -> None:
-        """The forward that was open has ended, or will end unnoticed: its tokens are handed on, or were not seen at
-        every site.
-        """
-        mine = self.thread
+    def close_forward(self) -> None:
+        """Score the tokens of the open forward, which has ended or will end unnoticed, or report them as unseen."""
+        thread = self.thread
         if not self.open:  # detached meanwhile, by another thread
-            mine.waiting = []
-        if not mine.waiting:
+            thread.pending = []
+        if not thread.pending:
             return
-        mine.shape = ()
-        with self.batches.reporting() if mine.recording is None else nullcontext():
+        thread.shape = ()
+        with self.batches.reporting() if thread.open_recording is None else nullcontext():
             if self._complete():
-                self._hand_on()
+                self._score_pending()
                 return
-            waiting, missing = mine.waiting, [site for site in self._sites if site not in mine.waiting[0].states]
-            mine.waiting = []  # told once, also where that raises
-            for one in waiting:
-                columns = one.placed.columns
+            unscored, missing = thread.pending, [site for site in self._sites if site not in thread.pending[0].states]
+            thread.pending = []  # told once, also where that raises
+            for pending in unscored:
+                columns = pending.placed.columns
                 if not len(columns):  # padding alone
                     continue
-                self._blind(
-                    one.recording,
+                self._report_unseen(
+                    pending.recording,
                     int(columns.min()),
                     int(columns.max()),
                     f"a forward of the host ended without reaching {missing}: our hook was removed, or the layer was"
                     " skipped or compiled",
                 )
-        mine.waiting = waiting
-        self._hand_on(f"the host did not run through {', '.join(missing)}")
+        thread.pending = unscored
+        self._score_pending(f"the host did not run through {', '.join(missing)}")
 
-    def _after(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        mine = self.thread
-        mine.inside = False
-        if not mine.shape:
+    def _after_forward(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+        thread = self.thread
+        thread.inside = False
+        if not thread.shape:
             return
         for site, hidden in self._tap.buffers.written():
-            self._tapped(site, hidden)
+            self._take_states(site, hidden)
         begin = time.perf_counter()
-        self.ended()
-        self.finish()
-        mine.seconds += time.perf_counter() - begin
+        self.close_forward()
+        self.wait_for_step()
+        thread.seconds += time.perf_counter() - begin
         cache = getattr(output, "past_key_values", None)
-        if cache is not None and mine.recording is not None:
-            self.by_cache[cache] = mine.recording
-        mine.recording, mine.shape = None, ()
-        self.seconds.append(mine.seconds)
-
-
-def _refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Before a host whose decoder is not told of a mask: what it hides would be read, and scored, as tokens."""
-    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-    mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and not bool((mask != 0).all()):
-        raise NotSupportedDecoding(
-            f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as"
-            " tokens: its own answer is wrong, and so would be ours. Give rows of one length, or one by one"
-        )
-
-
-def _goes_on(ids: Ints, before: Ints) -> bool:
-    """Whether ids `[B, T]` are others and one column more, or the same number of columns, moved on by one."""
-    if len(ids) != len(before) or ids.shape[1] < 2:
-        return False
-    if ids.shape[1] == before.shape[1] + 1:
-        return np.array_equal(ids[:, :-1], before)
-    moved_on = ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])
-    return moved_on and not np.array_equal(ids, before)  # a document of one token repeated, read twice
+        if cache is not None and thread.open_recording is not None:
+            self.recordings.remember_cache(cache, thread.open_recording)
+        thread.open_recording, thread.shape = None, ()
+        self.seconds.append(thread.seconds)

@@ -18,7 +18,10 @@ from probemon.tracking.generation import Generation
 
 
 def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tuple[Forward, Any]:
-    """The forward that has the arguments `given`, by name, and its cache; `generation` is None for a plain forward."""
+    """Return the forward that has the arguments `given`, by name, and its cache.
+
+    `generation` is None for a plain forward. Raises `NotSupportedDecoding`.
+    """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
@@ -40,19 +43,15 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None) -> tup
                 " reorder the state with its beams, so the host's own answer is wrong too. Upgrade transformers, or"
                 " use_cache=False"
             )
-        if (
-            generation.ids is None
-        ):  # of a loop by hand, before its first token: the state is said to hold what the loop has shown
+        # Before the first token of a loop by hand, the state is taken to hold what the loop has shown.
+        if generation.ids is None:
             start = max(0, generation.recording.call.frontier)
         else:
             start = generation.ids.shape[1] + generation.prompt.offset - ids.shape[1]
     if generation is None or generation.by_hand:
         mask = _plain_mask(given.get("attention_mask"))
     if generation is not None and generation.by_hand:
-        if mask is None and generation.mask is not None:  # what was padding stays padding
-            known = generation.mask
-            mask = np.pad(known, ((0, 0), (0, max(0, start + ids.shape[1] - known.shape[1]))), constant_values=1)
-        generation.mask = mask
+        mask = generation.extend_mask(mask, start + ids.shape[1])
     elif generation is not None:
         mask = generation.mask
     return Forward(start, ids.detach().cpu().numpy(), mask), cache
@@ -63,5 +62,4 @@ def _plain_mask(mask: Any) -> Ints | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
-    found: Ints = mask.detach().cpu().numpy()
-    return found
+    return np.asarray(mask.detach().cpu().numpy())

@@ -39,11 +39,15 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.AS
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """`columns` of prompt (what is in the cache included); column `offset` is the first one in generate's output.
+    """What is known of a call of `generate()` before it runs.
 
-    `speculative`: tokens are drafted several at a time and verified in one forward. `chunked`: the prompt comes in
-    pieces. `n_beams`: rows a prompt is searched with; `n_sequences`: returned for each; `cache`: what it came with, and
-    how many columns are in it. `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`;
+    `columns`: of the prompt, what is in the cache included.
+    `offset`: the column that is the first one in generate's output.
+    `speculative`: tokens are drafted several at a time and verified in one forward.
+    `chunked`: the prompt comes in pieces.
+    `n_beams`, `n_sequences`: rows that a prompt is searched with, and those returned for it.
+    `cache`, `cached`: what it came with, and how many columns are in it.
+    `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`.
     `length`: columns there may be in the end.
     """
 
@@ -60,7 +64,10 @@ class GenerateCall:
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateCall:
-    """Where the prompt of `model.generate(*args, **kwargs)` ends. Raises `NotSupportedDecoding`, `ConfigError`."""
+    """Read where the prompt of `model.generate(*args, **kwargs)` ends, and how it goes on.
+
+    Raises `NotSupportedDecoding` for a mode that could not be attributed, `ConfigError` for an empty prompt.
+    """
     if type(model).generate is not GenerationMixin.generate:
         raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
     _refuse(
@@ -87,7 +94,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
     config = generation_config(model, given.get("generation_config"), extra)
     mode = _check_config(config, given)
-    kind: dict[str, Any] = {
+    options: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION,
         "chunked": config.prefill_chunk_size is not None,
         "n_beams": int(config.num_beams) if mode in _BEAMS else 1,
@@ -100,8 +107,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     if is_encoder_decoder(model):
         # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own
         # sequence.
-        _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", kind["chunked"])
-        return GenerateCall(_decoder_columns(config, given), 0, **kind)
+        _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", options["chunked"])
+        return GenerateCall(_decoder_columns(config, given), 0, **options)
     ids = given.get("input_ids")
     ids = given.get("inputs") if ids is None else ids
     embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
@@ -111,11 +118,11 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         )
     if embeds is not None and n_ids == 0:
         return GenerateCall(
-            int(embeds.shape[1]), int(embeds.shape[1]), **kind
+            int(embeds.shape[1]), int(embeds.shape[1]), **options
         )  # the output holds only what is generated
     _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
     if ids is None:
-        return GenerateCall(1, 0, **kind)  # generate starts from one beginning-of-sequence token
+        return GenerateCall(1, 0, **options)  # generate starts from one beginning-of-sequence token
     width = int(ids.shape[-1])
     if ids.numel() == 0:
         raise ConfigError(
@@ -123,13 +130,13 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         )
     mask = given.get("attention_mask")
     if mask is None or mask.dim() != 2:
-        return GenerateCall(width, 0, **kind)
+        return GenerateCall(width, 0, **options)
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         raise ConfigError(
             f"the prompt of row {empty[0]} has zero length (its attention_mask is all 0): give at least one token"
         )
-    return GenerateCall(int(mask.shape[1]), int(mask.shape[1]) - width, **kind)
+    return GenerateCall(int(mask.shape[1]), int(mask.shape[1]) - width, **options)
 
 
 def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
@@ -148,13 +155,15 @@ def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
     )
 
 
-def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], two: bool) -> frozenset[str]:
-    """`two`: an encoder-decoder, whose mask is of what it encodes."""
+def _ways(
+    config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], encoder_decoder: bool
+) -> frozenset[str]:
+    """What the host must be able to do for the call; the mask of an encoder-decoder is of what it encodes."""
     mask, ids = given.get("attention_mask"), given.get("input_ids", given.get("inputs"))
     if mask is None and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(config.pad_token_id, int):
         mask = ids != config.pad_token_id  # as transformers does, unless padding ends a sequence as well
     padded = False
-    if not two and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
+    if not encoder_decoder and isinstance(mask, Tensor) and mask.dim() == 2 and 0 not in mask.shape:
         padded = bool((mask[:, 0] == 0).any())
         after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
         if after:
@@ -165,7 +174,7 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
     if config.use_cache is False:
         return frozenset({"padded, no cache"} if padded else ())
     static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
-    asked = {
+    needed = {
         "steps": not static,
         "static": static,
         "padded": padded,
@@ -174,7 +183,7 @@ def _ways(config: GenerationConfig, mode: GenerationMode, given: Mapping[str, An
         "chunked": config.prefill_chunk_size is not None,
         "turn": any(_is_used(given.get(name)) for name in CACHES),
     }
-    return frozenset(way for way, present in asked.items() if present)
+    return frozenset(way for way, present in needed.items() if present)
 
 
 def _is_used(cache: Any) -> bool:
@@ -186,9 +195,7 @@ def _is_used(cache: Any) -> bool:
 
 
 def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
-    """Columns of an encoder-decoder's decoder prompt: the start token, put before `decoder_input_ids` where these lack
-    it.
-    """
+    """Columns of an encoder-decoder's prompt: a start token is put before `decoder_input_ids` where these lack it."""
     ids = given.get("decoder_input_ids")
     if ids is None and given.get("inputs") is not None:
         ids = given.get("input_ids")  # beside inputs that are no ids, such as sound

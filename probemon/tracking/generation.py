@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -35,19 +36,25 @@ States = dict[str, Tensor]
 
 @dataclass(eq=False)
 class Generation:
-    """`ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
+    """One `generate()`, or one loop by hand, that is followed. It alone assigns its attributes.
 
-    `stop [B]`: rows an action stopped; `stop_all`: every row is to end; `raising`: what an action raises.
+    `ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
 
-    `stop_column`: the first column at which a "stop" or "raise" was met; `scored_columns`: columns before it were
-    scored, from `blind_column` on not all. `on_failure`: called when `generate` raises.
+    What is to end is said to `stop_all_rows`, `stop_row` and `raise_later`, and kept
+    in `stop [B]` (rows that an action stopped; empty before the first), `stop_all` and `raising`.
 
-    `rule_states`: of each rule, by row, immutable values. `origin`: with beams, the row that each row's history ran in
-    before the newest forward. `drafts`: hidden states (or why there are none) of tokens that were proposed and may be
-    rejected; `drafting`: the model is proposing; `prepared`: a forward, since the criteria looked last; `acting`: an
-    action is being called. `end`: of continuous batching, ends the request with the token that is sampled now.
-    `by_hand`: a loop of the user's. `prompt_checked`: the first token was sampled, and what was run before is the
-    prompt that was given; `sampled`: a token was just now, and which rows it ended is not told yet.
+    `stop_column`: the first column at which a "stop" or "raise" was met.
+    `scored_columns`, `blind_column`: columns before the first were scored, from the second on not all.
+    `on_failure`: called when `generate` raises.
+    `rule_states`: of each rule, by row, immutable values.
+    `origin`: with beams, the row that each row's history ran in before the newest forward.
+    `drafts`: hidden states (or why there are none) of tokens that were proposed and may be rejected.
+    `drafting`, `acting`: the model is proposing tokens; an action is being called.
+    `prepared`: a forward was, since the criteria looked last.
+    `end`: of continuous batching, ends the request with the token that is sampled now.
+    `by_hand`: a loop of the user's.
+    `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given.
+    `sampled`: a token was just now, and which rows it ended is not known yet.
     """
 
     recording: Recording
@@ -73,22 +80,57 @@ class Generation:
     prompt_checked: bool = False
     sampled: bool = False
 
-    def sequence(self, ids: Any, mask: Any) -> None:
-        """What `generate` is about to run: the whole sequence, or the next chunk of its prompt, and its mask; None
-        where there is none.
-        """
-        before, given = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
-        self.ids, self.begin = given, self.prompt.offset
-        if self.prompt.chunked and given is not None and given.shape[1] + self.begin <= self.prompt.columns:
+    def prepare_forward(self, ids: Any, mask: Any) -> None:
+        """Take what `generate` is about to run: the sequence, or the next chunk of its prompt, and its mask, if any."""
+        self.prepared = True
+        before, new_ids = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
+        self.ids, self.begin = new_ids, self.prompt.offset
+        if self.prompt.chunked and new_ids is not None and new_ids.shape[1] + self.begin <= self.prompt.columns:
             self.begin = max(self.prompt.cached, self.begin)
             if before is not None:
-                self.ids = np.concatenate([before, given], axis=1)
+                self.ids = np.concatenate([before, new_ids], axis=1)
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
 
+    def take_sampled(self, ids: Ints) -> None:
+        """Take the whole sequence `ids [B, L]` of a loop by hand, which has sampled a column."""
+        self.ids, self.begin = ids, 0
+
+    def begin_on(self, cache: Any, n_columns: int) -> None:
+        """Begin a loop by hand on a cache of so many columns."""
+        self.prompt = dataclasses.replace(self.prompt, cached=n_columns, cache=cache)
+
+    def extend_mask(self, mask: Ints | None, n_columns: int) -> Ints | None:
+        """Keep the mask of a forward of a loop by hand; where it has none, what was padding stays padding."""
+        if mask is None and self.mask is not None:
+            n_new = max(0, n_columns - self.mask.shape[1])
+            mask = np.pad(self.mask, ((0, 0), (0, n_new)), constant_values=1)
+        self.mask = mask
+        return mask
+
+    @contextmanager
+    def proposing(self) -> Iterator[None]:
+        """While the block runs, the model proposes tokens to itself: nothing of that is in the output."""
+        self.drafting += 1
+        try:
+            yield
+        finally:
+            self.drafting -= 1
+            self.prepared = False
+
+    def states_of_rule(self, number: int) -> dict[int, Any]:
+        """Return what a rule knows of each row; `Rule.observe` replaces the values."""
+        return self.rule_states.setdefault(number, {})
+
+    def run_actions(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Call `act`, which calls actions: a `generate()` from there is no draft of this one."""
+        self.acting = True
+        try:
+            act(*arguments)
+        finally:
+            self.acting = False
+
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
-        """The ids that embeddings `[B, T, D]` after `start` columns stand for, where `generate` knows them; -1 where
-        not.
-        """
+        """Return the ids of embeddings `[B, T, D]` after `start` columns; -1 where `generate` does not know them."""
         if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.begin:
             known = self.ids[:, max(0, start - self.begin) :]
             if known.shape[1] == embeds.shape[1]:
@@ -96,9 +138,7 @@ class Generation:
         return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
 
     def check_prompt(self, n_columns: int) -> None:
-        """When the first token was sampled, so many columns are there: the prompt that `generate` was given must be the
-        one that was run.
-        """
+        """Raise where another prompt was run than `generate` was given; `n_columns`: those there are after a sample."""
         expected = self.prompt.columns + 1
         if not self.prompt_checked and (n_columns < expected if self.prompt.speculative else n_columns != expected):
             raise AlignmentError(
@@ -109,8 +149,8 @@ class Generation:
             )
         self.prompt_checked = True
 
-    def told(self, placed: PlacedTokens, seen: Mask) -> None:
-        """`placed` have their scores, where `seen`."""
+    def mark_scored(self, placed: PlacedTokens, seen: Mask) -> None:
+        """Note that `placed` have their scores, where `seen`."""
         if placed.phase == GENERATED:
             first = int(placed.columns.min())
             if not seen.all() or first > max(self.scored_columns, self.prompt.columns):
@@ -118,14 +158,15 @@ class Generation:
         self.scored_columns = int(placed.columns.max()) + 1
 
     def showable_columns(self) -> int:
-        """Columns before this one have scores at which no rule stopped."""
+        """Return the first column without a score, or at which a rule stopped: those before it may be shown."""
         return min(
             column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None
         )
 
     def check_ids(self, forward: Forward) -> None:
-        """The host must run the tokens of the sequence at their own columns (with drafts on a used cache transformers
-        does not).
+        """Raise where the host runs other tokens than those of the sequence at their own columns.
+
+        With drafts on a used cache transformers does.
         """
         ids, begin = self.ids, self.begin
         if ids is None:
@@ -143,7 +184,7 @@ class Generation:
             )
 
     def beam_tokens(self, placed: PlacedTokens) -> PlacedTokens:
-        """A prompt is scored once, in the first of its beams; a generated token for every beam that has it."""
+        """Return what is scored: a prompt once, in the first of its beams, a generated token for every beam."""
         beams = self.recording.beams
         assert beams is not None and self.ids is not None
         if placed.phase == PROMPT:
@@ -156,11 +197,11 @@ class Generation:
         return dataclasses.replace(placed, provisional=True)
 
     def accepted(self, ids: Tensor) -> Iterator[tuple[PlacedTokens, States | str]]:
-        """Drafts that are in the accepted sequence `ids [1, L]`, one token after another; the others are forgotten."""
+        """Yield the drafts in the accepted sequence `ids [1, L]`, token by token; the others are forgotten."""
         call, offset = self.recording.call, self.recording.offset
         kept = ids.detach().cpu().numpy()
         last = offset + kept.shape[1] - 1  # the newest token comes from the logits: it was not run
-        drafts, self.drafts = self.drafts, []
+        drafts, self.drafts, self.prepared = self.drafts, [], False
         for placed, states in drafts:
             for i in range(len(placed)):
                 column = int(placed.columns[i])
@@ -171,12 +212,19 @@ class Generation:
                         f"column {column}: a draft had token {placed.ids[i]}, the sequence has"
                         f" {kept[0, column - offset]}, yet it was kept"
                     )
-                one = dataclasses.replace(placed.take(np.array([i])), draft=False)
-                yield one, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
-        call.frontier = min(call.frontier, last)
+                token = dataclasses.replace(placed.take(np.array([i])), draft=False)
+                yield token, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
+        call.take_back(last)
+
+    def mark_sampled(self) -> None:
+        """Note that a token was sampled; `ended` says next which rows end with it."""
+        self.sampled = True
 
     def ended(self, ids: Tensor, done: Tensor, pads: bool) -> None:
-        """The stopping criteria said `done` of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        """Note what the stopping criteria said of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        if not self.sampled:
+            return
+        self.sampled = False
         call, beams = self.recording.call, self.recording.beams
         ends = done.cpu().numpy()
         if beams is not None:
@@ -184,13 +232,53 @@ class Generation:
             ends = np.zeros(call.n_rows, dtype=bool)
         call.ended(ends if pads else np.zeros(len(ends), dtype=bool))
 
+    # -- what is to end --------------------------------------------------------------------------
+
+    def stop_all_rows(self) -> None:
+        """End every row with the token that is sampled next."""
+        self.stop_all = True
+
+    def stop_row(self, row: int, column: int) -> None:
+        """End a row at its next token, for what was scored at `column`."""
+        self.hide_from(column)
+        if not len(self.stop):
+            self.stop = np.zeros(self.recording.call.n_rows, dtype=bool)
+        self.stop[row] = True
+
+    def raise_later(self, error: BaseException, column: int) -> None:
+        """End the generation at its next token with `error`, the first one, for what was scored at `column`."""
+        self.hide_from(column)
+        if self.raising is None:
+            self.raising = error
+
+    def hide_from(self, column: int) -> None:
+        """Let no held streamer show anything from `column` on."""
+        self.stop_column = column if self.stop_column is None else min(column, self.stop_column)
+
+    def row_stops(self, row: int) -> bool:
+        """Whether this row is to end at its next token."""
+        return self.stop_all or bool(len(self.stop) and self.stop[row])
+
+    def end_by(self, end: Callable[[], None]) -> None:
+        """Let `end` end the request with its next token: continuous batching has no criteria to stop at."""
+        self.end = end
+        if self.stopping:
+            end()
+
+    def end_request(self) -> None:
+        """End the request of continuous batching if it is to end, and raise what an action raises."""
+        if self.raising is not None:
+            raise self.raising
+        if self.end is not None and self.stopping:
+            self.end()
+
     @property
     def stopping(self) -> bool:
         """Whether some row is to end at its next token."""
         return self.stop_all or bool(self.stop.any())
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""
+        """Return the rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""
         if self.stop_all:
             return torch.ones_like(like)
         return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
@@ -206,17 +294,15 @@ class PendingTokens:
     states: States = field(default_factory=dict)
 
 
-class Inside(threading.local):
-    """By model, how many runs are following the generation that this thread is in, and when the newest of them
-    began.
-    """
+class Followers(threading.local):
+    """By model, how many runs follow the generation that this thread is in, and when the newest of them began."""
 
     def __init__(self) -> None:
         self.models: Counter[int] = Counter()
         self.begun: dict[int, int] = {}
 
 
-FOLLOWING = Inside()
+FOLLOWING = Followers()
 ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
 
 
@@ -226,22 +312,29 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.under_way: FrameType | None = None  # of a generate() of another head, which began before this run attached
+        self.unwatched: FrameType | None = None  # of a generate() of another head, which began before this run attached
         self.shape: tuple[int, ...] = ()  # of the open forward: rows, tokens; () where none is open
-        self.recording: Recording | None = None  # of the open forward, where it is of one
-        self.waiting: list[PendingTokens] = []
-        self.early: States = {}  # of sites that run before the forward their output is of
-        self.ran: set[str] = set()  # sites that the open forward has run through
+        self.open_recording: Recording | None = None  # of the open forward, where it is of one
+        self.pending: list[PendingTokens] = []
+        self.early_states: States = {}  # of sites that run before the forward their output is of
+        self.seen_sites: set[str] = set()  # sites that the open forward has run through
         self.inside = False  # whether a forward of the decoder is open, watched or not
-        self.unfinished: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
+        self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
         self.seconds = 0.0
+
+    def reset_forward(self) -> States:
+        """Forget the forward that was open; the states of sites that ran before the one that opens now."""
+        self.open_recording, self.pending, self.shape, self.seen_sites = None, [], (), set()
+        early_states, self.early_states = self.early_states, {}
+        return early_states
 
 
 class FollowedCriteria(StoppingCriteriaList):
-    """generate's own criteria; `sampled(ids, done)` is told which rows have ended, and may end more; `ended(ids, done,
-    pads)` is told which have in the end.
+    """Ask generate's own criteria, and say what they answer to those who follow it.
 
-    Of several runs each is around those that were attached before it, and what one of them ends has ended for all.
+    `sampled(ids, done)` is given the rows that have ended, and may end more. `ended(ids, done, pads)` is given those
+    that have in the end. The criteria of a run are around those of the runs that were attached before it, and what one
+    of them ends has ended for all.
     """
 
     def __init__(

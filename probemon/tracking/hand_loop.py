@@ -1,5 +1,4 @@
-"""A decode loop of one's own, followed as `generate()` is: its prompt, its generated tokens, rows that end, rules and
-stops.
+"""A decode loop of one's own, followed as `generate()` is: prompt, generated tokens, rows that end, rules, stops.
 
 with run.generating(from_column=ids.shape[1]) as loop:
     out = model(ids, past_key_values=cache)
@@ -29,9 +28,7 @@ Sampled = Callable[[Generation, Tensor, Tensor, bool], Tensor]
 
 
 class HandLoop:
-    """What a loop tells the run after each token it samples. `run.generating` makes it; it is used in the thread that
-    made it.
-    """
+    """Tells the run what a loop samples. `run.generating` makes it, for the thread that opened it."""
 
     def __init__(self, generation: Generation, sampled: Sampled, current: Callable[[], Generation | None]) -> None:
         self._generation, self._sampled, self._current = generation, sampled, current
@@ -39,14 +36,13 @@ class HandLoop:
         self._ended: Tensor | None = None
 
     def sampled(self, ids: Tensor, ended: Tensor | None = None) -> Tensor:
-        """The whole sequence `ids [B, L]`, its last column just sampled; returns the rows `[B]` (bool) that are to end
-        with it.
+        """Take the whole sequence `ids [B, L]`, its last column just sampled; return the rows `[B]` (bool) that end.
 
-        `ended [B]`: rows whose last token this is, by the loop's own rule (the end of the sequence, say). Rows that an
-        action, or `run.stop()`, stopped are in what is returned too. From its end on a row is padding, and not scored.
-        Call it once for each new column, before the forward that runs it: tokens of the forwards so far have their
-        scores then, and rules have been asked. Raises `ConceptRaised` for the action "raise", `AlignmentError` where
-        `ids` do not go on by one column.
+        Call it once for each new column, before the forward that runs it. `ended [B]`: rows whose last token this is,
+        by the loop's own rule. Rows that an action, or `run.stop()`, stopped are in what is returned too. After its end
+        a row is padding, and not scored. When it returns, tokens of the forwards so far have their scores, and rules
+        have been asked. Raises `ConceptRaised` for the action "raise", `AlignmentError` where `ids` do not go on by one
+        column.
         """
         generation, previous = self._generation, self.ids
         if self._current() is not generation:
@@ -81,14 +77,12 @@ class HandLoop:
         self._ended = ended if self._ended is None else ended | self._ended.to(ended.device)
         self.ids = ids.detach().clone()
         self._ended = self._sampled(generation, ids, self._ended, True)
-        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0
+        generation.take_sampled(ids.detach().cpu().numpy())
         return self._ended.clone()
 
 
 def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
-    """The `generate()` that the calling thread is in and that runs `decoder`: its frame, and the model it is of; None
-    where there is none.
-    """
+    """Return the frame and the model of the `generate()` of `decoder` that the calling thread is in, or None."""
     for frame, model in generates_of_thread():
         if any(module is decoder for module in model.modules()):
             return frame, model
@@ -96,7 +90,7 @@ def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
 
 
 def described(value: Any) -> str:
-    """What was given where ids were expected, for an error."""
+    """Describe what was given where ids were expected, for an error."""
     return (
         f"a tensor {value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
         if isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""HeldStreamer: a streamer that shows a token only once its own score is known, so that a stop hides what caused it.
+"""HeldStreamer: a streamer that shows a token once its own score is known, so that a stop hides what caused it.
 
     streamer = run.hold(TextStreamer(tokenizer))
     model.generate(**inputs, streamer=streamer)
@@ -24,7 +24,7 @@ LOG = logging.getLogger("probemon")
 
 
 class HeldStreamer(BaseStreamer):
-    """Between `generate` and the user's own streamer. One sequence, as every streamer of transformers'."""
+    """Stands between `generate` and the user's own streamer, for one sequence, as every streamer of transformers."""
 
     def __init__(self, streamer: Any, current: Callable[[], Generation | None], show_last: bool) -> None:
         self._streamer, self._current, self._show_last = streamer, current, show_last
@@ -34,7 +34,7 @@ class HeldStreamer(BaseStreamer):
         self.withheld: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """The prompt first, then tokens as they are generated."""
+        """Take the prompt first, then tokens as they are generated."""
         generation = self._current()
         if generation is None:
             raise ConfigError(
@@ -62,7 +62,7 @@ class HeldStreamer(BaseStreamer):
         self._show(generation)
 
     def end(self) -> None:
-        """`generate` is done: shows what is scored and no more."""
+        """Show what is scored and no more: `generate` is done."""
         generation = self._generation
         if generation is None:
             raise ConfigError("a held streamer ends after it was given a prompt: this one was given nothing")
@@ -83,9 +83,7 @@ class HeldStreamer(BaseStreamer):
         self._waiting = []
 
     def failed(self) -> None:
-        """generate() raises, or was refused before its prompt came: whoever reads the inner streamer must not wait for
-        ever.
-        """
+        """End the inner streamer, whose reader must not wait for ever: `generate` raises, or was refused."""
         self._keep_back()
         try:
             self._streamer.end()

@@ -43,7 +43,7 @@ class Tokens:
 
     @staticmethod
     def join(parts: Sequence[Tokens], n_probes: int) -> Tokens:
-        """Several recordings of one row each: the i-th becomes row i."""
+        """Join those of several recordings of one row each: the i-th becomes row i."""
         row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
         position, token_id, phase = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase")
@@ -59,18 +59,20 @@ class Tokens:
 
 @dataclass(eq=False)
 class Recording:
-    """Tokens and scores in the order they came. `retained [B, P]`: the sets that the next generated token starts from.
+    """Tokens and scores in the order they came. It alone assigns its attributes; whoever knows more calls a method.
 
-    `number`: which one of its run; `request`: its id in continuous batching; `before`: why columns before the first
-    were not seen; `done`: nothing more will come. `n_entries` were added, the first `n_forgotten` of them dropped, all
-    of columns before `forgotten`. `ages`: of each batch in `placed`, by when it came in its process.
+    `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
+    that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
+    `before`: why columns before the first were not seen. `done`: nothing more will come. `n_entries` were added, the
+    first `n_forgotten` of them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in
+    its process.
     """
 
     call: SequenceColumns
     offset: int
     n_probes: int
     earlier: Recording | None = None
-    output: Any = None  # what generate() returned, once it has, and a copy of its ids [B, L]
+    output: Any = None
     ids: Ints | None = None
     retained: Mask | None = None
     beams: Beams | None = None
@@ -89,7 +91,7 @@ class Recording:
     ages: list[int] = field(default_factory=list)
 
     def add(self, placed: PlacedTokens, scores: Scores) -> None:
-        """One batch of tokens with their scores, entry by entry."""
+        """Add a batch of tokens with their scores, entry by entry."""
         self.n_entries += len(placed)
         self.placed.append(placed)
         self.scores.append(scores)
@@ -98,8 +100,34 @@ class Recording:
         if self._n_small == _PIECES:
             self._join()
 
+    def add_forgotten(self, n: int) -> None:
+        """Count `n` tokens of which nothing is kept."""
+        self.n_entries += n
+        self.n_forgotten += n
+
+    def begin(self, column: int, n_rows: int, earlier: Recording | None) -> None:
+        """Say where it begins, before anything is shown; `earlier`, if any, has the columns before `column`."""
+        self.call.begin(column, n_rows)
+        self.earlier = earlier or self.earlier
+
+    def retained_of(self, rows: Ints) -> Mask:
+        """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
+        return self._retained()[rows]
+
+    def retain(self, rows: Ints, sets: Mask) -> None:
+        """Replace the sets of these rows by `sets [len(rows), P]`."""
+        self._retained()[rows] = sets
+
+    def keep_output(self, output: Any, ids: Ints, host_after: HostState | None = None) -> None:
+        """Keep what the generation returned, its ids `[B, L]`, and what the host was when it ended."""
+        self.output, self.ids, self.host_after = output, ids, host_after
+
+    def close(self) -> None:
+        """Say that nothing more will come."""
+        self.done = True
+
     def forget(self, n: int) -> int:
-        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; how many were dropped."""
+        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; return how many were dropped."""
         dropped, pieces = 0, 0
         while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
             columns = self.placed[pieces].columns
@@ -114,27 +142,19 @@ class Recording:
 
     @property
     def host_changed(self) -> bool:
-        """Whether the host was another when it ended than when it began, or in an earlier turn that its tokens
-        are of.
-        """
-        hosts, one = [self.host_after], self.earlier
-        while one is not None:
-            hosts, one = [*hosts, one.host, one.host_after], one.earlier
+        """Whether the host was another when it ended, or in an earlier turn of its tokens, than when it began."""
+        hosts, turn = [self.host_after], self.earlier
+        while turn is not None:
+            hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier
         return any(host is not None and host != self.host for host in hosts)
 
     @property
     def n_kept(self) -> int:
-        """Tokens whose scores are here."""
+        """Return how many tokens have their scores here."""
         return self.n_entries - self.n_forgotten
 
-    def matches(self, sequences: Ints) -> bool:
-        """Whether every recorded token stands where it was recorded in `sequences [B, L]`."""
-        return self.mismatch(sequences) is None
-
     def tokens(self, sequences: Ints) -> Tokens:
-        """Every real token of `sequences [B, L]`. Raises `AlignmentError` where what was recorded is not what stands
-        there.
-        """
+        """Return every real token of `sequences [B, L]`; raise `AlignmentError` where another one was recorded."""
         wrong = self.mismatch(sequences)
         if wrong is not None:
             raise AlignmentError(wrong)
@@ -157,18 +177,20 @@ class Recording:
         for i in np.flatnonzero(index[at_row, at] < 0).tolist():
             is_last = phases[at_row[i], at[i]] == GENERATED and at[i] == last[at_row[i]]
             at_column = at[i] + self.offset
-            reasons[i] = (
-                LAST
-                if is_last
-                else FORGOTTEN
-                if at_column < forgotten
-                else self.before
-                if at_column < self.call.first_column
-                else GAP
-            )
+            if is_last:
+                reasons[i] = LAST
+            elif at_column < forgotten:
+                reasons[i] = FORGOTTEN
+            else:
+                reasons[i] = self.before if at_column < self.call.first_column else GAP
         return Tokens(at_row, at, sequences[at_row, at], phases[at_row, at], scores.take(index[at_row, at], reasons))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _retained(self) -> Mask:
+        if self.retained is None:  # how many rows there are is known with the first forward
+            self.retained = np.zeros((self.call.n_rows, self.n_probes), dtype=bool)
+        return self.retained
 
     def _join(self) -> None:
         """Make one piece of the newest small ones, as far as they are of one phase."""
@@ -186,17 +208,15 @@ class Recording:
 
     def _forgotten_before(self) -> int:
         """Columns before this one may have been scored and forgotten."""
-        found, at = self.forgotten, self.earlier
-        while at is not None:
-            found, at = max(found, at.forgotten), at.earlier
-        return found
+        column, turn = self.forgotten, self.earlier
+        while turn is not None:
+            column, turn = max(column, turn.forgotten), turn.earlier
+        return column
 
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
     ) -> tuple[Mask, Ints]:
-        """Fill `index` for the sequences that were returned; which of their entries are tokens, and where each one's
-        last is.
-        """
+        """Fill `index` for the sequences returned; tell which of their entries are tokens, and where each one ends."""
         n_rows, length = sequences.shape
         each = n_rows // (self.call.n_rows // beams.n_beams)
         real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
@@ -204,8 +224,8 @@ class Recording:
         padding = self._real(self.call.n_rows, length)
         for r in range(n_rows):
             b = r // each
-            mine = prompt[row[prompt] == b * beams.n_beams]
-            index[r, column[mine] - self.offset] = mine
+            own_prompt = prompt[row[prompt] == b * beams.n_beams]
+            index[r, column[own_prompt] - self.offset] = own_prompt
             entries, n = beams.follow(b, sequences[r, beams.begin :])
             # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
             index[r, beams.begin : beams.begin + len(entries)] = np.maximum(
@@ -227,9 +247,7 @@ class Recording:
         return real & (np.arange(length) <= last[:, None])
 
     def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores]:
-        """Row, column, id and phase of everything recorded, earlier turns included; what was undone at the end left
-        out.
-        """
+        """Row, column, id and phase of everything recorded, of earlier turns too, without what was taken back."""
         placed, scores = list(self.placed), list(self.scores)
         begin, before = self, self.call.first_column
         limits = [length + self.offset] * len(placed)
@@ -288,9 +306,7 @@ class Recording:
         return self._edited(sequences)
 
     def _edited(self, sequences: Ints) -> str | None:
-        """Where an output differs from what was returned, which no forward may have shown: the last token of each row,
-        and padding.
-        """
+        """Where an output differs from what was returned in what no forward showed: last tokens, and padding."""
         if self.ids is None:
             return None
         if self.ids.shape != sequences.shape:
@@ -326,87 +342,3 @@ class Recording:
                     " of the watched generate(), or it was edited"
                 )
         return self._edited(sequences)
-
-
-def find_recording(
-    recordings: Sequence[Recording],
-    ids: Ints,
-    out: Any,
-    request: str = "",
-    *,
-    generation: int | None = None,
-    keep_tokens: int | None = None,
-) -> Recording:
-    """The one that belongs to an output: that of the same object if it is known, else the only one with its ids `[B,
-    L]`. Raises `AlignmentError`.
-    """
-    watched = [recording for recording in recordings if recording.request == request]
-    if not watched:
-        raise AlignmentError(
-            f"request {request!r} was not watched"
-            if request
-            else "nothing was watched: call model.generate() inside the with block"
-        )
-    if generation is not None:
-        watched = [recording for recording in watched if recording.number == generation]
-        if not watched:
-            raise AlignmentError(
-                f"generation {generation} was not watched, or is no longer kept: run.recordings has"
-                f" {_numbers(recordings)}"
-            )
-    same = next((recording for recording in watched[::-1] if recording.output is out), None)
-    if same is not None:
-        return same
-    watched = [recording for recording in watched if recording.n_entries]  # not one whose only forward failed
-    agreeing = [recording for recording in watched if recording.matches(ids)]
-    # A generate() that raised returned nothing, a document that goes on is another one: what is left may yet be the
-    # only one.
-    agreeing = [
-        recording for recording in agreeing if recording.ids is not None or recording.call.prompt_columns is None
-    ] or agreeing
-    agreeing = [
-        recording for recording in agreeing if recording.ids is not None or recording.call.frontier == ids.shape[1]
-    ] or agreeing
-    if len(agreeing) == 1:
-        return agreeing[0]
-    if agreeing:
-        raise AlignmentError(
-            f"generations {_numbers(agreeing)} of this run have these ids, and which of them is meant is unknown: give"
-            " the very object that generate() returned, or its number, as in run.result(out,"
-            f" generation={agreeing[-1].number})"
-        )
-    if keep_tokens is not None:
-        raise AlignmentError(
-            "no generation of which scores are kept has these ids: they may have been forgotten"
-            f" (keep_tokens={keep_tokens}), or it is not an output of this run"
-        )
-    if not watched:
-        raise AlignmentError("no token was watched: every forward failed, or none was run")
-    if len(watched) > 1:
-        raise AlignmentError(
-            f"none of the generations {_numbers(watched)} of this run has these ids. Of the newest:"
-            f" {watched[-1].mismatch(ids)}"
-        )
-    return watched[0]
-
-
-def _numbers(recordings: Sequence[Recording]) -> str:
-    numbers = [str(recording.number) for recording in recordings]
-    return ", ".join(numbers if len(numbers) <= 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"
-
-
-def keep_newest(recordings: list[Recording], n_tokens: int) -> None:
-    """Drop the oldest scores beyond `n_tokens`, and from the list the recordings that ended and of which nothing is
-    left.
-    """
-    surplus = sum(recording.n_kept for recording in recordings) - n_tokens
-    while surplus > 0 and any(recording.n_kept for recording in recordings):
-        oldest = min(
-            (recording for recording in recordings if recording.n_kept), key=lambda recording: recording.ages[0]
-        )
-        forgotten = oldest.forget(surplus)
-        if not forgotten:
-            break
-        surplus -= forgotten
-    for recording in [recording for recording in recordings if recording.done and not recording.n_kept]:
-        recordings.remove(recording)

@@ -43,14 +43,14 @@ from probemon.tracking.recording import Recording
 
 LOG = logging.getLogger("probemon")
 RAISE = 2  # what rank 0 tells the others to do
-
-
 _ATTACHING = threading.Lock()  # torch numbers hooks without one: two of one number would replace each other
 
 
 class Watcher:
-    """Resolves everything when made, attaches in `with`, leaves nothing behind. Raises `NotSupportedHost`,
-    `ConfigError`.
+    """Resolves everything when made, attaches in `with`, and leaves nothing behind.
+
+    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`, `on_end` is called with its recording.
+    Raises `NotSupportedHost`, `ConfigError`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Watcher:
     ) -> None:
         self.model, self.ranks, self._check, self._on_end = model, Ranks.of(model), check, on_end
         scores = self.ranks is None or self.ranks.scores
-        self._forwards = DecoderHooks(
+        self._hooks = DecoderHooks(
             model, sites, n_probes, score, scores=scores, on_gap=on_gap, take_stop=self._take_stop, acts=acts
         )
         self._running: list[Generation] = []
@@ -80,27 +80,27 @@ class Watcher:
     @property
     def open(self) -> bool:
         """Whether the host is watched."""
-        return self._forwards.open
+        return self._hooks.open
 
     @property
     def recordings(self) -> list[Recording]:
-        """Of every generation and document so far."""
-        return self._forwards.recordings
+        """Return the recording of every generation and document so far."""
+        return self._hooks.recordings.kept
 
     @property
     def n_documents(self) -> int:
-        """Documents of plain forwards that no generation went on from."""
-        return len(self._forwards.documents)
+        """Return how many documents there are of plain forwards that no generation went on from."""
+        return len(self._hooks.recordings.documents)
 
     @property
     def forward_seconds(self) -> deque[float]:
-        """Spent in our hooks, one entry a forward of the host."""
-        return self._forwards.seconds
+        """Seconds spent in our hooks, one entry a forward of the host."""
+        return self._hooks.seconds
 
     @property
     def called(self) -> bool:
         """Whether this very model ran, or was asked to."""
-        return self._forwards.called
+        return self._hooks.called
 
     @property
     def n_generating(self) -> int:
@@ -110,16 +110,16 @@ class Watcher:
     @property
     def generating(self) -> bool:
         """Whether some thread is inside `generate()`."""
-        return bool(self._running) or self._forwards.batches.n_calls > 0
+        return bool(self._running) or self._hooks.batches.n_calls > 0
 
     def stop(self) -> None:
         """End every generation that runs, or the next one if none does."""
         with self._lock:
             running = list(self._running)
             for generation in running:
-                generation.stop_all = True
-            n_requests = self._forwards.batches.stop()
-            self._stop_next = not running and not n_requests and not self._forwards.batches.n_calls
+                generation.stop_all_rows()
+            n_requests = self._hooks.batches.stop()
+            self._stop_next = not running and not n_requests and not self._hooks.batches.n_calls
 
     def _take_stop(self) -> bool:
         """Whether a stop came while nothing ran: it is meant for what begins now."""
@@ -129,18 +129,18 @@ class Watcher:
 
     @property
     def batch_errors(self) -> list[BaseException]:
-        """Of forwards of a batching manager that the user runs, in a thread where nobody would see them."""
-        return self._forwards.batches.errors
+        """Errors in forwards of a batching manager that the user runs, in a thread where nobody would see them."""
+        return self._hooks.batches.errors
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             self._attaching_thread = threading.get_ident()
-            self._forwards.attach(stack)
+            self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
-                shadow(stack, self._forwards, self.model, "generate", self._generate)
-                shadow_prepared_inputs(stack, self._forwards, self.model, self._prepare)
-                shadow_stopping_criteria(stack, self._forwards, self.model, self._criteria)
-                self._forwards.batches.shadow(stack, self._forwards)
+                shadow(stack, self._hooks, self.model, "generate", self._follow_generate)
+                shadow_prepared_inputs(stack, self._hooks, self.model, self._prepare_inputs)
+                shadow_stopping_criteria(stack, self._hooks, self.model, self._follow_criteria)
+                self._hooks.batches.shadow(stack, self._hooks)
             self._stack = stack.pop_all()
         return self
 
@@ -148,29 +148,25 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _ATTACHING:
-            self._forwards.open = False
+            self._hooks.open = False
             self._stack.close()
 
     # -- one generate() --------------------------------------------------------------------------
 
-    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outer = self._forwards.thread.generation
-        self._forwards.called = True
+    def _follow_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outer = self._hooks.thread.generation
+        self._hooks.called = True
         if outer is not None:
             if not outer.prompt.speculative or outer.acting:
                 raise NotSupportedDecoding(
                     "generate() inside generate() (from an action or a criterion), or inside run.generating: whose"
                     " tokens a forward shows would be a guess. Generate after the first has ended"
                 )
-            outer.drafting += 1  # the model proposes tokens to itself: nothing of that is in the output
-            try:
+            with outer.proposing():
                 return original(*args, **kwargs)
-            finally:
-                outer.drafting -= 1
-                outer.prepared = False
         try:
             prompt = read_call(self.model, args, kwargs)
-            self._forwards.abilities.check_generate(
+            self._hooks.abilities.check_generate(
                 prompt.ways | ({"beside"} if self._running else frozenset()), prompt.length
             )
             self._check(prompt)
@@ -178,19 +174,19 @@ class Watcher:
             if isinstance(kwargs.get("streamer"), HeldStreamer):
                 kwargs["streamer"].failed()
             raise
-        recording = self._forwards.new_recording(
-            SequenceColumns(prompt.columns, speculative=prompt.speculative), prompt.offset
+        recording = self._hooks.recordings.new(
+            SequenceColumns(prompt.columns, speculative=prompt.speculative),
+            prompt.offset,
+            beams=Beams(prompt.n_beams, prompt.columns - prompt.offset) if prompt.n_beams > 1 else None,
         )
-        if prompt.n_beams > 1:
-            recording.beams = Beams(prompt.n_beams, prompt.columns - prompt.offset)
         generation = Generation(recording, prompt)
         with self._following(generation):
             out = original(*args, **kwargs)
             sequences = getattr(out, "sequences", out)
-            self._forwards.seen_up_to(
+            self._hooks.check_seen(
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
-        self._returned(recording, sequences)
+        self._keep_output(recording, sequences)
         return out
 
     @contextmanager
@@ -198,20 +194,20 @@ class Watcher:
         """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
-        if self._forwards.thread.generation is not None:
+        if self._hooks.thread.generation is not None:
             raise ConfigError(
                 "run.generating is not for the inside of a generate(), or of another run.generating: whose tokens a"
                 " forward shows would be a guess"
             )
         prompt = GenerateCall(from_column, 0)
         self._check(prompt)
-        self._forwards.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
-        generation = Generation(self._forwards.new_recording(SequenceColumns(from_column), 0), prompt, by_hand=True)
-        loop = HandLoop(generation, self._sampled_by_hand, self.current)
+        self._hooks.abilities.check_generate(frozenset({"beside"}) if self._running else frozenset(), from_column)
+        generation = Generation(self._hooks.recordings.new(SequenceColumns(from_column)), prompt, by_hand=True)
+        loop = HandLoop(generation, self._sample_by_hand, self.current)
         with self._following(generation):
             yield loop
-            self._forwards.ended()
-            self._forwards.finish()
+            self._hooks.close_forward()
+            self._hooks.wait_for_step()
             seen = generation.recording.call.frontier
             if loop.ids is None and 0 < seen < from_column and self._acts():
                 raise ConfigError(
@@ -220,65 +216,63 @@ class Watcher:
                     " from_column is the prompt's length"
                 )
             if loop.ids is not None:
-                self._forwards.seen_up_to(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
+                self._hooks.check_seen(generation.recording, loop.ids, 0, loop.ids.shape[1] - 1, generation)
         if loop.ids is not None:
-            self._returned(generation.recording, loop.ids)
+            self._keep_output(generation.recording, loop.ids)
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
         """While the block runs, forwards of the calling thread are of this generation."""
-        self._forwards.thread.generation = generation
+        self._hooks.thread.generation = generation
         FOLLOWING.models[id(self.model)] += 1
         FOLLOWING.begun[id(self.model)] = next(ORDER)
         self._running.append(generation)
-        generation.stop_all |= self._take_stop()
+        if self._take_stop():
+            generation.stop_all_rows()
         try:
             yield
         except BaseException:
-            self._forwards.finish(report=False)  # a forward that failed shows nothing
+            self._hooks.wait_for_step(report=False)  # a forward that failed shows nothing
             for failed in generation.on_failure:
                 failed()
             raise
         finally:
             try:
-                self._forwards.finish()
+                self._hooks.wait_for_step()
             finally:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
-                self._forwards.leave()
-                generation.recording.done = True
+                self._hooks.forget_thread()
+                generation.recording.close()
 
-    def _returned(self, recording: Recording, sequences: Tensor) -> None:
-        recording.output, recording.ids = sequences, sequences.detach().cpu().numpy().astype(np.int64)
-        recording.host_after = host_state(self.model)
+    def _keep_output(self, recording: Recording, sequences: Tensor) -> None:
+        ids = sequences.detach().cpu().numpy().astype(np.int64)
+        recording.keep_output(sequences, ids, host_state(self.model))
         if self._on_end is not None:
             self._on_end(recording)
 
-    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        generation = self._forwards.thread.generation
+    def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        generation = self._hooks.thread.generation
         # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
         # Outside of a generate() somebody prepares the inputs of a loop by hand.
-        self._forwards.thread.foreign = (
+        self._hooks.thread.foreign = (
             generation is None
             and not FOLLOWING.models[id(self.model)]
-            and generate_around(self._forwards.decoder) is not None
+            and generate_around(self._hooks.decoder) is not None
         )
         if generation is not None and not generation.drafting:
             mask = "decoder_attention_mask" if is_encoder_decoder(self.model) else "attention_mask"
-            generation.prepared = True
-            generation.sequence(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
+            generation.prepare_forward(args[0] if args else kwargs.get("input_ids"), kwargs.get(mask))
         return original(*args, **kwargs)
 
-    def _criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+    def _follow_criteria(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria: StoppingCriteriaList = original(*args, **kwargs)
-        generation = self._forwards.thread.generation
-        self._forwards.called = True
-        if (
-            generation is None and not FOLLOWING.models[id(self.model)]
-        ):  # else another run follows it, which was there first
-            if (
-                threading.get_ident() != self._attaching_thread and not self._acts()
-            ):  # it may have been running when this run attached
+        generation = self._hooks.thread.generation
+        self._hooks.called = True
+        # Where another run follows it, that was there first.
+        if generation is None and not FOLLOWING.models[id(self.model)]:
+            # In another thread it may have been running when this run attached.
+            if threading.get_ident() != self._attaching_thread and not self._acts():
                 LOG.warning(
                     "a generate() of another thread began before probemon was attached, was looked up before, or called"
                     " on the class: it is not watched"
@@ -290,33 +284,31 @@ class Watcher:
             )
         if generation is None or generation.drafting:
             return criteria
-        return FollowedCriteria(criteria, partial(self._sampled, generation), partial(self._ended, generation))
+        return FollowedCriteria(criteria, partial(self._check_sampled, generation), partial(self._end_rows, generation))
 
-    def _sampled_by_hand(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
-        done = self._sampled(generation, ids, done)
-        self._ended(generation, ids, done, pads)
+    def _sample_by_hand(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> Tensor:
+        done = self._check_sampled(generation, ids, done)
+        self._end_rows(generation, ids, done, pads)
         return done
 
-    def _ended(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
-        if self._forwards.scores and generation.sampled:
+    def _end_rows(self, generation: Generation, ids: Tensor, done: Tensor, pads: bool) -> None:
+        if self._hooks.scores:
             generation.ended(ids, done, pads)
-        generation.sampled = False
 
-    def _sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
+    def _check_sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
         if generation.prepared and not generation.by_hand:  # something was run, not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
-        self._forwards.ended()
-        self._forwards.finish()
+        self._hooks.close_forward()
+        self._hooks.wait_for_step()
         if generation.prompt.speculative:
             if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
                 return done
-            generation.prepared = False
             for placed, states in generation.accepted(ids):
-                self._forwards.hand(generation, recording, placed, states)
-            self._forwards.finish()
+                self._hooks.score_tokens(generation, recording, placed, states)
+            self._hooks.wait_for_step()
         # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
-        self._forwards.seen_up_to(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
+        self._hooks.check_seen(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         stopped = self.stopped(done)
         if self.ranks is not None:
             verdict = self.ranks.agree(
@@ -329,14 +321,14 @@ class Watcher:
                 raise ConceptRaised("an action raised on rank 0, which scores", None)
         if generation.raising is not None:
             raise generation.raising
-        generation.sampled = True
+        generation.mark_sampled()
         return done | stopped
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
-        generation = self._forwards.thread.generation
+        """Return the rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
+        generation = self._hooks.thread.generation
         return torch.zeros_like(like) if generation is None else generation.stopped(like)
 
     def current(self) -> Generation | None:
-        """The generation of the calling thread."""
-        return self._forwards.thread.generation
+        """Return the generation of the calling thread."""
+        return self._hooks.thread.generation

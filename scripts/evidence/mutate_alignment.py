@@ -62,14 +62,14 @@ SLOW = ["tests/tracking/test_attach.py", "tests/engine/test_device_step.py"]
 MUTATIONS = [
     (
         "tracking/align.py",
-        "found.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
-        "found.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
+        "placed.append(PlacedTokens(rows, at + first, offsets, forward.ids[rows, offsets], phase))",
+        "placed.append(PlacedTokens(rows, at + first + 1, offsets, forward.ids[rows, offsets], phase))",
         "every column one too far",
     ),
     (
         "tracking/align.py",
-        "offsets = at + (first - forward.start)\n            found",
-        "offsets = at\n            found",
+        "offsets = at + (first - forward.start)\n            placed",
+        "offsets = at\n            placed",
         "offsets count from the new columns",
     ),
     (
@@ -99,8 +99,8 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "one.states[site] = hidden[rows, offsets]",
-        "one.states[site] = hidden[rows.flip(0), offsets]",
+        "pending.states[site] = hidden[rows, offsets]",
+        "pending.states[site] = hidden[rows.flip(0), offsets]",
         "rows are exchanged",
     ),
     (
@@ -110,15 +110,15 @@ MUTATIONS = [
         "the cache's length is ignored",
     ),
     (
-        "tracking/decoder_hooks.py",
-        "recording.earlier = self._known(generation.prompt.cache, n_rows, column)",
-        "pass",
+        "tracking/run_recordings.py",
+        "earlier = self.of_cache(generation.prompt.cache, n_rows, column)",
+        "earlier = None",
         "the first turn is forgotten",
     ),
-    ("tracking/decoder_hooks.py", "document.earlier = known\n", "pass\n", "a document forgets what is in its cache"),
+    ("tracking/run_recordings.py", "earlier=known,", "earlier=None,", "a document forgets what is in its cache"),
     (
         "tracking/generation.py",
-        "self.ids = np.concatenate([before, given], axis=1)",
+        "self.ids = np.concatenate([before, new_ids], axis=1)",
         "pass",
         "chunks of a prompt before the last are forgotten",
     ),
@@ -130,14 +130,14 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "if one.placed.draft and one.generation is not None:",
+        "if pending.placed.draft and pending.generation is not None:",
         "if False:",
         "drafts are reported at once",
     ),
     (
-        "tracking/watcher.py",
-        "outer.drafting += 1",
-        "outer.drafting += 0",
+        "tracking/generation.py",
+        "self.drafting += 1",
+        "self.drafting += 0",
         "the model's own drafts are taken for its output",
     ),
     (
@@ -178,7 +178,7 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "call.frontier = min(call.frontier, last)",
+        "call.take_back(last)",
         "pass",
         "the frontier stays beyond rejected drafts",
     ),
@@ -224,8 +224,8 @@ MUTATIONS = [
     ),
     (
         "tracking/continuous_batching.py",
-        "recording.earlier = parent.generation.recording",
-        "recording.earlier = None",
+        "            earlier=forked,\n",
+        "            earlier=None,\n",
         "a fork forgets its parent",
     ),
     (
@@ -236,11 +236,8 @@ MUTATIONS = [
     ),
     (
         "tracking/continuous_batching.py",
-        "recording = self._new_recording(SequenceColumns(len(prompt)))\n        recording.request, recording.before",
-        (
-            "recording = self._new_recording(SequenceColumns(len(prompt) + 1))\n        recording.request,"
-            " recording.before"
-        ),
+        "            SequenceColumns(len(prompt)),\n",
+        "            SequenceColumns(len(prompt) + 1),\n",
         "a request's first token is called prompt",
     ),
     (
@@ -261,14 +258,24 @@ MUTATIONS = [
         "int(placed.columns.max()) + 2\n",
         "a held streamer shows a token before its score",
     ),
-    ("monitor/run.py", "        recording.retained[found] = kept\n", "", "the prompt hands nothing to the generation"),
     (
-        "monitor/run.py",
+        "monitor/token_scorer.py",
+        "        recording.retain(prompt_rows, retained)\n",
+        "",
+        "the prompt hands nothing to the generation",
+    ),
+    (
+        "monitor/token_scorer.py",
         "(len(placed) - 1 - last).tolist()",
         "last.tolist()",
         "another token's retained set begins the generation",
     ),
-    ("monitor/run.py", "                recording.retained[rows] = kept\n", "", "retained sets are not carried"),
+    (
+        "monitor/token_scorer.py",
+        "                recording.retain(rows, retained)\n",
+        "",
+        "retained sets are not carried",
+    ),
     ("host/compiled.py", "written[0].add_(1)", "pass", "what a graph wrote is not counted"),
     (
         "host/compiled.py",
@@ -280,18 +287,18 @@ MUTATIONS = [
     ("host/compiled.py", "            self._after(decoder, (), out)\n", "", "a compiled call is not closed"),
     (
         "tracking/decoder_hooks.py",
-        "            self._tapped(site, hidden)\n",
+        "            self._take_states(site, hidden)\n",
         "            pass\n",
         "buffers are not read",
     ),
     (
         "tracking/decoder_hooks.py",
-        "        self.finish()  # its retained sets are what this one begins with\n",
+        "        self.wait_for_step()  # its retained sets are what this one begins with\n",
         "",
         "a step begins before the one under way has ended",
     ),
     (
-        "monitor/run.py",
+        "monitor/publisher.py",
         "placed.columns - recording.offset,",
         "placed.columns,",
         "sinks get columns of the cache for positions",
@@ -354,10 +361,10 @@ MUTATIONS = [
     (
         "tracking/watcher.py",
         (
-            '            self._forwards.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
+            '            self._hooks.abilities.check_generate(\n                prompt.ways | ({"beside"} if'
             " self._running else frozenset()), prompt.length\n            )"
         ),
-        "            self._forwards.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
+        "            self._hooks.abilities.check_generate(prompt.ways | frozenset(), prompt.length)",
         "two sequences in one module's state are scored",
     ),
     (
@@ -387,14 +394,14 @@ MUTATIONS = [
     ("host/tap.py", "    if len(holders) > 1:", "    if False:", "layers that share a module are attached to"),
     (
         "tracking/decoder_hooks.py",
-        "            if site in mine.ran:",
+        "            if site in thread.seen_sites:",
         "            if False:",
         "a layer that runs twice shows its last states",
     ),
     (
         "tracking/decoder_hooks.py",
-        "        self.finish(report=False)\n",
-        "        self.finish()\n",
+        "        self.wait_for_step(report=False)\n",
+        "        self.wait_for_step()\n",
         "what was not the tokens' is reported all the same",
     ),
     (
@@ -423,18 +430,18 @@ MUTATIONS = [
     ),
     (
         "tracking/decoder_hooks.py",
-        "if generation is None and self._of_another_head(forward, cache):",
+        "if generation is None and self._plain.is_of_another_head(thread, forward, cache):",
         "if False:",
         "generate() of another head is taken for documents",
     ),
     (
-        "tracking/decoder_hooks.py",
+        "tracking/plain_forwards.py",
         "if self._acts() and self._decodes(forward):",
         "if False:",
         "a loop by hand looks calm beside rules",
     ),
     (
-        "tracking/decoder_hooks.py",
+        "tracking/plain_forwards.py",
         "            return forward.ids.shape[1] == 1\n",
         "            return False\n",
         "a loop by hand with a cache looks calm beside rules",
@@ -448,16 +455,16 @@ MUTATIONS = [
     (
         "tracking/watcher.py",
         (
-            "        self._forwards.thread.foreign = (\n            generation is None\n            and not"
-            " FOLLOWING.models[id(self.model)]\n            and generate_around(self._forwards.decoder) is not None\n  "
+            "        self._hooks.thread.foreign = (\n            generation is None\n            and not"
+            " FOLLOWING.models[id(self.model)]\n            and generate_around(self._hooks.decoder) is not None\n  "
             "      )"
         ),
-        "        self._forwards.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)]",
+        "        self._hooks.thread.foreign = generation is None and not FOLLOWING.models[id(self.model)]",
         "a loop that prepares its inputs is not seen",
     ),
     (
         "monitor/run.py",
-        "if self._rules and error is None and self._watcher.n_documents:",
+        "if publisher.rules and self._watcher.n_documents:",
         "if False:",
         "rules that could never fire are not told",
     ),
@@ -469,7 +476,7 @@ MUTATIONS = [
     ),
     (
         "tracking/hand_loop.py",
-        "        generation.ids, generation.begin = ids.detach().cpu().numpy(), 0\n",
+        "        generation.take_sampled(ids.detach().cpu().numpy())\n",
         "",
         "a loop by hand may run other tokens than it sampled",
     ),
@@ -484,7 +491,7 @@ MUTATIONS = [
         "any cache is taken for a copy of any other",
     ),
     (
-        "tracking/recording.py",
+        "tracking/run_recordings.py",
         "    if len(agreeing) == 1:\n",
         "    if agreeing:\n",
         "a copy of an output is of the first generation that has its ids",
@@ -498,7 +505,7 @@ MUTATIONS = [
     ("tracking/generate_call.py", "        if after:\n", "        if False:\n", "a prompt that ends in padding is run"),
     (
         "tracking/decoder_hooks.py",
-        "elif own is None and not mine.inside:",
+        "elif own is None and not thread.inside:",
         "elif False:",
         "layers that run past the decoder are not told",
     ),
@@ -510,11 +517,16 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "hosts, one = [*hosts, one.host, one.host_after], one.earlier",
-        "one = one.earlier",
+        "hosts, turn = [*hosts, turn.host, turn.host_after], turn.earlier",
+        "turn = turn.earlier",
         "an earlier turn of other adapters is not told",
     ),
-    ("monitor/run.py", "            self._tell_silence()", "            pass", "a run that watched nothing looks calm"),
+    (
+        "monitor/run.py",
+        "        publisher.warn_of_silence(self.model, self._watcher.called)",
+        "        pass",
+        "a run that watched nothing looks calm",
+    ),
     (
         "offline/corpus.py",
         "self._runs = model if wrapped else find_layers(host)[0]",

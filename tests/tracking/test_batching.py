@@ -283,7 +283,7 @@ def test_manager_that_its_user_feeds_keeps_nothing_of_what_is_done(host):
                 found = serving.get_result(timeout=1)
                 if found is not None and found.is_finished():
                     outputs[found.request_id] = found
-        assert run._watcher._forwards.batches.stop() <= 2
+        assert run._watcher._hooks.batches.stop() <= 2
     assert 1 <= len(run.recordings) <= 6
     newest = {"r11": outputs["r11"]}
     verify(model, manager, run.result(newest), newest)

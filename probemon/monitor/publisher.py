@@ -1,0 +1,184 @@
+"""Publisher: where the scores of a run go: its recordings, rules, listeners and sinks.
+
+publisher = Publisher(pack, failures, recordings, keep_tokens=None)      # recordings(): those of the run
+publisher.rules.append(rule)
+publisher.add_sink(JsonLinesSink("scores.jsonl"), max_batches=1024)
+publisher.publish(generation, recording, placed, scores)                 # in the thread that generates
+publisher.close()
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from probemon.core.scores import GENERATED, Scores, TokenBatch
+from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.monitor.delivery import Delivery
+from probemon.monitor.failures import Failures
+from probemon.monitor.rules import Event, Rule
+from probemon.packs.group import AnyPack
+from probemon.sinks import Sink
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.generate_call import GenerateCall
+from probemon.tracking.generation import Generation
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import keep_newest
+
+Listener = Callable[[PlacedTokens, Scores], None]
+LOG = logging.getLogger("probemon")
+
+
+class Publisher:
+    """`rules` are asked of generated tokens, `listeners` called with all. What they raise is kept in `failures`."""
+
+    def __init__(
+        self,
+        pack: AnyPack,
+        failures: Failures,
+        recordings: Callable[[], list[Recording]],
+        keep_tokens: int | None,
+    ) -> None:
+        self.rules: list[Rule] = []
+        self.listeners: list[Listener] = []
+        self._pack, self._failures, self._recordings, self._keep_tokens = pack, failures, recordings, keep_tokens
+        self._sinks: list[Sink] = []
+        self._deliveries: list[Delivery] = []
+        self._n_generated, self._unjudged = 0, Counter[str]()  # generated tokens, and why some of them have no scores
+        self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
+
+    @property
+    def acts(self) -> bool:
+        """Whether rules or sinks wait for generated tokens."""
+        return bool(self.rules or self._sinks)
+
+    def add_sink(self, sink: Sink, max_batches: int) -> Delivery:
+        """Send every batch from now on to `sink`, in a thread of its own."""
+        if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
+            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.sinks")
+        if any(known is sink for known in self._sinks):
+            raise ConfigError(f"this {type(sink).__name__} was added before: a sink receives one run, once")
+        self._sinks.append(sink)
+        delivery = Delivery(sink, [concept["id"] for concept in self._pack.concepts], max_batches=max_batches)
+        self._deliveries.append(delivery)
+        return delivery
+
+    def check_call(self, prompt: GenerateCall) -> None:
+        """Raise `NotSupportedDecoding` for a call of `generate()` in which a rule could not do what it is for."""
+        if prompt.n_beams > 1 and any(rule.action == "stop" for rule in self.rules):
+            raise NotSupportedDecoding(
+                "a stop cannot end one beam: what it would have continued comes from the others. Use a callable action"
+            )
+
+    def publish(
+        self, generation: Generation | None, recording: Recording, placed: PlacedTokens, scores: Scores
+    ) -> None:
+        """Record the scores of tokens, ask the rules, call the listeners and send a batch to the sinks."""
+        with self._keeping:
+            recording.add(placed, scores)
+            if self._keep_tokens is not None:
+                keep_newest(self._recordings(), self._keep_tokens)
+        if generation is not None:
+            seen = scores.coverage.seen
+            generation.mark_scored(placed, seen)
+            if placed.phase == GENERATED:
+                self._n_generated += len(placed)
+                if not seen.all():
+                    self._unjudged.update(scores.coverage.unseen[i] for i in np.flatnonzero(~seen))
+                if self.rules:
+                    generation.run_actions(self._ask_rules, generation, placed, scores)
+        for listener in self.listeners:
+            self._failures.call("a listener", listener, placed, scores)
+        if self._deliveries:
+            batch = TokenBatch(
+                recording.number,
+                placed.rows,
+                placed.columns - recording.offset,
+                placed.ids,
+                placed.phase,
+                placed.provisional,
+                scores,
+                recording.request,
+            )
+            for delivery in self._deliveries:
+                delivery.put(batch)
+
+    def close(self) -> None:
+        """Deliver what is queued and close the sinks; an error of theirs becomes a failure, a loss a warning."""
+        for delivery in self._deliveries:
+            delivery.close()
+            stats = delivery.stats()
+            if stats.error is not None:
+                self._failures.add("a sink", stats.error)
+            elif stats.n_dropped:
+                n_tokens = stats.n_written + stats.n_dropped
+                LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, n_tokens)
+
+    def warn_of_silence(self, model: object, called: bool) -> None:
+        """Warn where rules and sinks were quiet for another reason than that nothing was wrong.
+
+        `called`: whether `model` ran. The warning names the line that called the caller.
+        """
+        n_unjudged = self._unjudged.total()
+        if self.acts and not called:
+            warnings.warn(
+                f"{len(self.rules)} rules and {len(self._sinks)} sinks were set, and this {type(model).__name__} ran"
+                " nothing while it was watched: is it the very model that generated, and not a copy?",
+                UserWarning,
+                stacklevel=3,
+            )
+        elif self.rules and n_unjudged:
+            [(reason, n)] = self._unjudged.most_common(1)
+            warnings.warn(
+                f"{n_unjudged} of {self._n_generated} generated tokens have no scores, so {len(self.rules)} rules were"
+                f" not asked of them ({reason}: {n})",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _ask_rules(self, generation: Generation, placed: PlacedTokens, scores: Scores) -> None:
+        for number, rule in enumerate(self.rules):
+            for i, score, value in rule.observe(placed, scores, generation.states_of_rule(number)):
+                self._act(rule, self._event(rule, generation.recording, placed, i, score, value), generation)
+
+    def _event(
+        self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, score: float, value: float
+    ) -> Event:
+        concept = self._pack.concepts[rule.probe]
+        return Event(
+            concept["id"],
+            concept["name"],
+            tuple(self._pack.path(rule.probe)),
+            int(placed.rows[i]),
+            int(placed.columns[i]),
+            int(placed.ids[i]),
+            score,
+            rule.above,
+            rule.for_tokens,
+            placed.provisional,
+            str(rule.aggregator),
+            value,
+            recording.number,
+            recording.request,
+        )
+
+    def _act(self, rule: Rule, event: Event, generation: Generation) -> None:
+        """Do what a rule that is met asks for."""
+        if callable(rule.action):
+            self._failures.call("an action", rule.action, event)
+            if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
+                generation.hide_from(event.column)
+        elif rule.action == "stop":
+            generation.stop_row(event.row, event.column)
+        else:
+            error = ConceptRaised(
+                f"{event.name} ({event.concept}) was over {rule.above} at {rule.for_tokens} tokens in a row,"
+                f" the last at row {event.row}, column {event.column}",
+                event,
+            )
+            generation.raise_later(error, event.column)

@@ -1,0 +1,127 @@
+"""Forwards outside of a `generate()` that is followed: documents, loops by hand, heads that are not watched.
+
+    plain = PlainForwards(model, decoder, recordings, acts)
+    plain.is_of_another_head(thread, forward, cache)    # a generate() of another model around the same decoder
+    recording = plain.document(forward, cache)          # what is shown by a forward that nobody generates with
+    plain.report_layer_alone("resid_post.3")            # a layer ran, and no forward of the decoder is open
+
+What a run cannot attribute is an error here, or a warning where nobody waits for generated tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.errors import NotSupportedDecoding
+from probemon.host.internals import in_backward
+from probemon.tracking.align import Forward, Ints
+from probemon.tracking.generation import ThreadState
+from probemon.tracking.hand_loop import generate_around
+from probemon.tracking.recording import Recording
+from probemon.tracking.run_recordings import RunRecordings
+
+LOG = logging.getLogger("probemon")
+
+
+class PlainForwards:
+    """`acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error."""
+
+    def __init__(
+        self, model: Any, decoder: torch.nn.Module, recordings: RunRecordings, acts: Callable[[], bool]
+    ) -> None:
+        self._model, self._decoder, self._recordings, self._acts = model, decoder, recordings, acts
+        self._shown: deque[Ints] = deque(maxlen=8)  # ids of the newest plain forwards
+        self._warned = False
+
+    def is_of_another_head(self, thread: ThreadState, forward: Forward, cache: Any) -> bool:
+        """Whether a plain forward is of a `generate()` that was under way when we came; of any other it is an error."""
+        around = generate_around(self._decoder)
+        if around is None:
+            thread.unwatched = None
+            return False
+        frame, owner = around
+        if frame is not thread.unwatched:
+            # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know
+            # had begun.
+            if forward.start == 0 or forward.ids.shape[1] > 1 or self._known(forward, cache) is not None:
+                raise NotSupportedDecoding(
+                    f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
+                    f" to {type(self._model).__name__}: which tokens are generated, and where rows end, is unknown"
+                    " here, and rules would never fire. Attach to the very model whose generate() is called"
+                )
+            LOG.warning(
+                "a generate() of %s began before probemon was attached to its decoder, and is not watched",
+                type(owner).__name__,
+            )
+            thread.unwatched = frame
+        return True
+
+    def document(self, forward: Forward, cache: Any) -> Recording:
+        """The recording that a plain forward goes on with.
+
+        Raises `NotSupportedDecoding` for a step of a decode loop that nobody follows, where rules or sinks wait.
+        """
+        if self._acts() and self._decodes(forward):
+            raise NotSupportedDecoding(
+                "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says"
+                " that it was generated: rules would never fire and sinks be told of a prompt. Put the loop into `with"
+                " run.generating(from_column=...) as loop:` and tell it what was sampled"
+            )
+        return self._recordings.document(self._known(forward, cache), forward.start)
+
+    def _known(self, forward: Forward, cache: Any) -> Recording | None:
+        return self._recordings.of_cache(cache, len(forward.ids), forward.start)
+
+    def _decodes(self, forward: Forward) -> bool:
+        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a
+        forward not long before it.
+        """
+        if forward.start > 0:
+            return forward.ids.shape[1] == 1
+        decodes = any(_continues(forward.ids, before) for before in self._shown)
+        self._shown.append(forward.ids)
+        return decodes
+
+    def report_layer_alone(self, site: str) -> None:
+        """A layer ran, and no forward of the decoder is open: an error where rules or sinks wait, else a warning."""
+        if in_backward():  # gradient checkpointing runs layers again: no new token
+            return
+        what = (
+            f"the layer of {site} ran outside of a forward of {type(self._decoder).__name__}, and its tokens are not"
+            " watched: something calls .forward() of the decoder, or another model has the same layers. Call the model"
+            " itself, and attach to the one that is called"
+        )
+        if self._acts():
+            raise NotSupportedDecoding(f"{what}. Rules would never fire and sinks hear nothing")
+        if not self._warned:
+            self._warned = True
+            LOG.warning(what)
+
+
+def refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before a host whose decoder is not told of a mask: what it hides would be read, and scored, as tokens."""
+    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and not bool((mask != 0).all()):
+        raise NotSupportedDecoding(
+            f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as"
+            " tokens: its own answer is wrong, and so would be ours. Give rows of one length, or one by one"
+        )
+
+
+def _continues(ids: Ints, before: Ints) -> bool:
+    """Whether ids `[B, T]` are others and one column more, or the same number of columns, moved on by one."""
+    if len(ids) != len(before) or ids.shape[1] < 2:
+        return False
+    if ids.shape[1] == before.shape[1] + 1:
+        return np.array_equal(ids[:, :-1], before)
+    moved_on = ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])
+    return moved_on and not np.array_equal(ids, before)  # a document of one token repeated, read twice

@@ -13,7 +13,7 @@ standardised: `site` and `normalize` say it, and are kept. Nothing in a file is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
@@ -96,6 +96,40 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _check_settings(site: str, normalize: str, dtype: str, flat: bool, hierarchy: str | Path | None) -> int:
+    """Return the layer of the site. Raises `ConfigError`."""
+    _, layer = parse_site(site)
+    if normalize not in NORMALIZE:
+        raise ConfigError(
+            f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
+            " or 'none'"
+        )
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
+    if flat and hierarchy is not None:
+        raise ConfigError("flat leaves every hierarchy out: give either flat or hierarchy")
+    return layer
+
+
+def _note_conversions(placed: Iterable[Node], kinds: Mapping[Node, Kind], kept: torch.dtype, notes: Notes) -> None:
+    for node in placed:
+        if kinds[node].dtype != kept:
+            narrower = torch.promote_types(kinds[node].dtype, kept) == kept
+            notes.add(
+                "widened" if narrower else "rounded",
+                f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""),
+            )
+
+
+def _counts(n_probes: int, n_edges: int, stored: Mapping[Node, Any], kinds: Mapping[Node, Kind]) -> dict[str, Any]:
+    """Count what was read, by variant and dtype of the probes."""
+    counts = {"probes": n_probes, "files": len({place.path for place in stored.values()}), "edges": n_edges}
+    variants = Counter(kind.variant for kind in kinds.values())
+    dtypes = Counter(kind.dtype for kind in kinds.values())
+    counts |= {f"{variant} probes": n for variant, n in variants.items()}
+    return counts | {f"in {str(dtype).removeprefix('torch.')}": n for dtype, n in dtypes.items()}
+
+
 @_one_thread()
 def import_pack(
     source: str | Path,
@@ -151,16 +185,7 @@ def import_pack(
         max_bytes=max_bytes,
         progress=progress,
     )
-    _, layer = parse_site(site)
-    if normalize not in NORMALIZE:
-        raise ConfigError(
-            f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
-            " or 'none'"
-        )
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
-    if flat and hierarchy is not None:
-        raise ConfigError("flat leaves every hierarchy out: give either flat or hierarchy")
+    layer = _check_settings(site, normalize, dtype, flat, hierarchy)
     inputs = Inputs(site, normalize, eps)
     inputs.spec(False)  # checks eps
     target = check_target(target, overwrite)
@@ -181,26 +206,10 @@ def import_pack(
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
     kept = _DTYPES[dtype] or widest_dtype
-    for node in placed:
-        if kinds[node].dtype != kept:
-            narrower = torch.promote_types(kinds[node].dtype, kept) == kept
-            notes.add(
-                "widened" if narrower else "rounded",
-                f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""),
-            )
+    _note_conversions(placed, kinds, kept, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts: dict[str, Any] = {
-        "probes": len(nodes),
-        "files": len({place.path for place in stored.values()}),
-        "edges": n_edges,
-    }
-    counts |= {f"{variant} probes": n for variant, n in Counter(kind.variant for kind in kinds.values()).items()}
-    counts |= {
-        f"in {str(kind).removeprefix('torch.')}": n
-        for kind, n in Counter(kind.dtype for kind in kinds.values()).items()
-    }
-    counts |= {"calibrated": len(calibration)} if calibration else {}
+    counts = _counts(len(nodes), n_edges, stored, kinds) | ({"calibrated": len(calibration)} if calibration else {})
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
     model = model or found.model

@@ -21,7 +21,7 @@ import pickletools
 import reprlib
 import stat
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -329,6 +329,19 @@ def _known(name: str) -> bool:
     return name in _CALLS or (module == "torch" and word in _STORAGES)
 
 
+# Instructions of a pickle: without effect, pushing their argument, pushing a value of their own.
+_IGNORED = frozenset({"PROTO", "FRAME"})
+_PUSHED = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"})
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+}
+
+
 class _Machine:
     """The instructions of a pickle that a state dict needs, over plain values. Method: the opcodes' documentation in
     Python's pickletools.
@@ -352,27 +365,32 @@ class _Machine:
 
     def _do(self, name: str, argument: Any) -> None:
         stack = self._stack
+        if name in _IGNORED:
+            return
+        if name in _PUSHED:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif not self._fill(name) and not self._refer(name, argument):
+            raise ImportRefused(
+                f"{self._path} is a pickle with the instruction {name}{self._asking()}, which no state dict needs:"
+                " it may run code and is not read"
+            )
+
+    def _fill(self, name: str) -> bool:
+        """Make or fill a container; False for an instruction that does something else."""
+        stack = self._stack
         match name:
-            case "PROTO" | "FRAME":
-                pass
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
-                stack.append(argument)
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
-            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
-                stack.append({} if name == "EMPTY_DICT" else [] if name == "EMPTY_LIST" else ())
             case "MARK":
                 self._marks.append(len(stack))
             case "TUPLE":
                 stack.append(tuple(self._to_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack[-int(name[-1]) :] = [tuple(stack[-int(name[-1]) :])]
-            case "BINPUT" | "LONG_BINPUT":
-                self._memo[argument] = stack[-1]
-            case "MEMOIZE":
-                self._memo[len(self._memo)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self._memo[argument])
             case "APPEND":
                 self._extend([stack.pop()])
             case "APPENDS":
@@ -381,12 +399,21 @@ class _Machine:
                 self._set([stack.pop(-2), stack.pop()])
             case "SETITEMS":
                 self._set(self._to_mark())
+            case "BUILD":  # attributes of an OrderedDict, such as the versions of modules
+                stack.pop()
+            case _:
+                return False
+        return True
+
+    def _refer(self, name: str, argument: Any) -> bool:
+        """Name, call or load one of the few things that a state dict refers to; False for anything else."""
+        stack = self._stack
+        match name:
             case "GLOBAL":
                 stack.append(self._global(argument))
             case "STACK_GLOBAL":
-                if not all(
-                    isinstance(part, str) for part in stack[-2:]
-                ):  # to print what else stands there may never end
+                # To print what else stands there may never end.
+                if not all(isinstance(part, str) for part in stack[-2:]):
                     raise ImportRefused(f"{self._path}: its pickle names a global by what is no text: {_AGAIN}")
                 stack[-2:] = [self._global(" ".join(stack[-2:]))]
             case "BINPERSID":
@@ -394,13 +421,9 @@ class _Machine:
             case "REDUCE":
                 called, arguments = stack[-2:]
                 stack[-2:] = [self._call(called, arguments)]
-            case "BUILD":  # attributes of an OrderedDict, such as the versions of modules
-                stack.pop()
             case _:
-                raise ImportRefused(
-                    f"{self._path} is a pickle with the instruction {name}{self._asking()}, which no state dict needs:"
-                    " it may run code and is not read"
-                )
+                return False
+        return True
 
     def _check_plain(self, found: Any) -> None:
         """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or

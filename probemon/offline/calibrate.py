@@ -300,6 +300,19 @@ def _positive(
 # -- the pack ----------------------------------------------------------------------------------------
 
 
+def _bounds_of(pack: ProbePack, bounding: Sequence[int], alert: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
+    """Return expand thresholds under which bounds of the scores below stay bounds: each is compared with the smallest
+    of the new thresholds below it.
+    """
+    expand = expand.clone()
+    for probe in bounding:
+        below = alert[torch.from_numpy(pack.tree.children(probe))]
+        known = below[~below.isnan()]
+        if len(known):
+            expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+    return expand
+
+
 def write_calibrated(
     pack: ProbePack,
     path: str | Path,
@@ -337,21 +350,14 @@ def write_calibrated(
         if str(alerts.aggregator) in aggregated:
             target = aggregated[str(alerts.aggregator)].clone()
         target[list(watched)] = torch.from_numpy(alerts.threshold)
-        if not changes:
-            aggregated[str(alerts.aggregator)] = target
         if changes:
             quality = _without(quality)
+        else:
+            aggregated[str(alerts.aggregator)] = target
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
     above = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
     if changes and above:
-        expand = expand.clone()
-        for probe in (
-            above
-        ):  # a bound of the scores below stays one: it is to be compared with the smallest of the new thresholds
-            below = alert[torch.from_numpy(pack.tree.children(probe))]
-            known = below[~below.isnan()]
-            if len(known):
-                expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+        expand = _bounds_of(pack, above, alert, expand)
     cleared = changes and expansion is None and not above and not bool(expand.isnan().all())
     if cleared:
         expand = torch.full_like(expand, float("nan"))

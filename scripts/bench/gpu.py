@@ -171,7 +171,7 @@ def read_rate(device: torch.device, timer: Timer, n_bytes: int = 4 << 30) -> flo
     return n_bytes / min(timer(words.sum) for _ in range(20))
 
 
-def step(
+def step(  # noqa: PLR0915 (one measurement, from its world to its rows)
     device: torch.device,
     timer: Timer,
     n_rounds: int,

@@ -99,7 +99,7 @@ def used(folder):
     return rows
 
 
-def together(folder, seconds, exchange):
+def together(folder, seconds, exchange):  # noqa: C901 (two writers, two readers, one story)
     """Two write packs of one place, each with its number in every part; two read them. `exchange`: names can be
     exchanged.
     """

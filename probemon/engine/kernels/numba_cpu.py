@@ -377,7 +377,7 @@ def _admit(
 
 
 @njit(cache=True, nogil=True)
-def _descend(
+def _descend(  # noqa: C901, PLR0915 (compiled as one)
     net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, x: Array,
     start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
     active: Array, dropped: Array, scores: Array,

@@ -114,10 +114,10 @@ class Audit:
         if not self.n_tokens:
             return "no token was audited"
         parts = [f"{self.n_tokens} tokens audited"]
-        for name, found in (("firing probes", self.firing_recall), ("the true top 10", self.top_recall)):
+        for name, interval in (("firing probes", self.firing_recall), ("the true top 10", self.top_recall)):
             share = "none"
-            if found is not None:
-                share = f"{found.value:.4f} found (95 % interval {found.low:.4f} to {found.high:.4f})"
+            if interval is not None:
+                share = f"{interval.value:.4f} found (95 % interval {interval.low:.4f} to {interval.high:.4f})"
             parts.append(f"{name} {share}")
         return f"{', '.join(parts)}, {self.share_active:.1%} of the probes active"
 

@@ -133,9 +133,9 @@ class _ArenaGroup:
 
     def _check(self, probes: Ints) -> None:
         for pack, first in zip(self.packs, self.firsts, strict=True):
-            mine = probes[(probes >= first) & (probes < first + pack.n_probes)] - first
-            if len(mine):
-                pack.check_finite(mine)
+            own = probes[(probes >= first) & (probes < first + pack.n_probes)] - first
+            if len(own):
+                pack.check_finite(own)
 
 
 def _divided(kinds: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:

@@ -3,7 +3,7 @@
     plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
     step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
     step.active, step.scores, step.dropped, retain(plan, step)
-    asking = descending(plan, n_rows, retained)  # the same, asked for its pairs round by round: several can go in step
+    asking = descend_in_rounds(plan, n_rows, retained)  # the same, which asks for its pairs round by round
 
 N rows are descended together, round by round, as masks `[N, P]`. Only a row that meets
 `max_loaded_probes` is admitted probe by probe.
@@ -24,9 +24,9 @@ from probemon.core.scores import Floats
 
 # Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.
 ScorePairs = Callable[[Ints, Ints], Floats]
-Made = TypeVar("Made")
+T = TypeVar("T")
 # What yields (rows, probes), is sent the own scores of these pairs, and in the end returns what it made of them.
-PairRequests = Generator[tuple[Ints, Ints], Floats, Made]
+PairRequests = Generator[tuple[Ints, Ints], Floats, T]
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScoreP
     return answer(descend_in_rounds(plan, n_rows, retained), score)
 
 
-def answer(asking: PairRequests[Made], score: ScorePairs) -> Made:
+def answer(asking: PairRequests[T], score: ScorePairs) -> T:
     """What comes of it when every pair that it asks for is scored by `score`."""
     try:
         pairs = next(asking)
         while True:
             pairs = asking.send(score(*pairs))
     except StopIteration as done:
-        made: Made = done.value
-        return made
+        result: T = done.value
+        return result
 
 
 def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> PairRequests[Descent]:

@@ -4,7 +4,7 @@ arrived.
     steps = DeviceSteps(cascade)
     with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
         under_way = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
-    found = under_way.wait()                        # numpy arrays
+    results = under_way.wait()                      # numpy arrays
 
 After a few steps of one size the descent is captured as a graph and replayed. Results are copied to pinned memory. What
 a step retains stays on the device for the next one, which uploads retained sets only where it is given others. Without
@@ -104,9 +104,9 @@ class UnderWay:
 
     def wait(self) -> Arrived:
         """The results; call it once."""
-        found = self._buffers.arrived()
+        results = self._buffers.arrived()
         self._steps._give_back(self._key, self._buffers)
-        return found
+        return results
 
 
 class _Buffers:
@@ -136,20 +136,20 @@ class _Buffers:
             self._found = self._descend()
         self._n_runs += 1
         assert self._found is not None
-        found, largest = self._found
-        results = [found.count, found.ids, found.scores, found.kept, found.overflowed, largest]
+        sets, largest = self._found
+        results = [sets.count, sets.ids, sets.scores, sets.kept, sets.overflowed, largest]
         if not self._host:
             with torch.inference_mode(False):
                 self._host = [torch.empty(r.shape, dtype=r.dtype, device="cpu", pin_memory=cuda) for r in results]
-        for there, here in zip(results, self._host, strict=True):
-            here.copy_(there, non_blocking=cuda)
+        for on_device, on_host in zip(results, self._host, strict=True):
+            on_host.copy_(on_device, non_blocking=cuda)
         if cuda:
             self._done.record()
 
     def _descend(self) -> tuple[Found, Tensor]:
         n = len(self._before)
-        found = self._cascade.descend(self._x, n, self._before)
-        return found, largest_values(self._x)
+        sets = self._cascade.descend(self._x, n, self._before)
+        return sets, largest_values(self._x)
 
     def _capture(self, steps: DeviceSteps) -> None:
         # Not torch.cuda.graph, which waits for the whole device and empties its cache: the host model is in the middle
@@ -159,7 +159,7 @@ class _Buffers:
             with torch.inference_mode(False):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    found = self._descend()
+                    results = self._descend()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -169,7 +169,7 @@ class _Buffers:
             )
             steps.captures = False
             return
-        self._graph, self._found = graph, found
+        self._graph, self._found = graph, results
         steps.n_captured += 1
 
     def _take(self, steps: DeviceSteps, retained: Mask) -> None:
@@ -188,11 +188,11 @@ class _Buffers:
         if self._done is not None:
             self._done.synchronize()
         count, ids, scores, kept, overflowed, largest = (tensor.numpy() for tensor in self._host)
-        there = np.arange(ids.shape[1]) < count[:, None]
-        rows = np.nonzero(there)[0]
-        order = np.lexsort((ids[there], rows))
+        filled = np.arange(ids.shape[1]) < count[:, None]
+        rows = np.nonzero(filled)[0]
+        order = np.lexsort((ids[filled], rows))
         self.kept = np.zeros_like(self.kept)  # a new one: the last is with the caller
         keeps = kept >= 0
         self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
         ptr = np.concatenate([[0], np.cumsum(count)])
-        return Arrived(ptr, ids[there][order], scores[there][order], self.kept, overflowed != 0, largest.copy())
+        return Arrived(ptr, ids[filled][order], scores[filled][order], self.kept, overflowed != 0, largest.copy())

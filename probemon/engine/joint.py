@@ -27,7 +27,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import NO_SCORE, SEEN, Inputs, Prepared
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
-from probemon.engine.cascade import Made, PairRequests
+from probemon.engine.cascade import PairRequests, T
 from probemon.engine.choice import Choice
 from probemon.engine.engine import BATCH_CELLS, Engine, StepUnderWay
 from probemon.engine.memory.arena import Arena, ArenaStats
@@ -198,11 +198,9 @@ class JointEngine:
     def _all_on_device(self, ways: Sequence[Way]) -> bool:
         return all(way is engine.on_device for way, engine in zip(ways, self.engines, strict=True))
 
-    def _in_step(
-        self, asking: Sequence[PairRequests[Made]], inputs: JointInputs, late: Sequence[Mask | None]
-    ) -> list[Made]:
+    def _in_step(self, asking: Sequence[PairRequests[T]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[T]:
         """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
-        results: dict[int, Made] = {}
+        results: dict[int, T] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
         while answers:
             asked: dict[int, tuple[Ints, Ints]] = {}
@@ -258,23 +256,23 @@ class JointEngine:
     def _on_device(self) -> list[OnDevice]:
         return [engine.on_device for engine in self.engines if engine.on_device is not None]
 
-    def join(self, found: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
+    def join(self, outcomes: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
         """The packs' outcomes as one, in the numbers of the group."""
-        unseen = _first([outcome.unseen for outcome in found])
-        found = [_seen(outcome, unseen, start, keep) for outcome, start in zip(found, before, strict=True)]
+        unseen = _first([outcome.unseen for outcome in outcomes])
+        outcomes = [_seen(outcome, unseen, start, keep) for outcome, start in zip(outcomes, before, strict=True)]
         numbers = self._group.numbers
-        state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in found])
+        state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in outcomes])
         probes = np.concatenate(
-            [number[outcome.probes] for number, outcome in zip(numbers, found, strict=True)]
+            [number[outcome.probes] for number, outcome in zip(numbers, outcomes, strict=True)]
         ).astype(np.int32)
         order = np.lexsort((probes, state))
-        counts = {name: np.sum([getattr(outcome, name) for outcome in found], axis=0) for name in _COUNTS}
+        counts = {name: np.sum([getattr(outcome, name) for outcome in outcomes], axis=0) for name in _COUNTS}
         return Outcome(
             probes=probes[order],
-            values=np.concatenate([outcome.values for outcome in found])[order],
-            fired=np.concatenate([outcome.fired for outcome in found])[order],
+            values=np.concatenate([outcome.values for outcome in outcomes])[order],
+            fired=np.concatenate([outcome.fired for outcome in outcomes])[order],
             unseen=unseen,
-            kept=self._laid_out([outcome.kept for outcome in found], np.bool_),
+            kept=self._laid_out([outcome.kept for outcome in outcomes], np.bool_),
             **counts,
         )
 
@@ -311,24 +309,24 @@ class JointArena:
         """Load these and never evict them until as many `unpin`. All or nothing."""
         done: list[tuple[Arena, Ints]] = []
         try:
-            for arena, mine in self._split(probes):
-                arena.pin(mine)
-                done.append((arena, mine))
+            for arena, own in self._split(probes):
+                arena.pin(own)
+                done.append((arena, own))
         except BaseException:
-            for arena, mine in done:
-                arena.unpin(mine)
+            for arena, own in done:
+                arena.unpin(own)
             raise
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
         """Take one `pin` back."""
-        for arena, mine in self._split(probes):
-            arena.unpin(mine)
+        for arena, own in self._split(probes):
+            arena.unpin(own)
 
     def stats(self) -> ArenaStats:
         """Sums over the arenas."""
-        found = [arena.stats() for arena in self.arenas]
+        each = [arena.stats() for arena in self.arenas]
         return ArenaStats(
-            **{field.name: sum(getattr(stats, field.name) for stats in found) for field in fields(ArenaStats)}
+            **{field.name: sum(getattr(stats, field.name) for stats in each) for field in fields(ArenaStats)}
         )
 
     def check_integrity(self) -> None:
@@ -361,16 +359,16 @@ def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Ou
     if (outcome.unseen == unseen).all():
         return outcome
     sizes, seen = np.diff(outcome.ptr), unseen == SEEN
-    there = np.repeat(seen, sizes)
+    shown = np.repeat(seen, sizes)
     counts = {name: np.where(seen, getattr(outcome, name), 0) for name in _COUNTS if name != "ptr"}
-    kept, lost = outcome.kept.copy(), ~seen[keep]
-    kept[lost] = False if before is None else before[keep][lost]
+    kept, unseen_kept = outcome.kept.copy(), ~seen[keep]
+    kept[unseen_kept] = False if before is None else before[keep][unseen_kept]
     return replace(
         outcome,
         ptr=np.concatenate([[0], np.cumsum(np.where(seen, sizes, 0))]),
-        probes=outcome.probes[there],
-        values=outcome.values[there],
-        fired=outcome.fired[there],
+        probes=outcome.probes[shown],
+        values=outcome.values[shown],
+        fired=outcome.fired[shown],
         unseen=unseen,
         kept=kept,
         **counts,

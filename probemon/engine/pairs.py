@@ -68,8 +68,8 @@ class PairScorer:
                 slot_of = np.full(len(distinct), -1, dtype=np.int64)
                 slot_of[wave] = slots
                 slot = slot_of[pair_of]
-                here = np.flatnonzero(slot >= 0)
-                scores[here] = self._score(values, at[here], slot[here])
+                held = np.flatnonzero(slot >= 0)
+                scores[held] = self._score(values, at[held], slot[held])
             return scores
 
     def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
@@ -82,9 +82,9 @@ class PairScorer:
         with self.arena.lock:
             distinct, pair_of = np.unique(probes, return_inverse=True)
             slot = self.arena.held(distinct)[pair_of]
-            here = np.flatnonzero(slot >= 0)
-            if len(here):
-                scores[here] = self._score(values, at[here], slot[here])
+            present = np.flatnonzero(slot >= 0)
+            if len(present):
+                scores[present] = self._score(values, at[present], slot[present])
         missing = np.asarray(slot < 0)
         self.fetcher.ask(np.unique(probes[missing]).tolist())
         return scores, missing

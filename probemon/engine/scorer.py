@@ -204,9 +204,9 @@ class Scorer:
         wanted, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
-            here = np.flatnonzero((wanted >= at) & (wanted < at + size))
-            scores, kept[here] = self.evaluate(
-                plan, inputs, None, wanted[here] - at, None if audit is None else audit[at : at + size], strategy
+            in_batch = np.flatnonzero((wanted >= at) & (wanted < at + size))
+            scores, kept[in_batch] = self.evaluate(
+                plan, inputs, None, wanted[in_batch] - at, None if audit is None else audit[at : at + size], strategy
             )
             parts.append(scores)
         return kept, parts
@@ -235,14 +235,14 @@ class Scorer:
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
         return BegunStep(self, outcome, self._audited(inputs, outcome, audit))
 
-    def _audited(self, inputs: Inputs | JointInputs, found: Outcome, audit: Mask) -> dict[str, Ints]:
+    def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
         """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
-        at = np.flatnonzero(audit & (found.unseen == SEEN))
+        at = np.flatnonzero(audit & (outcome.unseen == SEEN))
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
         for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
             active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
             for i, state in enumerate(some):
-                active[i, found.probes[found.ptr[state] : found.ptr[state + 1]]] = True
+                active[i, outcome.probes[outcome.ptr[state] : outcome.ptr[state + 1]]] = True
             for name, values in compare(self.engine.everything(inputs.take(some)), self._alert, active).items():
                 counts[name][some] = values
         counts["audited"][at] = 1

@@ -38,11 +38,11 @@ def _installed(package: str) -> bool:
 def check_device(device: str | torch.device) -> torch.device:
     """The device, or a `ConfigError` where torch does not know it or it is not there."""
     try:
-        found = torch.device(device)
-        found = torch.empty(0, device=found).device  # with its number: what is current may be another one later
+        resolved = torch.device(device)
+        resolved = torch.empty(0, device=resolved).device  # with its number: what is current may be another one later
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
         raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return found
+    return resolved
 
 
 def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:

@@ -290,10 +290,10 @@ class PagedArena:
         read.
         """
         slots = self._slot_of[probes]
-        there = slots >= 0
-        self._hits += int(there.sum())
-        self._late += int((~there).sum())
-        self._use(probes[there])
+        present = slots >= 0
+        self._hits += int(present.sum())
+        self._late += int((~present).sum())
+        self._use(probes[present])
         return slots
 
     def fetch(self, probes: Sequence[int], *, prefetched: bool = False) -> None:
@@ -315,7 +315,7 @@ class PagedArena:
                 self._worth[missing], self._used_at[missing] = UNUSED, self._now
             else:
                 self._use(missing)
-            with self._upload.apart():
+            with self._upload.on_background_stream():
                 self._fill(missing.tolist(), loaded)
                 self._upload.wait()
             self._fetched += len(missing)
@@ -372,13 +372,13 @@ def _stacked(sources: Sequence[Mapping[str, Tensor]], device: torch.device) -> d
     """One after another on the device: each is copied once, to its place."""
     n = sum(len(source["w1"]) for source in sources)
     with torch.inference_mode(False):  # else they could not be filled outside of that mode
-        made = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}
+        stacked = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}
     first = 0
     for source in sources:
         for name, tensor in source.items():
-            made[name][first : first + len(tensor)].copy_(tensor)
+            stacked[name][first : first + len(tensor)].copy_(tensor)
         first += len(source["w1"])
-    return made
+    return stacked
 
 
 def _take_back(pins: Counter[int], probes: Sequence[int] | Ints) -> None:

@@ -41,15 +41,15 @@ class Layout:
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors of one record `[n_bytes]`, or those of several, stacked, of `[n, n_bytes]`."""
-        found = {}
+        tensors = {}
         for name, shape, dtype, at in self.parts:
             n = dtype.itemsize * torch.Size(shape).numel()
-            found[name] = (
+            tensors[name] = (
                 memory[..., at : at + n].view(dtype).unflatten(-1, shape)
                 if shape
                 else memory[..., at : at + n].view(dtype)[..., 0]
             )
-        return found
+        return tensors
 
 
 class Record(dict[str, Tensor]):

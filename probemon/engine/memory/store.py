@@ -57,7 +57,7 @@ class PackSource:
         at = np.asarray(probes, dtype=np.int64)
         order = np.argsort(at)
         runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
-        made: dict[int, StateDict] = {}
+        states: dict[int, StateDict] = {}
         for run in runs:
             first, last = int(at[run[0]]), int(at[run[-1]]) + 1
             stacked = self._pack.read_rows(first, last)
@@ -68,13 +68,13 @@ class PackSource:
             rows = {name: tensor.unbind(0) for name, tensor in stacked.items()}
             if self._slab is None:
                 for i, where in enumerate(run.tolist()):
-                    made[where] = {name: parts[i].clone() for name, parts in rows.items()}
+                    states[where] = {name: parts[i].clone() for name, parts in rows.items()}
                 continue
             memory = self._slab.take(len(run))
             for i, where in enumerate(run.tolist()):
                 state = {name: parts[i] for name, parts in rows.items()}
-                made[where] = Record.of(self._layout, state, memory[i] if i < len(memory) else None)
-        return [made[i] for i in range(len(at))]
+                states[where] = Record.of(self._layout, state, memory[i] if i < len(memory) else None)
+        return [states[i] for i in range(len(at))]
 
 
 class JoinedSource:
@@ -87,12 +87,12 @@ class JoinedSource:
         """State dicts in the order asked, each source asked once."""
         at = np.asarray(probes, dtype=np.int64)
         of = np.searchsorted(self._ends, at, side="right")
-        made: dict[int, StateDict] = {}
+        states: dict[int, StateDict] = {}
         for which in np.unique(of).tolist():
-            here = np.flatnonzero(of == which)
+            places = np.flatnonzero(of == which)
             first = int(self._ends[which - 1]) if which else 0
-            made.update(zip(here.tolist(), self._sources[which].load((at[here] - first).tolist()), strict=True))
-        return [made[i] for i in range(len(at))]
+            states.update(zip(places.tolist(), self._sources[which].load((at[places] - first).tolist()), strict=True))
+        return [states[i] for i in range(len(at))]
 
 
 class FileSource:
@@ -164,16 +164,16 @@ class ProbeStore:
         """
         wanted = list(dict.fromkeys(int(p) for p in probes))
         with self.lock:
-            found = {p: self._cache[p] for p in wanted if p in self._cache}
-            missing = [p for p in wanted if p not in found]
+            states = {p: self._cache[p] for p in wanted if p in self._cache}
+            missing = [p for p in wanted if p not in states]
             loaded = self._source.load(missing) if missing else []
-            self._hits += len(found)
+            self._hits += len(states)
             self._misses += len(missing)
             for probe, state in zip(missing, loaded, strict=True):
-                found[probe] = state
+                states[probe] = state
                 if _bytes_of(state) <= self._cache.maxsize:
                     self._cache[probe] = state
-        return {p: found[p] for p in wanted}
+        return {p: states[p] for p in wanted}
 
     def stats(self) -> StoreStats:
         """A consistent snapshot."""

@@ -35,7 +35,7 @@ class Upload(Protocol):
         """Until all that was enqueued has arrived."""
         ...
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def on_background_stream(self) -> AbstractContextManager[Any]:
         """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits
         itself.
         """
@@ -62,7 +62,7 @@ class Direct:
     def wait(self) -> None:
         """Nothing is ever under way."""
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def on_background_stream(self) -> AbstractContextManager[Any]:
         """As ever."""
         return nullcontext()
 
@@ -80,7 +80,7 @@ class Staged:
                 min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device
             )
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._apart = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._background = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
         self.n_copies = 0
 
@@ -104,10 +104,10 @@ class Staged:
         where = where.pin_memory()
         with torch.cuda.stream(self._side):
             self._enqueue(memory, where)
-            there = torch.cuda.Event()
-            there.record()
-        reading.wait_event(there)
-        self._under_way.append((there, (records, where)))
+            copied = torch.cuda.Event()
+            copied.record()
+        reading.wait_event(copied)
+        self._under_way.append((copied, (records, where)))
 
     def _enqueue(self, memory: list[Tensor], where: Tensor) -> None:
         for begin, end in runs_of(memory):
@@ -118,11 +118,11 @@ class Staged:
         for name, tensor in self._layout.views(self._staging[: len(memory)]).items():
             self._weights[name].index_copy_(0, at, tensor)
 
-    def apart(self) -> AbstractContextManager[Any]:
+    def on_background_stream(self) -> AbstractContextManager[Any]:
         """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so
         none is being read.
         """
-        return nullcontext() if self._apart is None else torch.cuda.stream(self._apart)
+        return nullcontext() if self._background is None else torch.cuda.stream(self._background)
 
     def wait(self) -> None:
         """On the host, until all has arrived."""

@@ -54,19 +54,19 @@ def import_weights(
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
         raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict, {{name: (weight, bias)}}")
-    made = []
+    classifiers = []
     for name, given in probes.items():
         try:
             if isinstance(given, list):
-                made.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in given]))
+                classifiers.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in given]))
             else:
                 weight, bias = given  # type: ignore[misc]
-                made.append(linear(name, _tensor(weight), _tensor(bias)))
+                classifiers.append(linear(name, _tensor(weight), _tensor(bias)))
         except ImportRefused:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ImportRefused(f"{name} is not (weight, bias), nor a list of them ({error})") from None
-    return write_flat(target, made, source="weights in memory", site=site, normalize=normalize, **about)
+    return write_flat(target, classifiers, source="weights in memory", site=site, normalize=normalize, **about)
 
 
 def import_safetensors(
@@ -88,27 +88,29 @@ def import_safetensors(
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
     path = as_path(path, "the safetensors file")
     where = "the mapping" if isinstance(mapping, Mapping) else as_path(mapping, "the mapping, a dict or a JSON file,")
-    said = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
-    _only(said, _MAPPING, where)
-    listed = field(said, "probes", dict, where)
+    description = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
+    _only(description, _MAPPING, where)
+    listed = field(description, "probes", dict, where)
     tensors, _ = read_safetensors(path)
     probes = [_probe(name, entry, tensors, path, where) for name, entry in listed.items()]
     check_total(probes)
-    if "standardize" in said:
-        names = field(said, "standardize", dict, where)
+    if "standardize" in description:
+        names = field(description, "standardize", dict, where)
         _only(names, ("mean", "scale"), where)
         mean, scale = (tensor_of(tensors, field(names, part, str, where), path) for part in ("mean", "scale"))
         probes = [probe.standardised(mean, scale) for probe in probes]
-    normalize = normalize if normalize is not None else field(said, "normalize", str, where, None)
+    normalize = normalize if normalize is not None else field(description, "normalize", str, where, None)
     if normalize is None:
         raise ImportRefused(
             f"{where} does not say how the state is normalised: give normalize, there or as an argument: one of"
             f" {', '.join(map(repr, NORMS))}"
         )
-    stated = {"mapping": {name: said[name] for name in ("site", "normalize", "standardize") if name in said}}
-    told = {"eps": float, "model": str, "n_layers": int, "licence": str}
-    more = {name: field(said, name, kind, where) for name, kind in told.items() if name in said}
-    place = site or field(said, "site", str, where, "")
+    stated = {
+        "mapping": {name: description[name] for name in ("site", "normalize", "standardize") if name in description}
+    }
+    fields = {"eps": float, "model": str, "n_layers": int, "licence": str}
+    more = {name: field(description, name, kind, where) for name, kind in fields.items() if name in description}
+    place = site or field(description, "site", str, where, "")
     return write_flat(
         target,
         probes,
@@ -122,38 +124,38 @@ def import_safetensors(
 
 
 def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, where: object) -> Classifier:
-    here = f"{where}: probe {name!r}"
-    _only(entry, _PROBE, here)
+    place = f"{where}: probe {name!r}"
+    _only(entry, _PROBE, place)
     if ("layers" in entry) == ("weight" in entry):
         raise ImportRefused(
-            f"{here}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers"
+            f"{place}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers"
         )
     if "layers" in entry:
-        layers = [_layer(part, tensors, path, here) for part in field(entry, "layers", list, here)]
+        layers = [_layer(part, tensors, path, place) for part in field(entry, "layers", list, place)]
     else:
-        weight, bias = _layer({key: entry[key] for key in ("weight", "bias") if key in entry}, tensors, path, here)
-        row = field(entry, "row", int, here, None)
+        weight, bias = _layer({key: entry[key] for key in ("weight", "bias") if key in entry}, tensors, path, place)
+        row = field(entry, "row", int, place, None)
         if row is not None:
             if not 0 <= row < len(weight):
-                raise ImportRefused(f"{here}: row {row}, {entry['weight']!r} has rows 0 to {len(weight) - 1}")
+                raise ImportRefused(f"{place}: row {row}, {entry['weight']!r} has rows 0 to {len(weight) - 1}")
             if len(bias) != len(weight):
                 raise ImportRefused(
-                    f"{here}: {entry['weight']!r} has {len(weight)} rows, its bias {len(bias)} values: name tensors"
+                    f"{place}: {entry['weight']!r} has {len(weight)} rows, its bias {len(bias)} values: name tensors"
                     " that belong together"
                 )
             weight, bias = weight[row : row + 1], bias[row : row + 1]
         layers = [(weight, bias)]
-    fields = {key: field(entry, key, str, here) for key in ("name", "definition") if key in entry}
+    fields = {key: field(entry, key, str, place) for key in ("name", "definition") if key in entry}
     if fields.get("name") == "":
-        raise ImportRefused(f"{here}: 'name' is empty: give one, or leave it out")
-    parents = field(entry, "parents", list, here, [])
+        raise ImportRefused(f"{place}: 'name' is empty: give one, or leave it out")
+    parents = field(entry, "parents", list, place, [])
     if not all(isinstance(parent, str) for parent in parents):
-        raise ImportRefused(f"{here}: 'parents' is {parents!r}: give a list of names of probes")
+        raise ImportRefused(f"{place}: 'parents' is {parents!r}: give a list of names of probes")
     return Classifier(
         name,
         layers,
-        alert_threshold=field(entry, "alert_threshold", float, here, float("nan")),
-        site=field(entry, "site", str, here, ""),
+        alert_threshold=field(entry, "alert_threshold", float, place, float("nan")),
+        site=field(entry, "site", str, place, ""),
         fields={**fields, "parents": parents},
     )
 

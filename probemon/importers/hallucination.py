@@ -45,22 +45,22 @@ def import_head(
     layer = field(config, "layer_idx", int, where)
     if layer < 0:
         raise ImportRefused(f"{where}: layer_idx is {layer}: a layer is counted from 0")
-    found = [source.inside(name) for name in HEADS if source.inside(name).is_file()]
-    if not found:
+    heads = [source.inside(name) for name in HEADS if source.inside(name).is_file()]
+    if not heads:
         raise ImportRefused(
             f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to"
         )
-    state = load_state_dict(found[0])
-    only_tensors(state, ("weight", "bias"), found[0])
-    weight, bias = (tensor_of(state, name, found[0]) for name in ("weight", "bias"))
+    state = load_state_dict(heads[0])
+    only_tensors(state, ("weight", "bias"), heads[0])
+    weight, bias = (tensor_of(state, name, heads[0]) for name in ("weight", "bias"))
     size = field(config, "hidden_size", int, where, weight.shape[-1] if weight.dim() else 0)
     if weight.numel() != size:
         raise ImportRefused(
-            f"{found[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit"
+            f"{heads[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit"
         )
     adapted = source.json(ADAPTER) is not None
     notes = ["Trained together with a LoRA: its scores hold for a host with that adapter active."] if adapted else []
-    files = {path.name: sha256(path) for path in (where, found[0])}
+    files = {path.name: sha256(path) for path in (where, heads[0])}
     return write_flat(
         target,
         [linear(concept, weight, bias)],

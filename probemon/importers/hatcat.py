@@ -191,16 +191,16 @@ def import_pack(
     target = check_target(target, overwrite)
     notes = Notes(KINDS)
     folder = Folder(source)
-    found = Source(folder, notes, max_bytes)
-    if found.n_layers is not None and layer >= found.n_layers:
+    pack_files = Source(folder, notes, max_bytes)
+    if pack_files.n_layers is not None and layer >= pack_files.n_layers:
         raise ImportRefused(
-            f"{folder.path}: the pack says that its host has {found.n_layers} layers (num_layers), 0 to"
-            f" {found.n_layers - 1}: none is read at site {site!r}"
+            f"{folder.path}: the pack says that its host has {pack_files.n_layers} layers (num_layers), 0 to"
+            f" {pack_files.n_layers - 1}: none is read at site {site!r}"
         )
-    graph, stored, notes = _fitting(found, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
+    graph, stored, notes = _fitting(pack_files, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
-    told = _Told(progress, 2 * len(stored))
-    kinds = _look(stored, folder, found, notes, max_bytes, told)
+    counter = _Counter(progress, 2 * len(stored))
+    kinds = _look(stored, folder, pack_files, notes, max_bytes, counter)
     base = sorted({level for _, level in kinds})[: None if flat else 1]
     placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
     calibration = _calibration(folder, placed, notes)
@@ -212,11 +212,11 @@ def import_pack(
     counts = _counts(len(nodes), n_edges, stored, kinds) | ({"calibrated": len(calibration)} if calibration else {})
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
-    model = model or found.model
+    model = model or pack_files.model
     host = {
         "model_id": model,
         "hidden_size": architecture.hidden_size,
-        **({"n_layers": found.n_layers} if found.n_layers else {}),
+        **({"n_layers": pack_files.n_layers} if pack_files.n_layers else {}),
     }
     name = name or target.name
     writer = PackWriter(
@@ -244,7 +244,7 @@ def import_pack(
         provenance={
             "import": report.as_dict(),
             "versions": {"probemon": version("probemon"), "torch": torch.__version__},
-            "source": _about(found.info),
+            "source": _about(pack_files.info),
         },
     )
     at = {node: i for i, node in enumerate(nodes)}
@@ -267,7 +267,7 @@ def import_pack(
             written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
             assert written is not None
             worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
-            told.one()
+            counter.add_one()
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
         writer.card = _card(name, report, placed, worst, model, licence)
     return ProbePack.of(writer.opened), report
@@ -310,7 +310,7 @@ def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node,
 
 
 def _look(
-    stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, told: _Told
+    stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, counter: _Counter
 ) -> dict[Node, Kind]:
     """What each probe is, of those that can be imported; the others are noted, all by name."""
     kinds: dict[Node, Kind] = {}
@@ -323,8 +323,8 @@ def _look(
             notes.add(
                 why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True
             )
-            told.one()
-        told.one()
+            counter.add_one()
+        counter.add_one()
     sizes = Counter(kind.hidden_size for kind in kinds.values())
     if not sizes:
         raise ImportRefused(
@@ -335,7 +335,7 @@ def _look(
         if kind.hidden_size != size:
             notes.add("width", f"{key_of(node)} ({kind.hidden_size} values, {size} in the others)", listed=True)
             del kinds[node]
-            told.one()
+            counter.add_one()
         elif source.hidden_dim is not None and size != source.hidden_dim:
             if size % source.hidden_dim:
                 raise ImportRefused(
@@ -348,7 +348,7 @@ def _look(
 
 def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
-    made = {
+    line = {
         "id": key_of(node),
         "name": node[0],
         "level": node[1],
@@ -356,7 +356,7 @@ def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[N
         **graph.about.get(node, {}),
     }
     return {
-        **made,
+        **line,
         **({"calibration": calibration[node]} if node in calibration else {}),
         **({} if place.reachable else {"reachable": False}),
     }
@@ -543,13 +543,13 @@ def _card(
     return "\n".join(lines) + "\n" + report.section()
 
 
-class _Told:
+class _Counter:
     """Calls `progress` as probes are done."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 
-    def one(self) -> None:
+    def add_one(self) -> None:
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)

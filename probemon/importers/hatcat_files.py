@@ -81,10 +81,10 @@ class Source:
         """What the pack says of itself: its JSON files together, the newest first."""
         whole: dict[str, Any] = {}
         for name in _INFO:
-            found = self.folder.json(name)
-            if found is not None and not isinstance(found, dict):
+            content = self.folder.json(name)
+            if content is not None and not isinstance(content, dict):
                 raise ImportRefused(f"{self.folder.path / name} is no object: fetch it again")
-            whole = {**(found or {}), **whole}
+            whole = {**(content or {}), **whole}
         return whole
 
     def _of_model(self, key: str) -> Any:
@@ -93,10 +93,10 @@ class Source:
 
     def _count(self, key: str, notes: Notes) -> int | None:
         """A number of the pack's JSON or of the model's part in it; one that cannot be is told."""
-        found = self.info.get(key, self._of_model(key))
-        if found is None or (isinstance(found, int) and not isinstance(found, bool) and 0 < found < 1 << 31):
-            return found
-        notes.add("unusable", f"{key} {found!r:.60}")
+        value = self.info.get(key, self._of_model(key))
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31):
+            return value
+        notes.add("unusable", f"{key} {value!r:.60}")
         return None
 
     def _stated_places(self) -> Iterator[str]:
@@ -127,13 +127,13 @@ class Source:
 
     def _probes(self, notes: Notes, *parts: str) -> list[Path]:
         """Files of one folder: `Name.pt` before `Name_classifier.pt`. What else lies there is told."""
-        found = self.folder.files(*parts, suffix="")
-        self._seen |= set(found)
-        for path in found:
+        paths = self.folder.files(*parts, suffix="")
+        self._seen |= set(paths)
+        for path in paths:
             if path.suffix not in (".pt", ".json") and path.is_file():
                 notes.add("unread", path.relative_to(self.folder.path).as_posix())
         return sorted(
-            (path for path in found if path.suffix == ".pt"), key=lambda path: (path.stem.endswith(_SUFFIX), path.name)
+            (path for path in paths if path.suffix == ".pt"), key=lambda path: (path.stem.endswith(_SUFFIX), path.name)
         )
 
     def _find_banks(self) -> None:

@@ -145,11 +145,11 @@ class Graph:
                 continue
             trail: dict[Node, Iterator[Node]] = {start: iter(down[start])}
             while trail:
-                here = next(reversed(trail))
-                child = next(trail[here], None)
+                last = next(reversed(trail))
+                child = next(trail[last], None)
                 if child is None:
-                    done.add(here)
-                    del trail[here]
+                    done.add(last)
+                    del trail[last]
                 elif child in trail:
                     if not allowed:
                         way = list(trail)
@@ -159,8 +159,8 @@ class Graph:
                             f"the hierarchy has a cycle: {shown}: mend the files, or pass break_cycles=True to leave"
                             " its last edge out"
                         )
-                    notes.add("cycle", f"{key_of(here)} > {key_of(child)}", listed=True)
-                    del self.parents[child][here]
+                    notes.add("cycle", f"{key_of(last)} > {key_of(child)}", listed=True)
+                    del self.parents[child][last]
                 elif child not in done:
                     trail[child] = iter(down[child])
 
@@ -209,9 +209,9 @@ def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Gr
     for node, _ in stated:
         if node not in graph.parents:
             notes.add("stale", f"{key_of(node)} is in layer{node[1]}.json alone")
-    told = {node for node, _ in stated}
+    stated_nodes = {node for node, _ in stated}
     for node in sorted(graph.parents, key=_order) if stated else ():
-        if node[1] in layers and node not in told:
+        if node[1] in layers and node not in stated_nodes:
             notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
     _compare_edges(graph, stated, notes)
     graph.about = {node: _about(concept) for node, concept in stated if node in graph.parents}
@@ -280,23 +280,23 @@ def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], 
                     name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key])
                 )
     children = graph.children()
-    told = set()
-    for node, found in below.items():
-        for name in sorted(found - {child[0] for child in children.get(node, [])}):
-            told.add((node[0], name))
+    noted = set()
+    for node, names_of in below.items():
+        for name in sorted(names_of - {child[0] for child in children.get(node, [])}):
+            noted.add((node[0], name))
             notes.add("stale_edges", f"{key_of(node)} > {name} is in the layer files alone")
-    for node, found in above.items():
-        for name in sorted(found - {parent[0] for parent in graph.parents.get(node, {})}):
-            if (name, node[0]) not in told:
+    for node, names_of in above.items():
+        for name in sorted(names_of - {parent[0] for parent in graph.parents.get(node, {})}):
+            if (name, node[0]) not in noted:
                 notes.add("stale_edges", f"{name} > {key_of(node)} is in the layer files alone")
     for child in sorted(graph.parents, key=_order):
         for parent in graph.parents[child]:
-            said = [
+            agreements = [
                 name in names
                 for names, name in ((below.get(parent), child[0]), (above.get(child), parent[0]))
                 if names is not None
             ]
-            if said and not any(said):
+            if agreements and not any(agreements):
                 notes.add("stale_edges", f"{key_of(parent)} > {key_of(child)} is in hierarchy.json alone")
 
 
@@ -306,7 +306,7 @@ def _list(value: object) -> list[Any]:
 
 def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[str, Any]]]:
     """Every concept of the layer files, in their order."""
-    found = []
+    concepts_of = []
     for layer, file in sorted(files.items()):
         content = folder.json(file)
         concepts = content.get("concepts") if isinstance(content, dict) else None
@@ -323,8 +323,8 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
             )
             if level > MAX_LEVEL:
                 raise ImportRefused(f"{folder.path / file}: level {level}: at most {MAX_LEVEL} are read")
-            found.append(((concept["sumo_term"], level), concept))
-    return found
+            concepts_of.append(((concept["sumo_term"], level), concept))
+    return concepts_of
 
 
 def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
@@ -339,12 +339,12 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
     levels = graph.levels_of()
     for node, concept in stated:
         for name in _list(concept.get("category_children")):
-            found = levels.get(name, []) if isinstance(name, str) else []
-            if not found:
+            candidates = levels.get(name, []) if isinstance(name, str) else []
+            if not candidates:
                 notes.add("dangling", f"{key_of(node)} > {name!r:.60}")
                 continue
-            below = [level for level in found if level > node[1]]
-            graph.link(node, (name, min(below) if below else max(found)))
+            below = [level for level in candidates if level > node[1]]
+            graph.link(node, (name, min(below) if below else max(candidates)))
     for node, concept in stated:
         for name in _list(concept.get("parent_concepts")):
             above = [level for level in levels.get(name, []) if level < node[1]] if isinstance(name, str) else []
@@ -357,8 +357,8 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
 
 def _about(concept: Mapping[str, Any]) -> dict[str, Any]:
     """What a layer file says of a concept beyond its place, where it is what it should be."""
-    made: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
+    fields: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
     synsets = concept.get("synsets")
-    return made | (
+    return fields | (
         {"synsets": synsets} if isinstance(synsets, list) and all(isinstance(one, str) for one in synsets) else {}
     )

@@ -42,8 +42,8 @@ def import_probes(
     check_options(import_probes, about, normalize=normalize)
     if not isinstance(probes, Mapping):
         raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict of names and probes")
-    made = [_probe(name, probe) for name, probe in probes.items()]
-    return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
+    classifiers = [_probe(name, probe) for name, probe in probes.items()]
+    return write_flat(target, classifiers, source="probekit", site=site, normalize=normalize, **about)
 
 
 def import_collection(
@@ -62,11 +62,11 @@ def import_collection(
         raise ImportRefused(
             f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection"
         )
-    made = [
+    classifiers = [
         _normalised(linear(name, weights[i], biases[i]), norm)
         for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))
     ]
-    return write_flat(target, made, source="probekit", site=site, normalize=normalize, **about)
+    return write_flat(target, classifiers, source="probekit", site=site, normalize=normalize, **about)
 
 
 def import_file(
@@ -77,13 +77,13 @@ def import_file(
     """
     check_options(import_file, about, normalize=normalize)
     path = as_path(path, "the file of probes")
-    said = read_json(path)
-    if not isinstance(said, dict):
-        raise ImportRefused(f"{path}: expected an object, found {type(said).__name__}")
-    listed = {path.stem: said} if isinstance(said.get("weights"), list) else said
-    made = [_probe(name, entry) for name, entry in listed.items()]
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ImportRefused(f"{path}: expected an object, found {type(config).__name__}")
+    listed = {path.stem: config} if isinstance(config.get("weights"), list) else config
+    classifiers = [_probe(name, entry) for name, entry in listed.items()]
     return write_flat(
-        target, made, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about
+        target, classifiers, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about
     )
 
 

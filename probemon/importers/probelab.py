@@ -71,7 +71,7 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
             f" {', '.join(_SUPPORTED)}"
         )
     state, arguments = field(saved, "state_dict", dict, path), field(saved, "init_kwargs", dict, path)
-    said = {"class": kind, "training_dtype": field(saved, "training_dtype", str, path, "")}
+    record = {"class": kind, "training_dtype": field(saved, "training_dtype", str, path, "")}
 
     def of(key: str) -> Tensor:
         return tensor_of(state, key, path).double()
@@ -79,12 +79,12 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     if kind == "MassMean":
         only_tensors(state, ("direction", "bias", "global_mean"), path)
         direction, mean = of("direction"), of("global_mean")
-        return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), said
+        return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), record
     if kind == "Logistic":
         only_tensors(state, (*_of_linear("linear"), *_SCALER), path)
         return (
             linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")),
-            said,
+            record,
         )
     if kind == "MLP":
         if arguments.get("activation") != "relu":
@@ -92,7 +92,7 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
                 f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU"
             )
         only_tensors(state, _of_linear("fc1", "fc2"), path)
-        return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), said
+        return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), record
     n = field(arguments, "n_layers", int, path)
     if n not in (1, 2):
         raise ImportRefused(f"{path} is an EEMLP of {n} layers; a pack's probes have none, one or two hidden layers")
@@ -103,7 +103,7 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     )
     layers = [(of(f"layers.{i}.0.weight"), of(f"layers.{i}.0.bias")) for i in range(n)]
     probe = Classifier(name, [*layers, (of(f"heads.{n}.weight"), of(f"heads.{n}.bias"))])
-    return probe.standardised(of("scaler_mean"), of("scaler_std")), said
+    return probe.standardised(of("scaler_mean"), of("scaler_std")), record
 
 
 def _of_linear(*modules: str) -> tuple[str, ...]:

@@ -106,15 +106,18 @@ def import_sae(
     if config is None:
         raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
     architecture = field(config, "architecture", str, where, "standard")
-    said = {**config, **(field(config, "metadata", dict, where, None) or {})}  # before version 6 all was in one place
-    place = site_of(_site(said, site, where), site, where)
-    norm = _checked(said, architecture, where)
+    settings = {
+        **config,
+        **(field(config, "metadata", dict, where, None) or {}),
+    }  # before version 6 all was in one place
+    place = site_of(_site(settings, site, where), site, where)
+    norm = _checked(settings, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
         raise ImportRefused(
             f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of"
             " 'expected_average_only_in', which no file holds, and only of that"
         )
-    centered = norm != "layer_norm" and _centered(said, centered, where)
+    centered = norm != "layer_norm" and _centered(settings, centered, where)
     normalize = (
         "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]
     )  # the root mean square of a centred state is its deviation
@@ -123,7 +126,7 @@ def import_sae(
     encoder, bias, threshold = _encoder(tensors, architecture, path)
     offset = (
         tensor_of(tensors, "b_dec", path)
-        if field(said, "apply_b_dec_to_input", bool, where, True) and "transcoder" not in architecture
+        if field(settings, "apply_b_dec_to_input", bool, where, True) and "transcoder" not in architecture
         else None
     )
     wanted = _wanted(features, names or {}, encoder.shape[1])
@@ -163,7 +166,7 @@ def import_sae(
     stated = {
         "architecture": architecture,
         "normalize_activations": norm,
-        "hook_name": said.get("hook_name", said.get("hook_point")),
+        "hook_name": settings.get("hook_name", settings.get("hook_point")),
         "n_features": encoder.shape[1],
         "centered": centered,
         "activation_scale": activation_scale,
@@ -177,7 +180,7 @@ def import_sae(
             "The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of"
             " 1e-5 / deviation."
         )
-    told = {"model": said.get("model_name") if isinstance(said.get("model_name"), str) else None, **about}
+    facts = {"model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None, **about}
     return write_stacked(
         target,
         concepts,
@@ -190,7 +193,7 @@ def import_sae(
         notes=notes,
         stated=stated,
         files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)},
-        **told,
+        **facts,
     )
 
 
@@ -218,23 +221,23 @@ def _checked(said: Mapping[str, Any], architecture: str, where: Path) -> str:
     return norm
 
 
-def _centered(said: Mapping[str, Any], given: bool | None, where: Path) -> bool:
+def _centered(settings: Mapping[str, Any], given: bool | None, where: Path) -> bool:
     """Whether states had their mean subtracted: what the file says of how the host was loaded, else what was given."""
-    loaded = said.get("model_from_pretrained_kwargs")
-    found = (
+    loaded = settings.get("model_from_pretrained_kwargs")
+    is_centered = (
         bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
     )  # SAELens loads without processing
-    if found is None and given is None:
+    if is_centered is None and given is None:
         raise ImportRefused(
             f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens"
             " model with centred writing weights (its default for hosts with a LayerNorm)"
         )
-    if found is not None and given not in (None, found):
+    if is_centered is not None and given not in (None, is_centered):
         raise ImportRefused(
-            f"{where} says that writing weights were {'' if found else 'not '}centred, and centered={given} was given:"
-            " leave it out"
+            f"{where} says that writing weights were {'' if is_centered else 'not '}centred, and centered={given} was"
+            " given: leave it out"
         )
-    return bool(given if found is None else found)
+    return bool(given if is_centered is None else is_centered)
 
 
 def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None:
@@ -289,9 +292,9 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
         *((name, encoder.shape[1]) for name in needed),
         *([] if "transcoder" in architecture else [("b_dec", len(encoder))]),
     ]:
-        found = tensor_of(tensors, name, path)
-        if tuple(found.shape) != (size,):
-            raise ImportRefused(f"{path}: {name} has shape {tuple(found.shape)}, expected ({size},)")
+        tensor = tensor_of(tensors, name, path)
+        if tuple(tensor.shape) != (size,):
+            raise ImportRefused(f"{path}: {name} has shape {tuple(tensor.shape)}, expected ({size},)")
     zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
         # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.

@@ -33,24 +33,24 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
     `ImportRefused`.
     """
     if isinstance(source, Mapping):
-        found = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
-        if not found:
+        paths = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
+        if not paths:
             raise ImportRefused("there is no probe to import: the dict of files is empty")
     elif as_path(source, "the source, a file, a folder or a dict of files by concept,").is_dir():
-        found = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
-        if not found:
-            there = sorted(path.name for path in Path(source).iterdir())
-            for name in there:
+        paths = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
+        if not paths:
+            names = sorted(path.name for path in Path(source).iterdir())
+            for name in names:
                 _no_pickle(Path(name))
             raise ImportRefused(
-                f"{source} holds no {suffix} file{f' (it holds {there[0]})' if there else ''}: give the folder that the"
+                f"{source} holds no {suffix} file{f' (it holds {names[0]})' if names else ''}: give the folder that the"
                 " probes were saved to"
             )
     else:
-        found = {Path(source).stem: Path(source)}
-    for path in found.values():
+        paths = {Path(source).stem: Path(source)}
+    for path in paths.values():
         check_file(path, MAX_BYTES)
-    return found
+    return paths
 
 
 def check_file(path: Path, max_bytes: int) -> None:
@@ -122,13 +122,13 @@ def only_tensors(tensors: Collection[str], known: Collection[str], where: object
 
 def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
     """A tensor of floats by name. Raises `ImportRefused` naming those that there are."""
-    found = tensors.get(name)
-    if not isinstance(found, Tensor):
-        there = ", ".join(map(str, list(tensors)[:8])) or "nothing"
-        raise ImportRefused(f"{where} holds no tensor {name!r}; it holds {there}")
-    if not found.is_floating_point() or found.layout is not torch.strided:
-        raise ImportRefused(f"{where}: {name!r} is {found.dtype}, {found.layout}: expected a plain tensor of floats")
-    return found
+    tensor = tensors.get(name)
+    if not isinstance(tensor, Tensor):
+        names = ", ".join(map(str, list(tensors)[:8])) or "nothing"
+        raise ImportRefused(f"{where} holds no tensor {name!r}; it holds {names}")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise ImportRefused(f"{where}: {name!r} is {tensor.dtype}, {tensor.layout}: expected a plain tensor of floats")
+    return tensor
 
 
 def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
@@ -137,16 +137,16 @@ def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any 
     """
     if not isinstance(mapping, dict):
         raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
-    found: Any = mapping.get(name, default)
-    if found is ...:
+    value: Any = mapping.get(name, default)
+    if value is ...:
         raise ImportRefused(f"{where} has no {name!r}")
-    if found is default:
-        return found
-    if isinstance(found, bool) is not (kind is bool) or not isinstance(found, (int, float) if kind is float else kind):
-        raise ImportRefused(f"{where}: {name!r} is {found!r}, expected {kind.__name__}")
-    if kind is float and not abs(found) < _LARGEST:
+    if value is default:
+        return value
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ImportRefused(f"{where}: {name!r} is {value!r}, expected {kind.__name__}")
+    if kind is float and not abs(value) < _LARGEST:
         raise ImportRefused(f"{where}: {name!r} is not a finite number")
-    return float(found) if kind is float else found
+    return float(value) if kind is float else value
 
 
 def site_of(found: str | None, given: str | None, where: object) -> str:

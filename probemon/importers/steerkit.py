@@ -67,7 +67,7 @@ def import_files(
         "Directions of length 1 were multiplied by a scale that was given by hand"
         + ("." if bias else ", and the biases of the fits were left out: scores rank, and are no probabilities.")
     ]
-    told = {"model": model, "n_layers": n_layers, **about}
+    facts = {"model": model, "n_layers": n_layers, **about}
     stated = {
         "scale": {name: float(each) for name, each in scale.items()} if isinstance(scale, Mapping) else float(scale),
         "bias": bias,
@@ -81,7 +81,7 @@ def import_files(
         notes=notes,
         stated=stated,
         files={path.name: sha256(path) for path in files.values()},
-        **told,
+        **facts,
     )
 
 
@@ -103,44 +103,50 @@ def _read(
     if not directions:
         raise ImportRefused(f"{path} holds no tensor direction.*: it is not a steerkit probe")
     layer, n_layers = (_int(metadata, key, path) for key in ("layer", "n_total_layers"))
-    said: dict[str, Any] = {
+    record: dict[str, Any] = {
         key: metadata.get(key, "") for key in ("model_id", "hook_site", "hook_name", "schema_version")
     }
-    said |= {"layer": layer, "n_total_layers": n_layers, "method": method or metadata.get("default_method", "logistic")}
+    record |= {
+        "layer": layer,
+        "n_total_layers": n_layers,
+        "method": method or metadata.get("default_method", "logistic"),
+    }
     if not 0 <= layer < n_layers:
         where = "the embedding" if layer < 0 else "the final norm"
         raise ImportRefused(
             f"{path} reads {where} (layer {layer} of {n_layers}), where no site of probemon is: import the probe of a"
             f" layer from 0 to {n_layers - 1}"
         )
-    if said["hook_site"] not in ("resid_post", "resid_pre") or (said["hook_site"] == "resid_pre" and not layer):
+    if record["hook_site"] not in ("resid_post", "resid_pre") or (record["hook_site"] == "resid_pre" and not layer):
         raise ImportRefused(
-            f"{path} reads {said['hook_site']!r} of layer {layer}: supported are resid_post, and resid_pre of layer 1"
+            f"{path} reads {record['hook_site']!r} of layer {layer}: supported are resid_post, and resid_pre of layer 1"
             " or later"
         )
-    hook = f"blocks.{layer}.hook_{said['hook_site']}"
-    if said["schema_version"] not in ("", *_SCHEMAS) or said["hook_name"] not in ("", hook):
-        stated = f"schema_version {said['schema_version']!r}, hook_name {said['hook_name']!r}"
+    hook = f"blocks.{layer}.hook_{record['hook_site']}"
+    if record["schema_version"] not in ("", *_SCHEMAS) or record["hook_name"] not in ("", hook):
+        stated = f"schema_version {record['schema_version']!r}, hook_name {record['hook_name']!r}"
         raise ImportRefused(
             f"{path} says {stated}: known are {', '.join(_SCHEMAS)}, and {hook} is the hook of its layer and hook_site."
             " Save the probe again with a steerkit that is known"
         )
-    place = site_of(f"resid_post.{layer - (said['hook_site'] == 'resid_pre')}", given, path)
-    if said["method"] not in directions:
-        raise ImportRefused(f"{path} has no direction {said['method']!r}; it has {', '.join(directions)}: give method=")
+    place = site_of(f"resid_post.{layer - (record['hook_site'] == 'resid_pre')}", given, path)
+    if record["method"] not in directions:
+        raise ImportRefused(
+            f"{path} has no direction {record['method']!r}; it has {', '.join(directions)}: give method="
+        )
     biases = parse_json(metadata.get("bias_json", "{}"), f"{path}: bias_json")
-    direction = tensor_of(tensors, f"direction.{said['method']}", path).double()
+    direction = tensor_of(tensors, f"direction.{record['method']}", path).double()
     length = float(direction.norm())
     if not abs(length - 1) < _ABOUT:
         raise ImportRefused(
-            f"{path}: direction.{said['method']} has length {length:.6g}, where steerkit saves length 1, which scale="
+            f"{path}: direction.{record['method']} has length {length:.6g}, where steerkit saves length 1, which scale="
             " multiplies: divide it by its length, and give that as scale="
         )
-    shift = field(biases, said["method"], float, f"{path}: bias_json") if with_bias else 0.0
-    said["bias"] = shift
+    shift = field(biases, record["method"], float, f"{path}: bias_json") if with_bias else 0.0
+    record["bias"] = shift
     return (
-        linear(name, float(scale) * direction.reshape(1, -1), shift, site=place, fields={"method": said["method"]}),
-        said,
+        linear(name, float(scale) * direction.reshape(1, -1), shift, site=place, fields={"method": record["method"]}),
+        record,
     )
 
 

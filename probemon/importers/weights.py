@@ -55,25 +55,25 @@ def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, T
     Raises `ImportRefused` where the file is larger than `max_bytes`, damaged, holds code (the global is named) or is no
     state dict.
     """
-    found = load_plain(path, max_bytes)
+    content = load_plain(path, max_bytes)
     if (
-        not isinstance(found, dict)
-        or not found
-        or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items())
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
     ):
-        raise ImportRefused(f"{path} holds {_describe(found)}, not tensors by name: save module.state_dict()")
-    return found
+        raise ImportRefused(f"{path} holds {_describe(content)}, not tensors by name: save module.state_dict()")
+    return content
 
 
 def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[str, Tensor]]:
     """State dicts by name of one file. Raises `ImportRefused` as `load_state_dict` does."""
-    found = load_plain(path, max_bytes)
-    if not isinstance(found, dict) or not found:
+    content = load_plain(path, max_bytes)
+    if not isinstance(content, dict) or not content:
         raise ImportRefused(
-            f"{path} holds {_describe(found)}, not state dicts by name: save {{concept: module.state_dict()}}"
+            f"{path} holds {_describe(content)}, not state dicts by name: save {{concept: module.state_dict()}}"
         )
     n_bytes = 0
-    for name, state in found.items():
+    for name, state in content.items():
         if (
             not isinstance(name, str)
             or not isinstance(state, dict)
@@ -88,7 +88,7 @@ def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[st
                 f"{path} states the same tensors for more and more concepts, over {max_bytes:,} bytes in all: that is"
                 " no bank of probes"
             )
-    return found
+    return content
 
 
 def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
@@ -123,21 +123,21 @@ def check_file(path: Path, max_bytes: int) -> int:
     `max_bytes`.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         raise ImportRefused(
             f"{path} {'is not there' if missing else f'cannot be read ({error})'}: check the path"
         ) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ImportRefused(
-            f"{path} is no file{', but a folder' if stat.S_ISDIR(found.st_mode) else ''}: check the path"
+            f"{path} is no file{', but a folder' if stat.S_ISDIR(status.st_mode) else ''}: check the path"
         )
-    if found.st_size > max_bytes:
+    if status.st_size > max_bytes:
         raise ImportRefused(
-            f"{path} has {found.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it"
+            f"{path} has {status.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it"
         )
-    return found.st_size
+    return status.st_size
 
 
 class Folder:
@@ -284,10 +284,10 @@ class _Reader:
                     f" {_AGAIN}"
                 )
             self.storages[key] = _Storage(dtype, bytearray(self.file.read(info)), numel)
-        found = self.storages[key]
-        if (found.dtype, found.numel) != (_STORAGES[name], numel):
+        known = self.storages[key]
+        if (known.dtype, known.numel) != (_STORAGES[name], numel):
             raise ImportRefused(f"{self.path}: storage {key} is stated as two kinds: {_AGAIN}")
-        return found
+        return known
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
         """A contiguous tensor of a storage; what is not the whole of it is copied."""
@@ -311,11 +311,11 @@ class _Reader:
             )
         if not numel:
             return torch.empty(size, dtype=storage.dtype, device="cpu")
-        found = torch.frombuffer(storage.data, dtype=storage.dtype).as_strided(size, stride, offset)
+        view = torch.frombuffer(storage.data, dtype=storage.dtype).as_strided(size, stride, offset)
         return (
-            found
-            if numel == storage.numel and found.is_contiguous()
-            else found.clone(memory_format=torch.contiguous_format)
+            view
+            if numel == storage.numel and view.is_contiguous()
+            else view.clone(memory_format=torch.contiguous_format)
         )
 
 
@@ -357,9 +357,9 @@ class _Machine:
         self._data = data
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
-                found = self._stack.pop()
-                self._check_plain(found)
-                return found
+                value = self._stack.pop()
+                self._check_plain(value)
+                return value
             self._do(opcode.name, argument)
         raise ImportRefused(f"{self._path}: its pickle has no end: {_AGAIN}")
 
@@ -445,8 +445,8 @@ class _Machine:
 
     def _to_mark(self) -> list[Any]:
         at = self._marks.pop()
-        found, self._stack[at:] = self._stack[at:], []
-        return found
+        values, self._stack[at:] = self._stack[at:], []
+        return values
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
@@ -479,15 +479,15 @@ class _Machine:
             for opcode, argument, _ in pickletools.genops(self._data):
                 if isinstance(argument, str) and opcode.name not in ("GLOBAL", "INST"):
                     words = [*words[-1:], argument]
-                found = (
+                asked = (
                     argument
                     if opcode.name in ("GLOBAL", "INST")
                     else " ".join(words)
                     if opcode.name == "STACK_GLOBAL"
                     else ""
                 )
-                if found and not _known(found):
-                    return f", that asks for {found.replace(' ', '.', 1)[:200]}"
+                if asked and not _known(asked):
+                    return f", that asks for {asked.replace(' ', '.', 1)[:200]}"
         except Exception:  # it is broken further on
             pass
         return ""

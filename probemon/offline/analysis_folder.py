@@ -135,12 +135,12 @@ class Analysis:
                 f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}:"
                 " make it again"
             )
-        found = cls(path, manifest)
-        if not (found.complete or unfinished):
+        analysis = cls(path, manifest)
+        if not (analysis.complete or unfinished):
             raise ConfigError(
                 f"the analysis in {path} is not finished: run the same command again, it goes on where it ended"
             )
-        return found
+        return analysis
 
     @property
     def complete(self) -> bool:
@@ -446,14 +446,14 @@ def _write_table(path: Path, table: pa.Table) -> int:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): make the analysis again in another folder") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is not an object: make the analysis again in another folder")
-    return found
+    return content
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -132,10 +132,10 @@ def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
     """Put a shard into the folder."""
     first = scored.shard.documents[0].index if scored.documents else 0
-    made, totals = table.of(scored)
+    tables, totals = table.of(scored)
     analysis.write_shard(
         scored.shard.index,
-        made,
+        tables,
         {"digest": scored.shard.digest, "first": first, "n_documents": len(scored.documents), "totals": totals},
     )
     give_back()
@@ -303,9 +303,9 @@ class Tables:
     def _scores(
         self, scored: ScoredShard, place: Any, position: Any, token: Any, probe: Any, value: Any
     ) -> dict[str, Any]:
-        found = [tokens for tokens in scored.tokens if tokens is not None]
+        encoded = [tokens for tokens in scored.tokens if tokens is not None]
         ids, start, end = (
-            np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in found)])[token]
+            np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in encoded)])[token]
             for name in ("ids", "start", "end")
         )
         distinct, at = np.unique(token, return_inverse=True)

@@ -200,7 +200,7 @@ def calibrate_alerts(
     threshold = _kth_largest(running if unit == "token" else [highest], n, allowed)
     over_it = [values > threshold for values in running]
     least = {name: allowed if name == unit else 0 for name in UNITS}
-    found = _positive(aggregator, positives, threshold, risk)
+    rates = _positive(aggregator, positives, threshold, risk)
     return Alerts(
         aggregator,
         unit,
@@ -215,8 +215,8 @@ def calibrate_alerts(
         documents=Rates.of((highest > threshold).sum(axis=0), n_documents, risk, least["document"]),
         any_token=Rates.of([sum(int(part.any(axis=1).sum()) for part in over_it)], n_tokens, 1 - confidence),
         any_document=Rates.of([(highest > threshold).any(axis=1).sum()], n_documents, 1 - confidence),
-        positive_tokens=found and found[0],
-        positive_documents=found and found[1],
+        positive_tokens=rates and rates[0],
+        positive_documents=rates and rates[1],
     )
 
 
@@ -266,20 +266,20 @@ def _running(aggregator: Aggregator, scores: Floats) -> Floats:
 
 def _kth_largest(parts: Sequence[Floats], n: int, k: int) -> Floats:
     """The (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
-    found = []
+    thresholds = []
     for at in range(0, parts[0].shape[1], _COLUMNS):
         columns = np.concatenate([part[:, at : at + _COLUMNS] for part in parts])
-        found.append(np.partition(columns, n - 1 - k, axis=0)[n - 1 - k])
-    return np.concatenate(found)
+        thresholds.append(np.partition(columns, n - 1 - k, axis=0)[n - 1 - k])
+    return np.concatenate(thresholds)
 
 
 def _positive(
     aggregator: Aggregator, positives: Iterable[tuple[Floats, Mask | None]], threshold: Floats, risk: float
 ) -> tuple[Rates, Rates] | None:
     tokens_over, tokens, documents_over, documents = np.zeros((4, len(threshold)), dtype=np.int64)
-    given = False
+    has_positives = False
     for scores, of in positives:
-        given = True
+        has_positives = True
         values = _running(aggregator, scores)
         if values.shape[1] != len(threshold) or (
             of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)
@@ -289,12 +289,12 @@ def _positive(
                 f" {len(threshold)} concepts, as booleans, or None"
             )
         exceeding = (values > threshold).sum(axis=0)
-        here = slice(None) if of is None else np.flatnonzero(of)
-        tokens_over[here] += exceeding[here]
-        tokens[here] += len(values)
-        documents_over[here] += exceeding[here] > 0
-        documents[here] += len(values) > 0
-    return (Rates.of(tokens_over, tokens, risk), Rates.of(documents_over, documents, risk)) if given else None
+        places = slice(None) if of is None else np.flatnonzero(of)
+        tokens_over[places] += exceeding[places]
+        tokens[places] += len(values)
+        documents_over[places] += exceeding[places] > 0
+        documents[places] += len(values) > 0
+    return (Rates.of(tokens_over, tokens, risk), Rates.of(documents_over, documents, risk)) if has_positives else None
 
 
 # -- the pack ----------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class Comparison:
         return target
 
     def _head(self) -> dict[str, Any]:
-        told = {
+        settings = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in ("a", "b", "rows")
@@ -159,7 +159,7 @@ class Comparison:
         return {
             "a": dataclasses.asdict(self.a),
             "b": dataclasses.asdict(self.b),
-            **told,
+            **settings,
             "n_tested": len(self.rows),
             "n_differing": len(self.differing),
         }
@@ -319,9 +319,9 @@ class _Sample:
         pa = arrow()
         import pyarrow.compute as pc
 
-        told = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
-        number, n_seen = told["document"].to_numpy(), told["n_tokens"].to_numpy() - told["n_unseen"].to_numpy()
-        scored = pc.equal(told["reason"], "").to_numpy()
+        columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
+        number, n_seen = columns["document"].to_numpy(), columns["n_tokens"].to_numpy() - columns["n_unseen"].to_numpy()
+        scored = pc.equal(columns["reason"], "").to_numpy()
         kept = np.flatnonzero(scored & (n_seen > 0))
         if not len(kept):
             raise ConfigError(
@@ -353,7 +353,7 @@ class _Sample:
             int((scored & (n_seen == 0)).sum()),
             int(seen.sum()),
             float(np.median(seen)),
-            int(told["dropped"].to_numpy()[kept].sum()),
+            int(columns["dropped"].to_numpy()[kept].sum()),
         )
         return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
 
@@ -413,7 +413,7 @@ def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.i
 
 def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Of each concept that differs, the descendant that explains it, if there is one."""
-    known, found = {row.concept: row for row in differing}, dict[str, str]()
+    known, explained_by = {row.concept: row for row in differing}, dict[str, str]()
     for row in sorted(differing, key=lambda row: (-abs(row.cliffs_delta), -row.level, row.concept)):
         above, todo = set[str](), list(parents[row.concept])
         while todo:
@@ -422,8 +422,8 @@ def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Seq
                 todo += parents[concept]
         for other in (known[concept] for concept in above & known.keys()):
             if other.cliffs_delta * row.cliffs_delta > 0 and abs(other.cliffs_delta) <= abs(row.cliffs_delta):
-                found.setdefault(other.concept, row.concept)
-    return found
+                explained_by.setdefault(other.concept, row.concept)
+    return explained_by
 
 
 def _check_same(a: Analysis, b: Analysis) -> None:

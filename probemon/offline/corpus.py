@@ -231,7 +231,7 @@ class CorpusScorer:
         """
         for shard in shards:
             planned = self.plan(shard)
-            lengths = [0 if found is None else len(found) for found in planned.tokens]
+            lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
             room: list[dict[str, Tensor]] = [{} for _ in lengths]
             with Tap(self.host, self.manager.pack.sites, self._tapped):
                 for rows in planned.batches:
@@ -242,9 +242,9 @@ class CorpusScorer:
                                 site, hidden.new_empty(lengths[piece.place], hidden.shape[1])
                             )
                             whole[piece.scored : piece.stop] = part
-            for document, tokens, found in zip(planned.documents, planned.tokens, room, strict=True):
+            for document, tokens, encoded in zip(planned.documents, planned.tokens, room, strict=True):
                 if tokens is not None:
-                    yield document, tokens, found
+                    yield document, tokens, encoded
 
     def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_Planned] | None:
         shard = next(source, None)  # in the caller's thread: an iterable of his may not like another
@@ -254,16 +254,20 @@ class CorpusScorer:
         """Tokens, pieces and batches of a shard."""
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
-            found, reason = (None, document.reason) if document.reason else self._tokens(document.text)
+            encoded, reason = (None, document.reason) if document.reason else self._tokens(document.text)
             if reason:
                 documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
-            tokens.append(found)
-            pieces += [] if found is None else cut(found, place, self.window)
+            tokens.append(encoded)
+            pieces += [] if encoded is None else cut(encoded, place, self.window)
         grouped = batches(
             pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
         )
         return _Planned(
-            shard, tuple(documents), tuple(tokens), grouped, sum(len(found) for found in tokens if found is not None)
+            shard,
+            tuple(documents),
+            tuple(tokens),
+            grouped,
+            sum(len(encoded) for encoded in tokens if encoded is not None),
         )
 
     def _encoded(self, text: str) -> Tokens:
@@ -278,10 +282,10 @@ class CorpusScorer:
 
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
         try:
-            found = self._encoded(text)
+            encoded = self._encoded(text)
         except Exception as error:  # of the tokenizer's own, over one text: the others are not to suffer
             return None, f"cannot be tokenised ({type(error).__name__}: {error})"
-        return (found, "") if len(found) else (None, "no tokens")
+        return (encoded, "") if len(encoded) else (None, "no tokens")
 
     def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand
@@ -291,9 +295,9 @@ class CorpusScorer:
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
         at: list[Ints] = []
         for row, piece in enumerate(rows):
-            found = tokens[piece.place]
-            assert found is not None
-            ids[row, : len(piece)] = [*found.prefix, *found.ids[piece.begin : piece.stop], *found.suffix]
+            encoded = tokens[piece.place]
+            assert encoded is not None
+            ids[row, : len(piece)] = [*encoded.prefix, *encoded.ids[piece.begin : piece.stop], *encoded.suffix]
             mask[row, : len(piece)] = (
                 1  # padding stands after the text, where no state of the text can see it: see _padded
             )
@@ -372,14 +376,14 @@ def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[Sco
     """Wait until at most so many are under way; the shards that are finished meanwhile."""
     while len(under_way) > most or (under_way and under_way[0][1].done()):
         last, future = under_way.popleft()
-        found = future.result()
+        scored = future.result()
         if last:
-            yield found
+            yield scored
 
 
 def _assembled(planned: _Planned, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int) -> ScoredShard:
     """The scores of a shard's batches, put into the order of its documents and their tokens."""
-    lengths = [0 if found is None else len(found) for found in planned.tokens]
+    lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ranges = [
         np.arange(ptr[piece.place] + piece.scored, ptr[piece.place] + piece.stop)

@@ -129,7 +129,7 @@ def _spread(
         elif progress is not None:
             progress(len(shard.documents), 0)
     if todo:
-        made = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
+        results = ray.data.from_items([{"index": index} for index in todo], override_num_blocks=len(todo)).map_batches(
             _Worker,
             fn_constructor_args=(job, str(out), settings, environment()["threads"]),
             batch_size=1,
@@ -137,7 +137,7 @@ def _spread(
             num_cpus=1 if job.device == "cpu" else 0,
             num_gpus=0 if job.device == "cpu" else 1,
         )
-        for row in made.iter_rows():
+        for row in results.iter_rows():
             if row["error"]:
                 raise getattr(errors, row["error"])(row["message"])
             if progress is not None:
@@ -174,10 +174,10 @@ class _Worker:
         self._ready = True
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        told: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
+        outcomes: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
 
         def tell(*values: Any) -> None:
-            for column, value in zip(told.values(), values, strict=True):
+            for column, value in zip(outcomes.values(), values, strict=True):
                 column.append(value)
 
         try:
@@ -189,7 +189,7 @@ class _Worker:
                     tell(len(scored.documents), int(scored.ptr[-1]), "", "")
         except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone
             tell(0, 0, type(error).__name__, str(error))
-        return told
+        return outcomes
 
 
 def _ray() -> Any:

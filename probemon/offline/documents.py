@@ -166,7 +166,7 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
 
 def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     """Files below a folder, and what else stands there, with the reason why it is not read."""
-    found, left_out = [], dict[Path, str]()
+    paths, left_out = [], dict[Path, str]()
 
     def unreadable(error: OSError) -> None:
         left_out[Path(error.filename)] = f"cannot be read: {error.strerror}"
@@ -180,10 +180,10 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
         }
         for path in (Path(root, name) for name in names if not name.startswith(".")):
             if path.is_file():
-                found.append(path)
+                paths.append(path)
             else:
                 left_out[path] = "a link to nothing" if path.is_symlink() else "not a file"
-    return found, left_out
+    return paths, left_out
 
 
 def _folder(

@@ -106,14 +106,14 @@ class Reach:
 
     def below(self, scores: Floats) -> Mask:
         """`[T, P]`: whether a probe strictly below fires."""
-        found = np.zeros(scores.shape, dtype=bool)
+        fires_below = np.zeros(scores.shape, dtype=bool)
         inner = self.tree.has_children
         if inner.any():
             closed = self.tree.close(scores > self.alert)
-            found[:, inner] = np.logical_or.reduceat(
+            fires_below[:, inner] = np.logical_or.reduceat(
                 closed[:, self.tree.child_idx], self.tree.child_ptr[:-1][inner], axis=1
             )
-        return found
+        return fires_below
 
 
 class Family:

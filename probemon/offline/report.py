@@ -285,15 +285,15 @@ class _Corpus:
         """Of each document the concepts that exceed their threshold most (in logits; without one, by score), none above
         or below a stronger one.
         """
-        pairs, found = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
+        pairs, by_document = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
         strength = _strength(pairs.highest, np.asarray(self.concepts["alert_threshold"], dtype=np.float64)[concept])
         lines = self._ancestors()
         for i in np.lexsort((concept, -strength, pairs.document)):
-            c, chosen = int(concept[i]), found[pairs.document[i]]
+            c, chosen = int(concept[i]), by_document[pairs.document[i]]
             if len(chosen) < BEST and not any(c in lines[other] or other in lines[c] for other in chosen):
                 chosen.append(c)
-        return found
+        return by_document
 
     def _ancestors(self) -> list[frozenset[int]]:
         above = [frozenset[int]()] * len(self.parents)
@@ -304,8 +304,8 @@ class _Corpus:
 
 def _thousandths(scores: Any) -> list[int]:
     """Scores as whole numbers: three digits are more than a score means."""
-    found: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1000).astype(np.int64).tolist()
-    return found
+    thousandths: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1000).astype(np.int64).tolist()
+    return thousandths
 
 
 def _strength(score: Any, threshold: Any) -> Any:
@@ -412,5 +412,5 @@ def _utf16(text: str, at: Ints) -> Ints:
     if not text or ord(max(text)) <= 0xFFFF:
         return at
     beyond = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32) > 0xFFFF
-    found: Ints = at + np.concatenate([[0], np.cumsum(beyond)])[at]
-    return found
+    places: Ints = at + np.concatenate([[0], np.cumsum(beyond)])[at]
+    return places

@@ -68,11 +68,11 @@ def benjamini_hochberg(p: npt.ArrayLike) -> Doubles:
     testing under dependency", Annals of Statistics 29), as a hierarchy's are: an ancestor tends to be over the floor
     where its descendant is. The theorem is of one-sided tests; for these two-sided ones the tests simulate it.
     """
-    given = np.asarray(p, dtype=np.float64)
-    order = np.argsort(-given, kind="stable")
-    rank = len(given) - np.arange(len(given))
-    q = np.empty(len(given))
-    q[order] = np.minimum.accumulate(given[order] * len(given) / rank)
+    p_values = np.asarray(p, dtype=np.float64)
+    order = np.argsort(-p_values, kind="stable")
+    rank = len(p_values) - np.arange(len(p_values))
+    q = np.empty(len(p_values))
+    q[order] = np.minimum.accumulate(p_values[order] * len(p_values) / rank)
     return q
 
 

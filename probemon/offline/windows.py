@@ -146,7 +146,7 @@ def encode(
     tokenizer puts after it.
     """
     fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
-    found = tokenizer(
+    encoding = tokenizer(
         text,
         add_special_tokens=added,
         split_special_tokens=not parse_special,
@@ -155,11 +155,11 @@ def encode(
         truncation=False,
         verbose=False,
     )
-    ids = np.asarray(found["input_ids"], dtype=np.int64)
+    ids = np.asarray(encoding["input_ids"], dtype=np.int64)
     before, behind = _added(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
     if fast:
-        offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         start, end = offsets[inside, 0], offsets[inside, 1]
     else:
         start = end = np.full(len(ids[inside]), -1, dtype=np.int64)

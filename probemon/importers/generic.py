@@ -9,9 +9,9 @@ The mapping says which tensors make up which probe, and what no tensor says:
 
     {"site": "resid_post.15", "normalize": "none",
      "probes": {"deception": {"weight": "head.weight", "bias": "head.bias"},
-                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3, "name": "Whale",
-                "alert_threshold": 0.9}, "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight":
-                "fc2.weight"}]}},
+                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3,
+                          "name": "Whale", "alert_threshold": 0.9},
+                "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight": "fc2.weight"}]}},
      "standardize": {"mean": "mean", "scale": "std"}}
 """
 
@@ -46,21 +46,24 @@ def import_weights(
 ) -> ProbePack:
     """Write probes that are in memory as a pack.
 
-    `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to
-    the logit, ReLU between them; tensors or arrays. `site`, `normalize`: where the state is read and what is done to it
-    first (`none`, `layernorm`, `rmsnorm`); both must be given. `about`: `OPTIONS` of `probemon.importers.flat` (name,
-    licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
+    - `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to
+      the logit, ReLU between them; tensors or arrays.
+    - `site`: where the state is read.
+    - `normalize`: what is done to it first (`none`, `layernorm`, `rmsnorm`); it must be given.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
+
+    Raises `ImportRefused` naming the probe, `UnknownSetting`.
     """
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
         raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict, {{name: (weight, bias)}}")
     classifiers = []
-    for name, given in probes.items():
+    for name, layers in probes.items():
         try:
-            if isinstance(given, list):
-                classifiers.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in given]))
+            if isinstance(layers, list):
+                classifiers.append(Classifier(name, [(_tensor(weight), _tensor(bias)) for weight, bias in layers]))
             else:
-                weight, bias = given  # type: ignore[misc]
+                weight, bias = layers  # type: ignore[misc]
                 classifiers.append(linear(name, _tensor(weight), _tensor(bias)))
         except ImportRefused:
             raise
@@ -88,29 +91,27 @@ def import_safetensors(
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
     path = as_path(path, "the safetensors file")
     where = "the mapping" if isinstance(mapping, Mapping) else as_path(mapping, "the mapping, a dict or a JSON file,")
-    description = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
-    _only(description, _MAPPING, where)
-    listed = field(description, "probes", dict, where)
+    entries = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
+    _only(entries, _MAPPING, where)
+    listed = field(entries, "probes", dict, where)
     tensors, _ = read_safetensors(path)
     probes = [_probe(name, entry, tensors, path, where) for name, entry in listed.items()]
     check_total(probes)
-    if "standardize" in description:
-        names = field(description, "standardize", dict, where)
+    if "standardize" in entries:
+        names = field(entries, "standardize", dict, where)
         _only(names, ("mean", "scale"), where)
         mean, scale = (tensor_of(tensors, field(names, part, str, where), path) for part in ("mean", "scale"))
         probes = [probe.standardised(mean, scale) for probe in probes]
-    normalize = normalize if normalize is not None else field(description, "normalize", str, where, None)
+    normalize = normalize if normalize is not None else field(entries, "normalize", str, where, None)
     if normalize is None:
         raise ImportRefused(
             f"{where} does not say how the state is normalised: give normalize, there or as an argument: one of"
             f" {', '.join(map(repr, NORMS))}"
         )
-    stated = {
-        "mapping": {name: description[name] for name in ("site", "normalize", "standardize") if name in description}
-    }
-    fields = {"eps": float, "model": str, "n_layers": int, "licence": str}
-    more = {name: field(description, name, kind, where) for name, kind in fields.items() if name in description}
-    place = site or field(description, "site", str, where, "")
+    stated = {"mapping": {name: entries[name] for name in ("site", "normalize", "standardize") if name in entries}}
+    kinds = {"eps": float, "model": str, "n_layers": int, "licence": str}
+    more = {name: field(entries, name, kind, where) for name, kind in kinds.items() if name in entries}
+    place = site or field(entries, "site", str, where, "")
     return write_flat(
         target,
         probes,
@@ -160,14 +161,14 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
     )
 
 
-def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, here: str) -> Layer:
-    _only(entry, ("weight", "bias"), here)
-    weight = tensor_of(tensors, field(entry, "weight", str, here), path)
+def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, place: str) -> Layer:
+    _only(entry, ("weight", "bias"), place)
+    weight = tensor_of(tensors, field(entry, "weight", str, place), path)
     weight = weight.reshape(1, -1) if weight.dim() == 1 else weight
     if weight.dim() != 2:
-        raise ImportRefused(f"{here}: {entry['weight']!r} has shape {tuple(weight.shape)}, expected [D] or [out, in]")
+        raise ImportRefused(f"{place}: {entry['weight']!r} has shape {tuple(weight.shape)}, expected [D] or [out, in]")
     bias = (
-        tensor_of(tensors, field(entry, "bias", str, here), path).reshape(-1)
+        tensor_of(tensors, field(entry, "bias", str, place), path).reshape(-1)
         if "bias" in entry
         else torch.zeros(len(weight), dtype=torch.float32, device="cpu")
     )

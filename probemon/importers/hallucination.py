@@ -50,17 +50,16 @@ def import_head(
         raise ImportRefused(
             f"{source.path} holds none of {', '.join(HEADS)}: give the folder that the probe was saved to"
         )
-    state = load_state_dict(heads[0])
-    only_tensors(state, ("weight", "bias"), heads[0])
-    weight, bias = (tensor_of(state, name, heads[0]) for name in ("weight", "bias"))
+    head = heads[0]
+    state = load_state_dict(head)
+    only_tensors(state, ("weight", "bias"), head)
+    weight, bias = (tensor_of(state, name, head) for name in ("weight", "bias"))
     size = field(config, "hidden_size", int, where, weight.shape[-1] if weight.dim() else 0)
     if weight.numel() != size:
-        raise ImportRefused(
-            f"{heads[0]}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit"
-        )
+        raise ImportRefused(f"{head}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit")
     adapted = source.json(ADAPTER) is not None
     notes = ["Trained together with a LoRA: its scores hold for a host with that adapter active."] if adapted else []
-    files = {path.name: sha256(path) for path in (where, heads[0])}
+    files = {path.name: sha256(path) for path in (where, head)}
     return write_flat(
         target,
         [linear(concept, weight, bias)],

@@ -1,7 +1,7 @@
 """HatCat lens and probe packs into a probe pack: thousands of files, streamed one by one.
 
     pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
-    print(report)  # what was found, and every kind of trouble with counts and examples
+    print(report)  # counts, and every kind of trouble with examples
 
 Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their
 own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed
@@ -13,7 +13,7 @@ standardised: `site` and `normalize` say it, and are kept. Nothing in a file is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
@@ -26,7 +26,7 @@ from torch import Tensor
 from probemon.core.probes import parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
-from probemon.importers.hatcat_files import Source, Stored
+from probemon.importers.hatcat_files import ProbeFolder, Stored
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
 from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, hierarchies, key_of, read_graph
 from probemon.importers.report import ImportReport, Notes
@@ -96,40 +96,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_settings(site: str, normalize: str, dtype: str, flat: bool, hierarchy: str | Path | None) -> int:
-    """Return the layer of the site. Raises `ConfigError`."""
-    _, layer = parse_site(site)
-    if normalize not in NORMALIZE:
-        raise ConfigError(
-            f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
-            " or 'none'"
-        )
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
-    if flat and hierarchy is not None:
-        raise ConfigError("flat leaves every hierarchy out: give either flat or hierarchy")
-    return layer
-
-
-def _note_conversions(placed: Iterable[Node], kinds: Mapping[Node, Kind], kept: torch.dtype, notes: Notes) -> None:
-    for node in placed:
-        if kinds[node].dtype != kept:
-            narrower = torch.promote_types(kinds[node].dtype, kept) == kept
-            notes.add(
-                "widened" if narrower else "rounded",
-                f"{key_of(node)} ({kinds[node].dtype} to {kept})".replace("torch.", ""),
-            )
-
-
-def _counts(n_probes: int, n_edges: int, stored: Mapping[Node, Any], kinds: Mapping[Node, Kind]) -> dict[str, Any]:
-    """Count what was read, by variant and dtype of the probes."""
-    counts = {"probes": n_probes, "files": len({place.path for place in stored.values()}), "edges": n_edges}
-    variants = Counter(kind.variant for kind in kinds.values())
-    dtypes = Counter(kind.dtype for kind in kinds.values())
-    counts |= {f"{variant} probes": n for variant, n in variants.items()}
-    return counts | {f"in {str(dtype).removeprefix('torch.')}": n for dtype, n in dtypes.items()}
-
-
 @_one_thread()
 def import_pack(
     source: str | Path,
@@ -150,8 +116,9 @@ def import_pack(
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> tuple[ProbePack, ImportReport]:
-    """Write the probes of a folder as a pack; the opened pack, and what was met on the way (also in its manifest and
-    its card).
+    """Write the probes of a folder as a pack; return the opened pack and a report.
+
+    The report, which lists every kind of trouble, is in the pack's manifest and card too.
 
     - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
     - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or
@@ -172,7 +139,7 @@ def import_pack(
     calibration.json (kept in concepts.jsonl) state neither their texts nor their threshold. Raises `ImportRefused`,
     `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
-    _check_given(
+    _check_kinds(
         source=source,
         target=target,
         hierarchy=hierarchy,
@@ -185,38 +152,41 @@ def import_pack(
         max_bytes=max_bytes,
         progress=progress,
     )
-    layer = _check_settings(site, normalize, dtype, flat, hierarchy)
-    inputs = Inputs(site, normalize, eps)
-    inputs.spec(False)  # checks eps
+    _, layer = parse_site(site)
+    inputs = _check_inputs(site, normalize, eps)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r:.80}: give {', '.join(_DTYPES)}")
+    if flat and hierarchy is not None:
+        raise ConfigError("flat leaves every hierarchy out: give either flat or hierarchy")
     target = check_target(target, overwrite)
     notes = Notes(KINDS)
     folder = Folder(source)
-    pack_files = Source(folder, notes, max_bytes)
-    if pack_files.n_layers is not None and layer >= pack_files.n_layers:
+    probe_folder = ProbeFolder(folder, notes, max_bytes)
+    if probe_folder.n_layers is not None and layer >= probe_folder.n_layers:
         raise ImportRefused(
-            f"{folder.path}: the pack says that its host has {pack_files.n_layers} layers (num_layers), 0 to"
-            f" {pack_files.n_layers - 1}: none is read at site {site!r}"
+            f"{folder.path}: the pack says that its host has {probe_folder.n_layers} layers (num_layers), 0 to"
+            f" {probe_folder.n_layers - 1}: none is read at site {site!r}"
         )
-    graph, stored, notes = _fitting(pack_files, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
+    graph, stored, notes = _fit_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
-    counter = _Counter(progress, 2 * len(stored))
-    kinds = _look(stored, folder, pack_files, notes, max_bytes, counter)
+    counter = _Progress(progress, 2 * len(stored))
+    kinds = _look(stored, folder, probe_folder, notes, max_bytes, counter)
     base = sorted({level for _, level in kinds})[: None if flat else 1]
     placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
     kept = _DTYPES[dtype] or widest_dtype
-    _note_conversions(placed, kinds, kept, notes)
+    _note_conversions({node: kinds[node] for node in placed}, kept, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts = _counts(len(nodes), n_edges, stored, kinds) | ({"calibrated": len(calibration)} if calibration else {})
+    counts = _count(nodes, stored, kinds, n_edges, len(calibration))
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
     report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
-    model = model or pack_files.model
+    model = model or probe_folder.model
     host = {
         "model_id": model,
         "hidden_size": architecture.hidden_size,
-        **({"n_layers": pack_files.n_layers} if pack_files.n_layers else {}),
+        **({"n_layers": probe_folder.n_layers} if probe_folder.n_layers else {}),
     }
     name = name or target.name
     writer = PackWriter(
@@ -244,7 +214,7 @@ def import_pack(
         provenance={
             "import": report.as_dict(),
             "versions": {"probemon": version("probemon"), "torch": torch.__version__},
-            "source": _about(pack_files.info),
+            "source": _about(probe_folder.info),
         },
     )
     at = {node: i for i, node in enumerate(nodes)}
@@ -267,13 +237,55 @@ def import_pack(
             written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
             assert written is not None
             worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
-            counter.add_one()
+            counter.count_one()
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
         writer.card = _card(name, report, placed, worst, model, licence)
     return ProbePack.of(writer.opened), report
 
 
-def _check_given(**given: Any) -> None:
+def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
+    if normalize not in NORMALIZE:
+        raise ConfigError(
+            f"normalize is {normalize!r}: no file records it, so say whether states are standardised first: 'layernorm'"
+            " or 'none'"
+        )
+    inputs = Inputs(site, normalize, eps)
+    inputs.spec(False)  # checks eps
+    return inputs
+
+
+def _note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Notes) -> None:
+    """Note each probe whose weights are rounded or widened to the pack's dtype."""
+    for node, kind in kinds.items():
+        if kind.dtype != dtype:
+            narrower = torch.promote_types(kind.dtype, dtype) == dtype
+            notes.add(
+                "widened" if narrower else "rounded",
+                f"{key_of(node)} ({kind.dtype} to {dtype})".replace("torch.", ""),
+            )
+
+
+def _count(
+    nodes: Sequence[Node],
+    stored: Mapping[Node, Stored],
+    kinds: Mapping[Node, Kind],
+    n_edges: int,
+    n_calibrated: int,
+) -> dict[str, Any]:
+    """Count the probes by variant and dtype, their files and edges, for the report."""
+    variants = Counter(kind.variant for kind in kinds.values())
+    dtypes = Counter(kind.dtype for kind in kinds.values())
+    return {
+        "probes": len(nodes),
+        "files": len({place.path for place in stored.values()}),
+        "edges": n_edges,
+        **{f"{variant} probes": n for variant, n in variants.items()},
+        **{f"in {str(dtype).removeprefix('torch.')}": n for dtype, n in dtypes.items()},
+        **({"calibrated": n_calibrated} if n_calibrated else {}),
+    }
+
+
+def _check_kinds(**arguments: Any) -> None:
     """Raise `ConfigError` for an argument of another kind."""
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
@@ -287,7 +299,7 @@ def _check_given(**given: Any) -> None:
         "max_bytes": (int, "a number of bytes"),
         "progress": (Callable | None, "a function of two numbers, or None"),
     }
-    for name, value in given.items():
+    for name, value in arguments.items():
         kind, words = kinds[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{name} is {value!r:.80}: expected {words}")
@@ -310,7 +322,12 @@ def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node,
 
 
 def _look(
-    stored: Mapping[Node, Stored], folder: Folder, source: Source, notes: Notes, max_bytes: int, counter: _Counter
+    stored: Mapping[Node, Stored],
+    folder: Folder,
+    probe_folder: ProbeFolder,
+    notes: Notes,
+    max_bytes: int,
+    counter: _Progress,
 ) -> dict[Node, Kind]:
     """What each probe is, of those that can be imported; the others are noted, all by name."""
     kinds: dict[Node, Kind] = {}
@@ -323,8 +340,8 @@ def _look(
             notes.add(
                 why.reason, f"{key_of(node)}" if why.reason == "tripole" else f"{key_of(node)} ({why})", listed=True
             )
-            counter.add_one()
-        counter.add_one()
+            counter.count_one()
+        counter.count_one()
     sizes = Counter(kind.hidden_size for kind in kinds.values())
     if not sizes:
         raise ImportRefused(
@@ -335,20 +352,22 @@ def _look(
         if kind.hidden_size != size:
             notes.add("width", f"{key_of(node)} ({kind.hidden_size} values, {size} in the others)", listed=True)
             del kinds[node]
-            counter.add_one()
-        elif source.hidden_dim is not None and size != source.hidden_dim:
-            if size % source.hidden_dim:
+            counter.count_one()
+        elif probe_folder.hidden_dim is not None and size != probe_folder.hidden_dim:
+            if size % probe_folder.hidden_dim:
                 raise ImportRefused(
-                    f"{folder.path}: probes read {size} values, the pack says hidden_dim {source.hidden_dim}: mend its"
-                    " pack_info.json or pack.json"
+                    f"{folder.path}: probes read {size} values, the pack says hidden_dim"
+                    f" {probe_folder.hidden_dim}: mend its pack_info.json or pack.json"
                 )
-            notes.add("concatenated", f"{key_of(node)} ({size // source.hidden_dim} of {source.hidden_dim})")
+            notes.add(
+                "concatenated", f"{key_of(node)} ({size // probe_folder.hidden_dim} of {probe_folder.hidden_dim})"
+            )
     return kinds
 
 
 def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
-    line = {
+    concept = {
         "id": key_of(node),
         "name": node[0],
         "level": node[1],
@@ -356,7 +375,7 @@ def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[N
         **graph.about.get(node, {}),
     }
     return {
-        **line,
+        **concept,
         **({"calibration": calibration[node]} if node in calibration else {}),
         **({} if place.reachable else {"reachable": False}),
     }
@@ -373,16 +392,16 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
     if not isinstance(entries, dict):
         raise ImportRefused(f'{folder.path / "calibration.json"}: expected an object with calibration, of "Name_L3"')
     by_key = {f"{node[0]}_L{node[1]}": node for node in placed}
-    found = {}
+    by_node = {}
     for key, entry in entries.items():
         if key in by_key and isinstance(entry, dict):
-            found[by_key[key]] = entry
+            by_node[by_key[key]] = entry
         else:
             notes.add("calibration_unknown", key)
     for node in placed:
-        if node not in found:
+        if node not in by_node:
             notes.add("uncalibrated", key_of(node))
-    return found
+    return by_node
 
 
 def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
@@ -412,20 +431,21 @@ def _unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
     )
 
 
-def _fitting(
-    found: Source, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
+def _fit_hierarchy(
+    probe_folder: ProbeFolder, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
 ) -> tuple[Graph, dict[Node, Stored], Notes]:
-    """The hierarchy that names the probes, the probes by it, and what was noted. Raises `ImportRefused` with what to do
-    where none fits.
+    """Return the hierarchy that names the probes, the probes by it, and the notes.
+
+    Raises `ImportRefused` with what to do where none fits.
     """
-    path = found.folder.path if hierarchy is None else Path(hierarchy)
+    path = probe_folder.folder.path if hierarchy is None else Path(hierarchy)
     if hierarchy is not None and not path.exists():
         raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
     if path.is_file() and path.suffix != ".json":
         raise ImportRefused(
             f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files"
         )
-    folder = found.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
+    folder = probe_folder.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
     files = [path.name] if path.is_file() else hierarchies(folder)
     tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
     for file in files or ["hierarchy.json"]:
@@ -436,7 +456,7 @@ def _fitting(
                 f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on"
             )
         is_stated = bool(graph.parents)
-        stored = found.place(graph, noted)
+        stored = probe_folder.place(graph, noted)
         unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
         tried.append((file, graph, stored, noted, unlisted))
         if len(unlisted) <= _MOST_UNLISTED * len(stored):
@@ -470,14 +490,14 @@ def _fitting(
         return graph, stored, noted
     if allow_unlisted:
         return graph, stored, noted
-    beside = found.folder.path.absolute().parent / "hierarchy.json"
-    known = found.info.get("concept_pack")
-    pack = found.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
+    beside = probe_folder.folder.path.absolute().parent / "hierarchy.json"
+    known = probe_folder.info.get("concept_pack")
+    pack = probe_folder.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
     place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}"
     if beside.is_file() and hierarchy is None:
         place += f"; {beside} may be it"
     raise ImportRefused(
-        f"{found.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
+        f"{probe_folder.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
         f" (hierarchy=); {place}. Or have every probe scored at every token: --flat (flat=True). Or take it as it is:"
         " --allow-unlisted (allow_unlisted=True)"
     )
@@ -543,13 +563,13 @@ def _card(
     return "\n".join(lines) + "\n" + report.section()
 
 
-class _Counter:
+class _Progress:
     """Calls `progress` as probes are done."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 
-    def add_one(self) -> None:
+    def count_one(self) -> None:
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -1,13 +1,13 @@
 """Where a HatCat pack keeps its probes: every generation of its folders.
 
-    source = Source(Folder("lens_packs/mine"), notes)
+    probe_folder = ProbeFolder(Folder("lens_packs/mine"), notes)
     # of pack_info.json, lens_pack.json or pack.json, where they say it
-    source.model, source.hidden_dim, source.n_layers
-    source.place(graph, notes)                         # {node: Stored}: the file of every probe, and its name in a bank
+    probe_folder.model, probe_folder.hidden_dim, probe_folder.n_layers
+    probe_folder.place(graph, notes)                   # {node: Stored}: the file of every probe, and its name in a bank
 
 Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict
 for each child, and `individual/layer{L}/`. Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON
-names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are told, not read.
+names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are noted, not read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Bank:
-    """A file of the probes of one parent's children. `level`: of those whose level nobody says. `listed`: what an index
-    says is in it, None where none says anything.
+    """A file of the probes of one parent's children.
+
+    - `level`: of those whose level nothing states.
+    - `listed`: what an index says is in it, or None.
     """
 
     parent: Node
@@ -51,9 +53,10 @@ class _Bank:
     listed: tuple[str, ...] | None
 
 
-class Source:
-    """A folder of probes, looked through but not read. Raises `ImportRefused` for JSON of another kind and for a path
-    that leaves the folder.
+class ProbeFolder:
+    """Lists the probes of a folder, and reads its JSON but no weights.
+
+    Raises `ImportRefused` for JSON of another kind and for a path that leaves the folder.
     """
 
     def __init__(self, folder: Folder, notes: Notes, max_bytes: int = MAX_BYTES) -> None:
@@ -62,7 +65,7 @@ class Source:
         model = self._of_model("model_name") or self._of_model("model_id") or self.info.get("model")
         self.model = model if isinstance(model, str) else None
         self.hidden_dim, self.n_layers = self._count("hidden_dim", notes), self._count("num_layers", notes)
-        self._seen: set[Path] = set()  # what was looked at, and read or told
+        self._seen: set[Path] = set()  # files that need no note from _note_elsewhere
         self._layered: list[tuple[Node, Path]] = []
         self._flat: list[tuple[str, Path]] = []
         self._banks: list[_Bank] = []
@@ -75,10 +78,10 @@ class Source:
         own = self.folder.files(suffix=".pt")
         self._flat += [(_name(path), path) for path in own]
         self._seen |= {*own, *(bank.path for bank in self._banks)}
-        self._tell_others(notes)
+        self._note_elsewhere(notes)
 
     def _read_info(self) -> dict[str, Any]:
-        """What the pack says of itself: its JSON files together, the newest first."""
+        """Merge the pack's JSON files; the newest wins."""
         whole: dict[str, Any] = {}
         for name in _INFO:
             content = self.folder.json(name)
@@ -92,11 +95,11 @@ class Source:
         return about.get(key) if isinstance(about, dict) else None
 
     def _count(self, key: str, notes: Notes) -> int | None:
-        """A number of the pack's JSON or of the model's part in it; one that cannot be is told."""
-        value = self.info.get(key, self._of_model(key))
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31):
-            return value
-        notes.add("unusable", f"{key} {value!r:.60}")
+        """Return a count from the pack's JSON or from its model_info; note one that cannot be."""
+        count = self.info.get(key, self._of_model(key))
+        if count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 1 << 31):
+            return count
+        notes.add("unusable", f"{key} {count!r:.60}")
         return None
 
     def _stated_places(self) -> Iterator[str]:
@@ -118,22 +121,23 @@ class Source:
                 yield places[name].strip("/")
 
     def _levels(self, *parts: str) -> list[tuple[int, str]]:
-        """Its folders of one level, ascending."""
+        """List the folders of levels, ascending."""
         base = self.folder.inside(*parts) if parts else self.folder.path
         names = [entry.name for entry in base.iterdir() if entry.is_dir()] if base.is_dir() else []
         return sorted(
-            (int(found[1]), name) for name in names if (found := _LAYER.fullmatch(name)) and int(found[1]) <= MAX_LEVEL
+            (int(match[1]), name) for name in names if (match := _LAYER.fullmatch(name)) and int(match[1]) <= MAX_LEVEL
         )
 
     def _probes(self, notes: Notes, *parts: str) -> list[Path]:
-        """Files of one folder: `Name.pt` before `Name_classifier.pt`. What else lies there is told."""
-        paths = self.folder.files(*parts, suffix="")
-        self._seen |= set(paths)
-        for path in paths:
+        """List the probes of one folder, `Name.pt` before `Name_classifier.pt`; note what else is in it."""
+        entries = self.folder.files(*parts, suffix="")
+        self._seen |= set(entries)
+        for path in entries:
             if path.suffix not in (".pt", ".json") and path.is_file():
                 notes.add("unread", path.relative_to(self.folder.path).as_posix())
         return sorted(
-            (path for path in paths if path.suffix == ".pt"), key=lambda path: (path.stem.endswith(_SUFFIX), path.name)
+            (path for path in entries if path.suffix == ".pt"),
+            key=lambda path: (path.stem.endswith(_SUFFIX), path.name),
         )
 
     def _find_banks(self) -> None:
@@ -166,8 +170,9 @@ class Source:
                         )
                     )
 
-    def _tell_others(self, notes: Notes) -> None:
-        """Tell the weights where this format keeps no probes: in a folder that is no level, in one within a level.
+    def _note_elsewhere(self, notes: Notes) -> None:
+        """Note the weights where this format keeps no probes: in a folder that is no level, in one within a level.
+
         Links and hidden folders are not followed.
         """
         real: set[str] | None = None
@@ -190,36 +195,36 @@ class Source:
                 return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """The file of every probe. What is there twice is counted, and the first is taken: a file of its own, then a
-        bank, then a flat file.
+        """Return the file of every probe.
 
+        Of a probe stored twice, which is noted, the first is taken: a file of its own, then a bank, then a flat file.
         Where the graph has no edges, it is given those that banks state.
         """
         stored: dict[Node, Stored] = {}
 
-        def put(node: Node, found: Stored) -> None:
+        def put(node: Node, place: Stored) -> None:
             if node in stored:
                 notes.add(
                     "twice",
                     f"{key_of(node)} in {stored[node].path.relative_to(self.folder.path)} and"
-                    f" {found.path.relative_to(self.folder.path)}",
+                    f" {place.path.relative_to(self.folder.path)}",
                 )
             else:
-                stored[node] = found
+                stored[node] = place
 
         for node, path in self._layered:
             put(node, Stored(path))
         levels, children = graph.levels_of(), graph.children()
         has_edges = any(graph.parents.values())
         for bank in self._banks:
-            below = {name: at for name, at in reversed(children.get(bank.parent, []))}
-            held = load_bank(bank.path, self._max_bytes)
+            below = {name: level for name, level in reversed(children.get(bank.parent, []))}
+            bank_probes = load_bank(bank.path, self._max_bytes)
             where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
             listed = dict.fromkeys(bank.listed or ())
             for name in listed:
-                if name not in held:
+                if name not in bank_probes:
                     notes.add("bank_lacks", f"{name} {where}")
-            for name in held:
+            for name in bank_probes:
                 if bank.listed is not None and name not in listed:
                     notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.

@@ -35,9 +35,12 @@ def import_probes(
 ) -> ProbePack:
     """Write probes as a pack; each a `LinearProbe`, or the dict of its `to_dict()`, by name.
 
-    `site`, `normalize`: where the states were read and what was done to each before it reached probekit (`none`,
-    `layernorm`, `rmsnorm`), which no probe says and must be given. `about`: `OPTIONS` of `probemon.importers.flat`
-    (name, licence, model, eps, overwrite, ...). Raises `ImportRefused` naming the probe, `UnknownSetting`.
+    - `site`: where the states were read.
+    - `normalize`: what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`). No probe says it:
+      it must be given.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
+
+    Raises `ImportRefused` naming the probe, `UnknownSetting`.
     """
     check_options(import_probes, about, normalize=normalize)
     if not isinstance(probes, Mapping):
@@ -63,7 +66,7 @@ def import_collection(
             f"{len(names)} names for {len(weights)} probes: give one for each, in the order of the collection"
         )
     classifiers = [
-        _normalised(linear(name, weights[i], biases[i]), norm)
+        _fold_normalisation(linear(name, weights[i], biases[i]), norm)
         for i, (name, norm) in enumerate(zip(names, collection.normalizations, strict=True))
     ]
     return write_flat(target, classifiers, source="probekit", site=site, normalize=normalize, **about)
@@ -72,15 +75,16 @@ def import_collection(
 def import_file(
     path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any
 ) -> ProbePack:
-    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()` alone, which is named by the
-    file. Otherwise as `import_probes`.
+    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()`, named by the file.
+
+    Otherwise as `import_probes`.
     """
     check_options(import_file, about, normalize=normalize)
     path = as_path(path, "the file of probes")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ImportRefused(f"{path}: expected an object, found {type(config).__name__}")
-    listed = {path.stem: config} if isinstance(config.get("weights"), list) else config
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ImportRefused(f"{path}: expected an object, found {type(content).__name__}")
+    listed = {path.stem: content} if isinstance(content.get("weights"), list) else content
     classifiers = [_probe(name, entry) for name, entry in listed.items()]
     return write_flat(
         target, classifiers, source="probekit", site=site, normalize=normalize, files={path.name: sha256(path)}, **about
@@ -116,7 +120,7 @@ def _probe(name: str, probe: Any) -> Classifier:
             " as a probe, with probemon.importers.generic.import_weights"
         )
     solver = metadata.get("solver") if isinstance(metadata, Mapping) else None
-    return _normalised(
+    return _fold_normalisation(
         linear(
             name,
             weights,
@@ -127,8 +131,8 @@ def _probe(name: str, probe: Any) -> Classifier:
     )
 
 
-def _normalised(probe: Classifier, norm: Any) -> Classifier:
-    """Before probekit's normalisation, an object or a dict with `mean` and `std`, or None."""
+def _fold_normalisation(probe: Classifier, norm: Any) -> Classifier:
+    """Fold in probekit's normalisation: an object or a dict with `mean` and `std`, or None."""
     if norm is None:
         return probe
     parts = [norm.get(name) if isinstance(norm, dict) else getattr(norm, name, None) for name in ("mean", "std")]

@@ -40,18 +40,21 @@ def import_files(
 ) -> ProbePack:
     """Write probelab probes as a pack.
 
-    `source`: a file, a folder of `.pt`, or files by concept. `site`, `normalize`: where the states were read and what
-    was done to each before it reached probelab (`none`, `layernorm`, `rmsnorm`), which no file says and must be given.
-    `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Raises `ImportRefused`
-    naming the file, `UnknownSetting`.
+    - `source`: a file, a folder of `.pt`, or files by concept.
+    - `site`: where the states were read.
+    - `normalize`: what was done to each before it reached probelab (`none`, `layernorm`, `rmsnorm`). No file says it:
+      it must be given.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
+
+    Raises `ImportRefused` naming the file, `UnknownSetting`.
     """
     check_options(import_files, about, normalize=normalize)
     files = named_files(source, ".pt")
-    read = {name: _read(name, path) for name, path in files.items()}
-    stated = {"probes": {name: said for name, (_, said) in read.items()}}
+    probes = {name: _read(name, path) for name, path in files.items()}
+    stated = {"probes": {name: record for name, (_, record) in probes.items()}}
     return write_flat(
         target,
-        [probe for probe, _ in read.values()],
+        [probe for probe, _ in probes.values()],
         source="probelab",
         site=site,
         normalize=normalize,
@@ -62,7 +65,7 @@ def import_files(
 
 
 def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
-    """One probe, and what its file says of itself."""
+    """Read one probe, and what its file says of itself."""
     saved = load_plain(path, MAX_BYTES)
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:
@@ -73,17 +76,19 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     state, arguments = field(saved, "state_dict", dict, path), field(saved, "init_kwargs", dict, path)
     record = {"class": kind, "training_dtype": field(saved, "training_dtype", str, path, "")}
 
-    def of(key: str) -> Tensor:
+    def read(key: str) -> Tensor:
         return tensor_of(state, key, path).double()
 
     if kind == "MassMean":
         only_tensors(state, ("direction", "bias", "global_mean"), path)
-        direction, mean = of("direction"), of("global_mean")
-        return linear(name, direction, of("bias")).standardised(mean, torch.ones_like(mean)), record
+        direction, mean = read("direction"), read("global_mean")
+        return linear(name, direction, read("bias")).standardised(mean, torch.ones_like(mean)), record
     if kind == "Logistic":
         only_tensors(state, (*_of_linear("linear"), *_SCALER), path)
         return (
-            linear(name, of("linear.weight"), of("linear.bias")).standardised(of("scaler_mean"), of("scaler_std")),
+            linear(name, read("linear.weight"), read("linear.bias")).standardised(
+                read("scaler_mean"), read("scaler_std")
+            ),
             record,
         )
     if kind == "MLP":
@@ -92,7 +97,9 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
                 f"{path} is an MLP with activation {arguments.get('activation')!r}; a pack's hidden layers are ReLU"
             )
         only_tensors(state, _of_linear("fc1", "fc2"), path)
-        return Classifier(name, [(of("fc1.weight"), of("fc1.bias")), (of("fc2.weight"), of("fc2.bias"))]), record
+        return Classifier(
+            name, [(read("fc1.weight"), read("fc1.bias")), (read("fc2.weight"), read("fc2.bias"))]
+        ), record
     n = field(arguments, "n_layers", int, path)
     if n not in (1, 2):
         raise ImportRefused(f"{path} is an EEMLP of {n} layers; a pack's probes have none, one or two hidden layers")
@@ -101,9 +108,9 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
         (*_of_linear(*(f"layers.{i}.0" for i in range(n)), *(f"heads.{i}" for i in range(n + 1))), *_SCALER),
         path,
     )
-    layers = [(of(f"layers.{i}.0.weight"), of(f"layers.{i}.0.bias")) for i in range(n)]
-    probe = Classifier(name, [*layers, (of(f"heads.{n}.weight"), of(f"heads.{n}.bias"))])
-    return probe.standardised(of("scaler_mean"), of("scaler_std")), record
+    layers = [(read(f"layers.{i}.0.weight"), read(f"layers.{i}.0.bias")) for i in range(n)]
+    probe = Classifier(name, [*layers, (read(f"heads.{n}.weight"), read(f"heads.{n}.bias"))])
+    return probe.standardised(read("scaler_mean"), read("scaler_std")), record
 
 
 def _of_linear(*modules: str) -> tuple[str, ...]:

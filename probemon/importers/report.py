@@ -2,9 +2,11 @@
 
 notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
 notes.add("tripole", "Deception:3", listed=True)
-report = ImportReport("hatcat", "lens_packs/mine", stated={"site": "resid_post.15"}, counts={"probes": 7946},
-notes=notes.all()) print(report), report.as_dict(), report.section()        # as text, for a manifest's
-provenance["import"], for a pack's card
+stated = {"site": "resid_post.15"}
+report = ImportReport("hatcat", "lens_packs/mine", stated, counts={"probes": 7946}, notes=notes.all())
+print(report)
+report.as_dict()                                   # for a manifest's provenance["import"]
+report.section()                                   # for a pack's card
 """
 
 from __future__ import annotations
@@ -19,9 +21,7 @@ _LONG = 120  # characters of an example in a line; a manifest has all of it
 
 @dataclass(frozen=True)
 class Note:
-    """One kind of trouble: `what` it is in words, how many, and examples: `EXAMPLES` of them, or all where they are
-    `listed` by name.
-    """
+    """One kind of trouble: `what` it is in words, its count, and `EXAMPLES` examples, or all that are `listed`."""
 
     kind: str
     what: str
@@ -38,7 +38,7 @@ class Note:
 
 
 class Notes:
-    """Collects notes while an import runs. `what`: the words of each kind, in the order in which they are told."""
+    """Collects notes while an import runs. `what`: the words of each kind, in the order of the report."""
 
     def __init__(self, what: Mapping[str, str]) -> None:
         self._what = dict(what)
@@ -46,15 +46,16 @@ class Notes:
         self._examples: dict[str, list[str]] = {kind: [] for kind in what}
 
     def add(self, kind: str, example: str, *, listed: bool = False) -> None:
-        """Count one more. The first `EXAMPLES` are kept, or every one that is `listed`. A `KeyError` for a kind that
-        has no words.
+        """Count one more, and keep the first `EXAMPLES`, or every one that is `listed`.
+
+        Raises `KeyError` for a kind that has no words.
         """
         self._counts[kind] += 1
         if listed or len(self._examples[kind]) < EXAMPLES:
             self._examples[kind].append(example)
 
     def copy(self) -> Notes:
-        """The same so far, to go on with by itself."""
+        """Return a copy, which goes on by itself."""
         other = Notes(self._what)
         other._counts, other._examples = (
             dict(self._counts),
@@ -63,11 +64,11 @@ class Notes:
         return other
 
     def count(self, kind: str) -> int:
-        """How many of a kind there were so far."""
+        """Return how many of a kind there are so far."""
         return self._counts[kind]
 
     def all(self) -> tuple[Note, ...]:
-        """A note for each kind that occurred."""
+        """Return a note for each kind that occurred."""
         return tuple(
             Note(kind, self._what[kind], count, tuple(self._examples[kind]))
             for kind, count in self._counts.items()
@@ -77,10 +78,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported from where: `stated` by the user since no file says it, `counts` of what was found, and `notes`
-    of trouble.
+    """What was imported from where.
 
-    `warning`: the one thing to be read, with its remedy, before all else; "" where there is none.
+    - `stated`: what the user said, since no file says it.
+    - `counts`: of what was imported.
+    - `notes`: of trouble.
+    - `warning`: the one thing to read before all else, with its remedy; or "".
     """
 
     format: str
@@ -91,11 +94,11 @@ class ImportReport:
     warning: str = ""
 
     def note(self, kind: str) -> Note | None:
-        """The note of a kind, or None where there was nothing of it."""
+        """Return the note of a kind, or None."""
         return next((note for note in self.notes if note.kind == kind), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON: kept in a pack's manifest as `provenance["import"]`."""
+        """Return JSON, which a pack's manifest keeps as `provenance["import"]`."""
         notes = {
             note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes
         }
@@ -110,25 +113,23 @@ class ImportReport:
         }
 
     def __str__(self) -> str:
-        """The warning, if there is one; then a line for what was found, one for what was said, one for each kind of
-        trouble.
-        """
+        """Return the warning, if there is one, then `lines()`."""
         return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
 
     def lines(self) -> list[str]:
-        """All but the warning."""
-        found = ", ".join(
+        """Return a line of counts, one of what the user stated, and one for each kind of trouble."""
+        counts = ", ".join(
             f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items()
         )
-        said = ", ".join(f"{name} {value}" for name, value in self.stated.items())
+        stated = ", ".join(f"{name} {value}" for name, value in self.stated.items())
         lines = [
-            f"{self.format} {self.source}: {found or 'nothing'}",
-            *([f"not in its files, said at import: {said}"] if said else []),
+            f"{self.format} {self.source}: {counts or 'nothing'}",
+            *([f"not in its files, said at import: {stated}"] if stated else []),
         ]
         return [_printable(line) for line in [*lines, *(str(note) for note in self.notes)]]
 
     def section(self) -> str:
-        """The same as a part of a pack's card, in Markdown."""
+        """Return the report as a part of a pack's card, in Markdown."""
         first, *others = self.lines()
         warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
         return "\n".join(
@@ -146,5 +147,5 @@ class ImportReport:
 
 
 def _printable(line: str) -> str:
-    """One line that a terminal does not obey: names are somebody else's."""
+    """Escape what a terminal would obey: others chose the names."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

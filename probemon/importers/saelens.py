@@ -1,5 +1,4 @@
-"""Features of a sparse autoencoder that SAELens saved, as probes of a pack: encoder rows, each firing where the feature
-is active.
+"""Features of a sparse autoencoder that SAELens saved, as probes that fire where the feature is active.
 
     from probemon.importers.saelens import import_sae
     pack = import_sae("sae/", "my-pack", features=[17, 4021], names={17: "cats", 4021: "legal text"})
@@ -74,12 +73,16 @@ def import_sae(
 ) -> ProbePack:
     """Write features of an SAE as a pack; probe `f17` is feature 17.
 
-    `features`: which, in this order (default all). `names`: of features, for people. `site`: where the state is read;
-    needed where the file's hook does not say it. `centered`: whether the SAE was trained on a TransformerLens model
-    with centred writing weights, whose states have each their mean subtracted; needed where the file does not say.
-    `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
-    `sharpness`: multiplies the logits, by 0.001 to 1,000. The normalisation is the file's. `about`: `OPTIONS` of
-    `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
+    - `features`: which, in this order (default all).
+    - `names`: of features, for people.
+    - `site`: where the state is read; needed where the file's hook does not say it.
+    - `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, which subtract
+      each state's mean from it; needed where the file does not say.
+    - `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
+    - `sharpness`: multiplies the logits, by 0.001 to 1,000.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, overwrite, ...).
+
+    The normalisation is the file's. Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_sae, about, without=("eps", "notes"))
     if not isinstance(names, Mapping | None) or not all(isinstance(name, str) for name in (names or {}).values()):
@@ -106,12 +109,10 @@ def import_sae(
     if config is None:
         raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
     architecture = field(config, "architecture", str, where, "standard")
-    settings = {
-        **config,
-        **(field(config, "metadata", dict, where, None) or {}),
-    }  # before version 6 all was in one place
+    # Before version 6 all was in one place.
+    settings = {**config, **(field(config, "metadata", dict, where, None) or {})}
     place = site_of(_site(settings, site, where), site, where)
-    norm = _checked(settings, architecture, where)
+    norm = _check_norm(settings, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
         raise ImportRefused(
             f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of"
@@ -180,7 +181,7 @@ def import_sae(
             "The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of"
             " 1e-5 / deviation."
         )
-    facts = {"model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None, **about}
+    host = {"model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None, **about}
     return write_stacked(
         target,
         concepts,
@@ -193,24 +194,25 @@ def import_sae(
         notes=notes,
         stated=stated,
         files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)},
-        **facts,
+        **host,
     )
 
 
-def _checked(said: Mapping[str, Any], architecture: str, where: Path) -> str:
-    """How activations were normalised. Raises `ImportRefused` for an encoder whose features are no probes of
-    one state.
+def _check_norm(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
+    """Return how activations were normalised.
+
+    Raises `ImportRefused` for an encoder whose features are no probes of one state.
     """
-    activation = said.get("activation_fn", said.get("activation_fn_str", "relu"))
+    activation = settings.get("activation_fn", settings.get("activation_fn_str", "relu"))
     if architecture not in _ARCHITECTURES or activation not in ("relu", None):
         what = architecture if architecture not in _ARCHITECTURES else f"{architecture} with {activation}"
         raise ImportRefused(
             f"{where}: the encoder is {what}, in which a feature is not active by itself: supported are"
             f" {', '.join(_ARCHITECTURES)} (SAELens saves batchtopk as jumprelu)"
         )
-    if said.get("reshape_activations", "none") != "none" or said.get("hook_head_index") is not None:
+    if settings.get("reshape_activations", "none") != "none" or settings.get("hook_head_index") is not None:
         raise ImportRefused(f"{where}: the encoder reads heads of attention, which are no site of probemon")
-    norm = said.get("normalize_activations")
+    norm = settings.get("normalize_activations")
     if norm is None or isinstance(norm, bool):  # as it was before version 3
         norm = "expected_average_only_in" if norm else "none"
     if not isinstance(norm, str) or norm not in _NORMS:
@@ -221,30 +223,31 @@ def _checked(said: Mapping[str, Any], architecture: str, where: Path) -> str:
     return norm
 
 
-def _centered(settings: Mapping[str, Any], given: bool | None, where: Path) -> bool:
+def _centered(settings: Mapping[str, Any], centered: bool | None, where: Path) -> bool:
     """Whether states had their mean subtracted: what the file says of how the host was loaded, else what was given."""
     loaded = settings.get("model_from_pretrained_kwargs")
-    is_centered = (
+    stated = (
         bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
     )  # SAELens loads without processing
-    if is_centered is None and given is None:
+    if stated is None and centered is None:
         raise ImportRefused(
             f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens"
             " model with centred writing weights (its default for hosts with a LayerNorm)"
         )
-    if is_centered is not None and given not in (None, is_centered):
+    if stated is not None and centered not in (None, stated):
         raise ImportRefused(
-            f"{where} says that writing weights were {'' if is_centered else 'not '}centred, and centered={given} was"
+            f"{where} says that writing weights were {'' if stated else 'not '}centred, and centered={centered} was"
             " given: leave it out"
         )
-    return bool(given if is_centered is None else is_centered)
+    return bool(centered if stated is None else stated)
 
 
-def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None:
-    """The site that a hook of TransformerLens is, None where there is none of its hooks. Raises `ImportRefused` for a
-    hook that is no site, or may be none.
+def _site(settings: Mapping[str, Any], site: str | None, where: Path) -> str | None:
+    """Return the site of a TransformerLens hook, or None for another hook.
+
+    Raises `ImportRefused` for a hook that is no site, or may be none.
     """
-    hook = said.get("hook_name", said.get("hook_point"))
+    hook = settings.get("hook_name", settings.get("hook_point"))
     if not isinstance(hook, str):
         return None
     match = _RESIDUAL.fullmatch(hook)
@@ -255,13 +258,13 @@ def _site(said: Mapping[str, Any], given: str | None, where: Path) -> str | None
     match = _PART.fullmatch(hook)
     if match is not None:
         place = f"{match[2]}.{int(match[1])}"
-        host = str(said.get("model_name")).rpartition("/")[2]
+        host = str(settings.get("model_name")).rpartition("/")[2]
         if _NORMALISED_FIRST.match(host):
             raise ImportRefused(
                 f"{where}: the encoder reads {hook} of {host}, which normalises what {place} gives before that hook: no"
                 " site of probemon is what it reads"
             )
-        if _ADDED_AS_GIVEN.match(host) or given == place:
+        if _ADDED_AS_GIVEN.match(host) or site == place:
             return place
         raise ImportRefused(
             f"{where}: the encoder reads {hook}, what is added to the residual stream. In a host with a norm or a"

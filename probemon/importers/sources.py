@@ -29,16 +29,17 @@ _PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
 
 
 def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
-    """Files by concept: as a mapping gives them, one file by its stem, or all of a folder with the suffix. Raises
-    `ImportRefused`.
+    """Return files by concept: those of a mapping, one file by its stem, or all of a folder with the suffix.
+
+    Raises `ImportRefused`.
     """
     if isinstance(source, Mapping):
-        paths = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
-        if not paths:
+        files = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
+        if not files:
             raise ImportRefused("there is no probe to import: the dict of files is empty")
     elif as_path(source, "the source, a file, a folder or a dict of files by concept,").is_dir():
-        paths = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
-        if not paths:
+        files = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
+        if not files:
             names = sorted(path.name for path in Path(source).iterdir())
             for name in names:
                 _no_pickle(Path(name))
@@ -47,10 +48,10 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
                 " probes were saved to"
             )
     else:
-        paths = {Path(source).stem: Path(source)}
-    for path in paths.values():
+        files = {Path(source).stem: Path(source)}
+    for path in files.values():
         check_file(path, MAX_BYTES)
-    return paths
+    return files
 
 
 def check_file(path: Path, max_bytes: int) -> None:
@@ -68,7 +69,7 @@ def _no_pickle(path: Path) -> None:
 
 
 def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
-    """What a JSON file holds. Raises `ImportRefused` where it is none, or longer than `max_bytes`."""
+    """Read a JSON file. Raises `ImportRefused` where it is none, or longer than `max_bytes`."""
     check_file(path, max_bytes)
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -78,7 +79,7 @@ def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """What a JSON text inside another file holds. Raises `ImportRefused` naming `what`."""
+    """Read a JSON text from inside another file. Raises `ImportRefused` naming `what`."""
     try:
         return loads(text, constant=no_constant)
     except RepeatedKey as error:
@@ -90,7 +91,7 @@ def parse_json(text: str, what: str) -> Any:
 def read_safetensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True, max_bytes: int = MAX_BYTES
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, of those that are wanted, and the file's own metadata.
+    """Read the wanted tensors by name, and the file's own metadata.
 
     safetensors checks the header: no tensor lies outside of the file, so that all together take at most its bytes.
     Raises `ImportRefused`.
@@ -103,11 +104,11 @@ def read_safetensors(
         raise ImportRefused(f"{path} cannot be read as safetensors ({str(error)[:150]})") from None
 
 
-def as_path(given: object, what: str) -> Path:
-    """A path that was given. Raises `ImportRefused` naming `what` it is of where it is none."""
-    if not isinstance(given, (str, os.PathLike)):
-        raise ImportRefused(f"{what} is given as a {type(given).__name__}: give a path")
-    return Path(given)
+def as_path(path: object, what: str) -> Path:
+    """Return a path as a `Path`. Raises `ImportRefused` naming `what` where it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ImportRefused(f"{what} is given as a {type(path).__name__}: give a path")
+    return Path(path)
 
 
 def only_tensors(tensors: Collection[str], known: Collection[str], where: object) -> None:
@@ -121,7 +122,7 @@ def only_tensors(tensors: Collection[str], known: Collection[str], where: object
 
 
 def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
-    """A tensor of floats by name. Raises `ImportRefused` naming those that there are."""
+    """Return a tensor of floats by name. Raises `ImportRefused` naming those that there are."""
     tensor = tensors.get(name)
     if not isinstance(tensor, Tensor):
         names = ", ".join(map(str, list(tensors)[:8])) or "nothing"
@@ -132,8 +133,9 @@ def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
 
 
 def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
-    """A field of a JSON object, of the right kind. Raises `ImportRefused` where it is not, or is missing without a
-    default.
+    """Return a field of a JSON object.
+
+    Raises `ImportRefused` where it is of another kind, or is missing without a default.
     """
     if not isinstance(mapping, dict):
         raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
@@ -149,18 +151,19 @@ def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any 
     return float(value) if kind is float else value
 
 
-def site_of(found: str | None, given: str | None, where: object) -> str:
-    """The site: what the file says, where it says it, else what was given. Raises `ImportRefused` where they differ or
-    both are missing.
+def site_of(stated: str | None, site: str | None, where: object) -> str:
+    """Return the site that the file states, else the user's.
+
+    Raises `ImportRefused` where they differ or both are missing.
     """
-    if found is None and given is None:
+    if stated is None and site is None:
         raise ImportRefused(
             f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15'"
             " (the output of block 15, counted from 0)"
         )
-    if found is not None and given not in (None, found):
+    if stated is not None and site not in (None, stated):
         raise ImportRefused(
-            f"{where} says that the state is read at {found}, and site={given!r} was given: leave it out, or import the"
+            f"{where} says that the state is read at {stated}, and site={site!r} was given: leave it out, or import the"
             " weights with probemon.importers.generic"
         )
-    return found if found is not None else str(given)
+    return stated if stated is not None else str(site)

@@ -43,11 +43,14 @@ def import_files(
 ) -> ProbePack:
     """Write steerkit probes as a pack.
 
-    `source`: a file, a folder of `.safetensors`, or files by concept. `scale`: the length of the fitted coefficients,
-    of all or by concept. `method`: which direction (`logistic`, `diff_of_means`, `mass_mean`; default: the file's own).
-    `bias`: whether the file's bias is added. `site`: only to check; that and the normalisation (none, being the hook's
-    own states) are the file's. `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, overwrite, ...). Raises
-    `ImportRefused`, `UnknownSetting`.
+    - `source`: a file, a folder of `.safetensors`, or files by concept.
+    - `scale`: the length of the fitted coefficients, of all or by concept.
+    - `method`: which direction (`logistic`, `diff_of_means`, `mass_mean`; default: the file's own).
+    - `bias`: whether the file's bias is added.
+    - `site`: only to check; the file states it. The states are the hook's own, not normalised.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, overwrite, ...).
+
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_files, about, without=("n_layers", "eps", "notes"))
     files = named_files(source, ".safetensors")
@@ -55,11 +58,11 @@ def import_files(
         raise ImportRefused(f"scale is given for {list(scale)}, the concepts are {list(files)}: give it for each")
     if method is not None and method not in _METHODS:
         raise ImportRefused(f"method {method!r}: expected one of {', '.join(_METHODS)}")
-    read = {
+    probes = {
         name: _read(name, path, scale[name] if isinstance(scale, Mapping) else scale, method, bias, site)
         for name, path in files.items()
     }
-    hosts = {(said["model_id"], said["n_total_layers"]) for _, said in read.values()}
+    hosts = {(record["model_id"], record["n_total_layers"]) for _, record in probes.values()}
     if len(hosts) > 1:
         raise ImportRefused(f"the probes are of different hosts, {sorted(hosts)}: make a pack for each")
     model, n_layers = hosts.pop()
@@ -67,28 +70,30 @@ def import_files(
         "Directions of length 1 were multiplied by a scale that was given by hand"
         + ("." if bias else ", and the biases of the fits were left out: scores rank, and are no probabilities.")
     ]
-    facts = {"model": model, "n_layers": n_layers, **about}
+    host = {"model": model, "n_layers": n_layers, **about}
     stated = {
-        "scale": {name: float(each) for name, each in scale.items()} if isinstance(scale, Mapping) else float(scale),
+        "scale": {name: float(length) for name, length in scale.items()}
+        if isinstance(scale, Mapping)
+        else float(scale),
         "bias": bias,
-        "probes": {name: said for name, (_, said) in read.items()},
+        "probes": {name: record for name, (_, record) in probes.items()},
     }
     return write_flat(
         target,
-        [probe for probe, _ in read.values()],
+        [probe for probe, _ in probes.values()],
         source="steerkit",
         normalize="none",
         notes=notes,
         stated=stated,
         files={path.name: sha256(path) for path in files.values()},
-        **facts,
+        **host,
     )
 
 
 def _read(
-    name: str, path: Path, scale: float, method: str | None, with_bias: bool, given: str | None
+    name: str, path: Path, scale: float, method: str | None, with_bias: bool, site: str | None
 ) -> tuple[Classifier, dict[str, Any]]:
-    """One probe, and what its file says of itself."""
+    """Read one probe, and what its file says of itself."""
     remedy = "give the length of the fitted coefficients, a positive number"
     scale = check_number(
         f"{name}: scale", scale, low=0, high=1e30, open_low=True, open_high=True, remedy=remedy, error=ImportRefused
@@ -129,7 +134,7 @@ def _read(
             f"{path} says {stated}: known are {', '.join(_SCHEMAS)}, and {hook} is the hook of its layer and hook_site."
             " Save the probe again with a steerkit that is known"
         )
-    place = site_of(f"resid_post.{layer - (record['hook_site'] == 'resid_pre')}", given, path)
+    place = site_of(f"resid_post.{layer - (record['hook_site'] == 'resid_pre')}", site, path)
     if record["method"] not in directions:
         raise ImportRefused(
             f"{path} has no direction {record['method']!r}; it has {', '.join(directions)}: give method="

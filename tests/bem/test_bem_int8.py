@@ -67,8 +67,9 @@ def folder(tmp_path_factory):
     about it.
     """
     made = tmp_path_factory.mktemp("int8")
-    here = Path(__file__).parent
-    path = os.pathsep.join(map(str, [here, here.parent / "support", here.parents[1], Path(sys.prefix) / "torchao"]))
+    tests = Path(__file__).parents[1]
+    folders = [tests / "bem", tests / "support", tests, tests.parent, Path(sys.prefix) / "torchao"]
+    path = os.pathsep.join(map(str, folders))
     code = "import sys, pathlib, test_bem_int8; test_bem_int8.write(pathlib.Path(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(made)],

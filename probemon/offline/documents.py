@@ -8,6 +8,7 @@ raised.
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
 - a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one
   document each, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
+- `.csv` and `.tsv` are refused: their lines are no documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of
   parquet files
@@ -37,6 +38,9 @@ MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
 # Of one over the smaller bound rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 _JSON = (".jsonl", ".ndjson", ".json")
+_TABLES = (".csv", ".tsv")
+# Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
+_NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
 Source = str | os.PathLike[str] | Iterable[Any]
 
 
@@ -155,6 +159,8 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _folder(path, files, left_out, fields, max_chars)
     if not path.is_file():
         raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
+    if _kind(path) == "table":
+        raise ConfigError(f"{path} is {_NO_TABLES}")
     if _kind(path) == "parquet":
         _parquet_columns(path, fields)  # now, so that a wrong name is an error before a model is loaded
     try:
@@ -193,6 +199,8 @@ def _folder(
         where = path.relative_to(folder).as_posix()
         if path in left_out:
             yield _Row(where, reason=left_out[path])
+        elif _kind(path) == "table":
+            yield _Row(where, reason=_NO_TABLES)
         elif _kind(path) != "text":
             yield from _file(path, where, fields, max_chars)
         else:
@@ -222,7 +230,8 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
 
 def _kind(path: Path) -> str:
     suffix = (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
-    return "json" if suffix in _JSON else "parquet" if suffix == ".parquet" else "text"
+    kinds = {".parquet": "parquet", **dict.fromkeys(_JSON, "json"), **dict.fromkeys(_TABLES, "table")}
+    return kinds.get(suffix, "text")
 
 
 def _zipped(path: Path) -> bool:

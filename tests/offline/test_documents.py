@@ -347,3 +347,15 @@ def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatc
     whole = told(path)
     monkeypatch.setattr("probemon.offline.documents.LARGE_DICTIONARY_BYTES", 1)
     assert told(path) == whole and len(whole) == 50
+
+
+@pytest.mark.parametrize("name", ["mails.csv", "mails.TSV", "mails.csv.gz"])
+def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / name
+    path.write_bytes(gzip.compress(b"id,text\n1,whales\n") if name.endswith(".gz") else b"id,text\n1,whales\n")
+    (tmp_path / "folder/note.txt").write_text("ships")
+    with pytest.raises(ConfigError, match=r"a table in text: write it as \.jsonl or \.parquet"):
+        list(read_documents(path))
+    read = {document.id: document for document in read_documents(tmp_path / "folder")}
+    assert read["note.txt"].text == "ships" and "a table in text" in read[name].reason

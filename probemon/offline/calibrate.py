@@ -47,9 +47,17 @@ if TYPE_CHECKING:
 UNITS = ("token", "document")
 _COLUMNS = 16  # concepts sorted at once: bounds the second copy of their values
 # What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
-_AT_THRESHOLD = ("false_positive_rate", "false_positive_rate_all_tokens", "recall_at_threshold",
-"precision_at_threshold", "fired_per_token", "firing_recall_exact",
-                 "share_evaluated_exact", "n_fired", "n_fired_changed")  # fmt: skip
+_AT_THRESHOLD = (
+    "false_positive_rate",
+    "false_positive_rate_all_tokens",
+    "recall_at_threshold",
+    "precision_at_threshold",
+    "fired_per_token",
+    "firing_recall_exact",
+    "share_evaluated_exact",
+    "n_fired",
+    "n_fired_changed",
+)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,9 @@ def settled(manager, states=STATES):
     """Scores when all that was asked for has arrived."""
     for _ in range(9):
         _, scores = manager.step(None, states)
-        fetchers = [
-            fetcher
-            for fetcher in (getattr(manager.engine, name, None) for name in ("fetcher", "prefetcher"))
-            if fetcher is not None
-        ]
-        for fetcher in fetchers:
-            fetcher.wait()
+        for fetcher in (manager.engine.scorer.fetcher, manager.engine.scorer.prefetcher):
+            if fetcher is not None:
+                fetcher.wait()
         if not scores.coverage.late.any():
             break
     return scores

@@ -32,9 +32,10 @@ def settled(manager, states=STATES):
     """Scores when all that was asked for has arrived."""
     for _ in range(9):
         _, scores = manager.step(None, states)
-        for fetcher in (manager.engine.scorer.fetcher, manager.engine.scorer.prefetcher):
-            if fetcher is not None:
-                fetcher.wait()
+        for engine in getattr(manager.engine, "engines", [manager.engine]):
+            for fetcher in (engine.scorer.fetcher, engine.scorer.prefetcher):
+                if fetcher is not None:
+                    fetcher.wait()
         if not scores.coverage.late.any():
             break
     return scores

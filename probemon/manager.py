@@ -44,6 +44,8 @@ class DynamicProbeManager(Scorer):
     (`coverage.late`, within `dropped`); they arrive in the background.
     `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and what was missed is
     counted (`probemon.engine.audit`).
+    `alert_set`: which of the pack's sets of alert thresholds says what fires; None takes the one it recommends
+    (`pack.alert_sets`).
     Of `arena_bytes`, `cache_bytes`, `prefetch`, `strategy` and `late` only the last changes a score.
 
     Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives

@@ -55,9 +55,12 @@ class Scorer:
         prefetch: float = 0.0,
         strategy: str = "auto",
         audit_rate: float = 0.0,
+        alert_set: str | None = None,
         **settings: Any,
     ) -> None:
         self.pack = one_or_several(pack)
+        if alert_set is not None:
+            self.pack = self.pack.with_alert_set(alert_set)
         group = self.pack if isinstance(self.pack, PackGroup) else None
         self._parts = (
             [ConfiguredPack.of(self.pack, settings)]

@@ -404,6 +404,7 @@ def write_calibrated(
         alert_threshold=alert,
         expand_threshold=expand,
         aggregated=aggregated,
+        **_alert_sets(pack, changes),
         golden_hidden=pack.golden_hidden,
         recommended=recommended,
         provenance=provenance,
@@ -412,6 +413,15 @@ def write_calibrated(
         for start, block in pack.blocks():
             writer.put_slice(start, block)
     return ProbePack.of(writer.opened)
+
+
+def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
+    """Return the sets of a new version: new thresholds of single tokens are a set of their own beside the pack's."""
+    if not changes or pack.alert_set is None:
+        return {"alert_set": pack.alert_set, "alert_sets": pack.other_alert_sets()}
+    before = {pack.alert_set: pack.alert_threshold, **pack.other_alert_sets()}
+    before.pop("calibrated", None)  # an earlier calibration is replaced, as where sets have no names
+    return {"alert_set": "calibrated", "alert_sets": before}
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:

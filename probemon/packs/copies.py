@@ -35,6 +35,8 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "alert_threshold": pack.alert_threshold[at],
         "expand_threshold": pack.expand_threshold[at],
         "aggregated": {name: pack.thresholds_for(name)[at] for name in pack.aggregated},
+        "alert_set": pack.alert_set,
+        "alert_sets": {name: thresholds[at] for name, thresholds in pack.other_alert_sets().items()},
         "golden_hidden": pack.golden_hidden,
         "recommended": pack.recommended,
     }

@@ -101,6 +101,10 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     }
     for name in sorted({*a.aggregated, *b.aggregated}):
         thresholds[f"alert_threshold:{name}"] = (_thresholds(a, name), _thresholds(b, name))
+    sets_a, sets_b = a.other_alert_sets(), b.other_alert_sets()
+    for name in sorted({*sets_a, *sets_b}):
+        none = torch.full_like(a.alert_threshold, math.nan), torch.full_like(b.alert_threshold, math.nan)
+        thresholds[f"alert_threshold@{name}"] = sets_a.get(name, none[0]), sets_b.get(name, none[1])
     changed: dict[str, dict[str, Any]] = {}
     for i, j in shared:
         before, after = a.concepts[i], b.concepts[j]
@@ -126,7 +130,7 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
         if changes:
             changed[before["id"]] = changes
     about = {}
-    for key in ("score_rule", "dtype", "licence", "host", "recommended"):
+    for key in ("score_rule", "dtype", "licence", "host", "recommended", "alert_set"):
         pair = [pack.manifest.get(key) for pack in (a, b)]
         if pair[0] != pair[1]:
             about[key] = pair

@@ -97,6 +97,7 @@ def merge(
         alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
         expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
+        **_joined_alert_sets(members),
         golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
         recommended=recommended,
         provenance=made_by("merge", members, prefixes=[prefix for prefix, _ in named]),
@@ -239,6 +240,18 @@ def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
             ]
         )
         for name in dict.fromkeys(name for pack in packs for name in pack.aggregated)
+    }
+
+
+def _joined_alert_sets(packs: Sequence[ProbePack]) -> dict[str, Any]:
+    """Return the sets of alert thresholds that all of several packs have, where they recommend the same one."""
+    if packs[0].alert_set is None or len({pack.alert_set for pack in packs}) > 1:
+        return {}
+    others = [pack.other_alert_sets() for pack in packs]
+    names = [name for name in others[0] if all(name in other for other in others)]
+    return {
+        "alert_set": packs[0].alert_set,
+        "alert_sets": {name: torch.cat([other[name] for other in others]) for name in names},
     }
 
 

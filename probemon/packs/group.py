@@ -77,6 +77,22 @@ class PackGroup:
         self._bare_names = [name for _, name in bare]
         self._names = Names(self.name, self.concepts, self.path, bare)
 
+    @property
+    def alert_set(self) -> str | None:
+        """The name of the set of alert thresholds that every pack has in force, or "pack: name, ..."; None where none
+        has a name.
+        """
+        names = {name: pack.alert_set for name, pack in self.packs.items()}
+        if len(set(names.values())) == 1:
+            return next(iter(names.values()))
+        return ", ".join(f"{name}: {alert_set or 'its only one'}" for name, alert_set in names.items())
+
+    def with_alert_set(self, name: str) -> PackGroup:
+        """Return the packs with another of their sets of alert thresholds in force. Raises `ConfigError` where one has
+        no set of this name.
+        """
+        return PackGroup({own: pack.with_alert_set(name) for own, pack in self.packs.items()})
+
     def find(self, concept: str | int) -> int:
         """Return the number of a concept by qualified id or name ("pack:whale"), by the bare one where it is
         unambiguous, or by number. Raises `UnknownConcept`.

@@ -239,7 +239,10 @@ class Proposal:
             ),
             "alert_threshold": torch.cat([ones, pack.alert_threshold]),
             "expand_threshold": torch.cat([thresholds, torch.full_like(pack.expand_threshold, math.nan)]),
-            "aggregated": {key: torch.cat([ones, own]) for key, own in spec["aggregated"].items()},
+            **{
+                kind: {key: torch.cat([ones, own]) for key, own in spec[kind].items()}
+                for kind in ("aggregated", "alert_sets")
+            },
             "recommended": {
                 **_recommended_without_hierarchy(pack),
                 "load_threshold": "calibrated",

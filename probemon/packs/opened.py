@@ -44,9 +44,11 @@ from probemon.packs.manifest import (
 )
 from probemon.packs.tensors import (
     AGGREGATED,
+    ALERT_SET,
     THRESHOLDS,
     VECTORS,
     aggregator_names,
+    alert_set_names,
     check_dtypes,
     check_golden,
     first_wrong_threshold,
@@ -68,6 +70,8 @@ class OpenedPack:
     - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
     - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
       (`thresholds_for`)
+    - `alert_set`: the name of the set that `alert_threshold` is, or None; `alert_sets`: the names of all there are
+      (`with_alert_set`)
     - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: found by `verify`
     - `input_limit [P]` fp64: the largest value of an input with which no sum of the probe can overflow fp32, NaN until
       its weights are looked at; `lowest_input_limit` of those that were
@@ -106,6 +110,12 @@ class OpenedPack:
         self.alert_threshold, self.expand_threshold = vectors["alert_threshold"], vectors["expand_threshold"]
         self.aggregated = aggregator_names(described, self.n_probes, where)
         self._aggregated = {name: tensors.read(AGGREGATED + name) for name in self.aggregated}
+        self.alert_set: str | None = manifest.get("alert_set")
+        self._alert_sets = {
+            name: tensors.read(ALERT_SET + name) for name in alert_set_names(described, self.n_probes, where)
+        }
+        if self.alert_set is not None:
+            self._alert_sets = {self.alert_set: self.alert_threshold, **self._alert_sets}
         self.golden_error: float | None = None
         self.input_limit = np.full(self.n_probes, np.nan)
         self.lowest_input_limit = math.inf
@@ -132,7 +142,8 @@ class OpenedPack:
         for name, tensor in {"input": self.input_index, **thresholds}.items():
             if tuple(tensor.shape) != (n,):
                 raise PackCorrupt(f"{where}: {name} has shape {tuple(tensor.shape)}, expected ({n},)")
-        for name, tensor in {**thresholds, **self._aggregated}.items():
+        further = {ALERT_SET + name: tensor for name, tensor in self._alert_sets.items() if name != self.alert_set}
+        for name, tensor in {**thresholds, **self._aggregated, **further}.items():
             wrong = first_wrong_threshold(name, tensor)
             if wrong is not None:
                 raise PackCorrupt(
@@ -222,7 +233,7 @@ class OpenedPack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickled, a pack is opened again from its directory, which must hold the same one."""
-        return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest)
+        return _reopen, (type(self), str(self.directory.resolve()), self.name, self.manifest, self.alert_set)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -372,6 +383,35 @@ class OpenedPack:
             )
         return self._aggregated[name]
 
+    @property
+    def alert_sets(self) -> tuple[str, ...]:
+        """The names of the sets of alert thresholds that the pack has, the one it recommends first."""
+        return tuple(self._alert_sets)
+
+    def other_alert_sets(self) -> dict[str, Tensor]:
+        """Return the thresholds `[P]` of the sets that are not in force, by name."""
+        return {name: thresholds for name, thresholds in self._alert_sets.items() if name != self.alert_set}
+
+    def with_alert_set(self, name: str) -> Self:
+        """Return the pack with another of its `alert_sets` in force: another `alert_threshold`, the same scores.
+
+        Expand thresholds that were calibrated go, since they were for what fired by the other set. Raises
+        `ConfigError` where there is no such set.
+        """
+        if name == self.alert_set:
+            return self
+        if name not in self._alert_sets:
+            known = ", ".join(self._alert_sets) or "none that has a name"
+            raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {known}")
+        other = type(self).__new__(type(self))  # copy.copy would open the files again
+        vars(other).update(vars(self))
+        other.alert_set, other.alert_threshold = name, self._alert_sets[name]
+        other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
+        other.expand_threshold = torch.full_like(self.expand_threshold, math.nan)
+        if self.recommended.get("load_threshold") == "calibrated":
+            other.recommended = {key: value for key, value in self.recommended.items() if key != "load_threshold"}
+        return other
+
     def card_text(self) -> str:
         """Return the card, as far as it is UTF-8; a heading where there is none."""
         return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
@@ -385,7 +425,9 @@ def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) 
     return [concepts[i]["name"] for i in tree.path(probe)]
 
 
-def _reopen(kind: type[OpenedPack], directory: str, name: str, manifest: dict[str, Any]) -> OpenedPack:
+def _reopen(
+    kind: type[OpenedPack], directory: str, name: str, manifest: dict[str, Any], alert_set: str | None = None
+) -> OpenedPack:
     try:
         pack = kind.open(directory)
     except PackError as error:
@@ -397,4 +439,4 @@ def _reopen(kind: type[OpenedPack], directory: str, name: str, manifest: dict[st
             f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open"
             " this one and pickle it anew"
         )
-    return pack
+    return pack if alert_set is None else pack.with_alert_set(alert_set)

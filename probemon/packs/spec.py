@@ -22,7 +22,15 @@ from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.errors import ConfigError, PackError
 from probemon.packs.manifest import CONTROL, FORMAT, FORMAT_VERSION, SCORE_RULES, check_recommended
-from probemon.packs.tensors import AGGREGATED, DTYPES, THRESHOLDS, first_wrong_threshold, name_of
+from probemon.packs.tensors import (
+    AGGREGATED,
+    ALERT_SET,
+    DTYPES,
+    SET_NAME,
+    THRESHOLDS,
+    first_wrong_threshold,
+    name_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,8 @@ class PackSpec:
     alert_threshold: Tensor | None = None
     expand_threshold: Tensor | None = None
     aggregated: Mapping[str, Tensor] | None = None
+    alert_set: str | None = None
+    alert_sets: Mapping[str, Tensor] | None = None
     golden_hidden: Tensor | None = None
     recommended: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
@@ -76,6 +86,7 @@ class PackSpec:
             "alert_threshold": self.alert_threshold,
             "expand_threshold": self.expand_threshold,
             **{f"aggregated[{name!r}]": thresholds for name, thresholds in (self.aggregated or {}).items()},
+            **{f"alert_sets[{name!r}]": thresholds for name, thresholds in (self.alert_sets or {}).items()},
         }
         for name, tensor in per_probe.items():
             if tensor is not None:
@@ -95,6 +106,7 @@ class PackSpec:
             "alert_threshold": ordered(self.alert_threshold),
             "expand_threshold": ordered(self.expand_threshold),
             **{AGGREGATED + str(name): ordered(thresholds) for name, thresholds in (self.aggregated or {}).items()},
+            **{ALERT_SET + name: ordered(thresholds) for name, thresholds in (self.alert_sets or {}).items()},
         }
         self._check_values(small)
         if self.golden_hidden is not None:
@@ -114,6 +126,7 @@ class PackSpec:
             "inputs": [spec.as_dict() for spec in self.input_specs],
             "score_rule": self.score_rule,
             "recommended": dict(self.recommended or {}),
+            **({} if self.alert_set is None else {"alert_set": self.alert_set}),
             "architecture": self.architecture.as_dict(),
             "dtype": name_of(self.dtype),
             "counts_per_level": {str(int(level)): int(count) for level, count in zip(levels, counts, strict=True)},
@@ -133,15 +146,26 @@ class PackSpec:
         check_text("licence", self.licence, PackError)
         check_text("card", self.card, PackError)
         check_mapping("host", self.host, PackError)
-        for key in ("aggregated", "recommended", "provenance", "quality"):
+        for key in ("aggregated", "alert_sets", "recommended", "provenance", "quality"):
             if getattr(self, key) is not None:
                 check_mapping(key, getattr(self, key), PackError)
+        self._check_alert_sets()
         check_mappings("concepts", self.concepts, PackError)
         check_mappings("inputs", self.inputs, PackError)
         if self.golden_hidden is not None:
             check_tensor("golden_hidden", self.golden_hidden, error=PackError)
         if self.dtype not in DTYPES.values():
             raise ConfigError(f"dtype {self.dtype}: a pack's weights are one of {', '.join(DTYPES)}")
+
+    def _check_alert_sets(self) -> None:
+        names = [*(() if self.alert_set is None else (self.alert_set,)), *(self.alert_sets or ())]
+        for name in names:
+            if not isinstance(name, str) or not SET_NAME.fullmatch(name):
+                raise PackError(f"a set of alert thresholds is named {name!r:.80}: give letters, digits and . _ -")
+        if self.alert_sets and self.alert_set is None:
+            raise PackError("alert_sets are beside one in force: name that one too, alert_set=")
+        if self.alert_set in (self.alert_sets or ()):
+            raise PackError(f"the set {self.alert_set!r} is in force, and among the others: give it once")
 
     def _check_concepts(self) -> None:
         for concept in self.concepts:

@@ -7,6 +7,7 @@ largest_magnitudes(weights)                            # of each probe; infinite
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,6 +24,8 @@ VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
 THRESHOLDS = (
     "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
@@ -68,6 +71,19 @@ def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str)
             raise PackCorrupt(
                 f"{where}: {key} is {tensor.dtype} {tuple(tensor.shape)}, expected an aggregator's name and"
                 f" torch.float32 ({n_probes},)"
+            )
+    return tuple(names)
+
+
+def alert_set_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
+    """Return the further sets of alert thresholds. Raises `PackCorrupt` where one is no vector of numbers."""
+    names = sorted(key.removeprefix(ALERT_SET) for key in described if key.startswith(ALERT_SET))
+    for name in names:
+        tensor = described[ALERT_SET + name]
+        if not SET_NAME.fullmatch(name) or tuple(tensor.shape) != (n_probes,) or tensor.dtype != torch.float32:
+            raise PackCorrupt(
+                f"{where}: {ALERT_SET}{ascii(name)[:80]} is {tensor.dtype} {tuple(tensor.shape)}, expected a name of"
+                f" letters, digits and . _ - and torch.float32 ({n_probes},)"
             )
     return tuple(names)
 

@@ -1,0 +1,129 @@
+"""Sets of alert thresholds: which one is in force says what fires, and no score depends on it."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import HIDDEN, make_pack
+from forging import forge
+from probemon import DynamicProbeManager, ProbePack
+from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.offline.calibrate import calibrate_alerts, write_calibrated
+from probemon.packs.edit import merge, rename, subset
+from probemon.packs.quantize import quantize
+
+N = 40
+
+
+@pytest.fixture(scope="module")
+def pack(model, tmp_path_factory):
+    """A pack whose recommended thresholds are high ones, with low ones under a name of their own."""
+    return make_pack(
+        tmp_path_factory.mktemp("sets") / "two",
+        model,
+        n=N,
+        alert_threshold=torch.linspace(0.5, 0.9, N),
+        alert_set="precision_0.9",
+        alert_sets={"rate_0.01": torch.linspace(0.1, 0.3, N)},
+    )
+
+
+def test_the_set_in_force_says_what_fires_and_scores_stay(pack):
+    hidden = torch.randn(50, HIDDEN)
+    assert pack.alert_sets == ("precision_0.9", "rate_0.01") and pack.alert_set == "precision_0.9"
+    everything = DynamicProbeManager(pack).score_all(hidden)
+    evaluated = {}
+    for name, at in (("precision_0.9", 0.5), ("rate_0.01", 0.1)):
+        # Where nothing is retained a step is the rule alone; "descent" evaluates no more than it must.
+        manager = DynamicProbeManager(pack, alert_set=name, keep_top_k=0, strategy="descent")
+        assert manager.pack.alert_set == name
+        threshold = manager.pack.alert_threshold
+        assert threshold[0] == pytest.approx(at)
+        assert torch.equal(manager.score_all(hidden), everything)
+        scores = manager.score_tokens(hidden)
+        for t in range(50):
+            assert scores.fired(t).tolist() == (everything[t] > threshold).nonzero()[:, 0].tolist()
+        evaluated[name] = int(scores.coverage.evaluated.sum())
+    assert evaluated["precision_0.9"] < evaluated["rate_0.01"]  # exact, and the higher thresholds open less
+
+
+def test_a_copied_and_an_unpickled_manager_keep_the_set(pack):
+    manager = DynamicProbeManager(pack, alert_set="rate_0.01")
+    for other in (copy.deepcopy(manager), pickle.loads(pickle.dumps(manager))):
+        assert other.pack.alert_set == "rate_0.01"
+        assert torch.equal(other.pack.alert_threshold, manager.pack.alert_threshold)
+    assert pack.alert_set == "precision_0.9"  # the pack itself is read-only
+
+
+def test_packs_made_of_it_keep_its_sets_and_calibration_adds_one(pack, tmp_path):
+    low = dict(zip((c["id"] for c in pack.concepts), pack.other_alert_sets()["rate_0.01"].tolist(), strict=True))
+
+    def same(made, prefix=""):
+        assert made.alert_sets[:2] == ("precision_0.9", "rate_0.01")
+        kept = made.with_alert_set("rate_0.01").alert_threshold.tolist()
+        named = {c["id"].removeprefix(prefix): value for c, value in zip(made.concepts, kept, strict=True)}
+        assert named == {key: low[key] for key in named}
+
+    same(rename(pack, tmp_path / "renamed", name="other"))
+    same(subset(pack, tmp_path / "some", ["c7", "c9"]))
+    same(quantize(pack, tmp_path / "int8"))
+    both = merge({"a": pack, "b": pack}, tmp_path / "both", name="both")
+    assert both.with_alert_set("rate_0.01").alert_threshold[both.find("b:c7")] == pytest.approx(low["c7"])
+
+    alerts = calibrate_alerts([np.random.default_rng(0).random((400, 2))], fpr=0.1)
+    made = write_calibrated(pack, tmp_path / "calibrated", watched=[3, 5], alerts=alerts)
+    assert made.alert_set == "calibrated" and made.alert_sets == ("calibrated", "precision_0.9", "rate_0.01")
+    assert made.alert_threshold[3] == pytest.approx(float(alerts.threshold[0]))
+    assert torch.equal(made.with_alert_set("precision_0.9").alert_threshold, pack.alert_threshold)
+
+
+def test_expand_thresholds_calibrated_for_one_set_do_not_hold_for_another(model, tmp_path):
+    made = make_pack(
+        tmp_path / "expanding",
+        model,
+        rule="independent",
+        alert_set="a",
+        alert_sets={"b": torch.full((N,), 0.2)},
+        expand_threshold=torch.full((N,), 0.4),
+        recommended={"load_threshold": "calibrated"},
+    )
+    other = made.with_alert_set("b")
+    assert bool(other.expand_threshold.isnan().all()) and other.recommended == {}
+    with pytest.raises(ConfigError, match="calibrated"):
+        DynamicProbeManager(made, alert_set="b", load_threshold="calibrated")
+
+
+def test_wrong_names_are_told(pack, model, tmp_path):
+    with pytest.raises(ConfigError, match=r"no set of alert thresholds 'rate'.*precision_0\.9, rate_0\.01"):
+        DynamicProbeManager(pack, alert_set="rate")
+    bare = make_pack(tmp_path / "bare", model)
+    assert bare.alert_set is None and bare.alert_sets == ()
+    with pytest.raises(ConfigError, match="none that has a name"):
+        bare.with_alert_set("rate_0.01")
+    with pytest.raises(ConfigError, match="random has no set"):
+        DynamicProbeManager({"two": pack, "bare": bare}, alert_set="rate_0.01")
+    for changes, message in (
+        ({"alert_sets": {"b": torch.full((N,), 0.2)}}, "name that one too"),
+        ({"alert_set": "a b"}, "letters, digits"),
+        ({"alert_set": "a", "alert_sets": {"a": torch.full((N,), 0.2)}}, "give it once"),
+        ({"alert_set": "a", "alert_sets": {"b": torch.full((3,), 0.2)}}, "alert_sets"),
+        ({"alert_set": "a", "alert_sets": {"b": torch.full((N,), 1.5)}}, "alert_threshold@b"),
+    ):
+        with pytest.raises(PackError, match=message):
+            make_pack(tmp_path / "wrong", model, **changes)
+    key = "alert_threshold@rate_0.01"
+    for name, change in (
+        ("short", lambda tensors: tensors.update({key: tensors[key][:3]})),
+        ("escape", lambda tensors: tensors.update({"alert_threshold@\x1b[2J": tensors[key].clone()})),
+        ("above", lambda tensors: tensors[key].fill_(1.5)),
+    ):
+        forge(pack, tmp_path / name, change)
+        with pytest.raises(PackCorrupt, match="alert_threshold@"):
+            ProbePack.open(tmp_path / name)
+    manifest = tmp_path / "short" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"precision_0.9"', '"\\u001b[2J"'))
+    with pytest.raises(PackCorrupt, match="alert_set is"):
+        ProbePack.open(tmp_path / "short")

@@ -165,6 +165,7 @@ class Publisher:
             value,
             recording.number,
             recording.request,
+            rule.alert_set,
         )
 
     def _act(self, rule: Rule, event: Event, generation: Generation) -> None:

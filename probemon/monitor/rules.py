@@ -17,7 +17,7 @@ from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.scores import Scores
 from probemon.errors import ConfigError
-from probemon.packs.group import AnyPack
+from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.align import PlacedTokens
 
 ACTIONS = ("stop", "raise")
@@ -30,6 +30,7 @@ class Event:
     `value` is the `score` of the token, or what the rule's `aggregate` makes of those so far. `column` counts from the
     start of the padded sequence; `concept` is the id, `path` the names from the root; `generation` its number in the
     run, `request` its id in continuous batching. `provisional`: met in a beam, which may not be the one returned.
+    `alert_set`: the pack's set of alert thresholds that `above` is of; None where it was given, or the set has no name.
     """
 
     concept: str
@@ -46,6 +47,7 @@ class Event:
     value: float = 0.0
     generation: int = 0
     request: str = ""
+    alert_set: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Rule:
     for_tokens: int
     aggregator: Aggregator
     action: str | Callable[[Event], object]
+    alert_set: str | None = None
 
     def observe(self, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
         """Return the entries of `placed` at which the streak reached `for_tokens`, with their score and aggregate.
@@ -107,6 +110,13 @@ def make_rules(
         raise ConfigError(
             f"action is {action!r}: give 'stop', 'raise' or a callable that takes the event (run.hold wraps a streamer)"
         )
+    is_own = above is None and str(aggregator) == "each"
     return [
-        Rule(probe, float(level), for_tokens, aggregator, action) for probe, level in zip(probes, levels, strict=True)
+        Rule(probe, float(level), for_tokens, aggregator, action, _set_of(pack, probe) if is_own else None)
+        for probe, level in zip(probes, levels, strict=True)
     ]
+
+
+def _set_of(pack: AnyPack, probe: int) -> str | None:
+    """Return the name of the set of alert thresholds that is in force in a probe's pack."""
+    return pack.pack_of(probe).alert_set if isinstance(pack, PackGroup) else pack.alert_set

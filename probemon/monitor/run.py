@@ -139,7 +139,8 @@ class MonitorRun:
 
         `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
         with `*`): a rule for each.
-        `above`: by default the pack's alert threshold, with an aggregate the one calibrated for it.
+        `above`: by default the pack's alert threshold (of the set in force, `manager.pack.alert_set`), with an
+        aggregate the one calibrated for it.
         `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
         one of `probemon.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"

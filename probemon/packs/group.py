@@ -130,6 +130,10 @@ class PackGroup:
         numbers = np.asarray(probes, dtype=np.int64)
         return [self._own[numbers[self._pack_of[numbers] == i]] for i in range(len(self.packs))]
 
+    def pack_of(self, probe: int) -> ProbePack:
+        """Return the pack that a probe of the group is of."""
+        return list(self.packs.values())[int(self._pack_of[probe])]
+
     def weight_bytes(self) -> int:
         """Return the bytes of all weights of all packs."""
         return sum(pack.weight_bytes() for pack in self.packs.values())

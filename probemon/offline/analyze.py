@@ -155,8 +155,6 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     """All that a row depends on beside the documents: two analyses with the same are one analysis."""
     manager, host, reading = scorer.manager, scorer.host, scorer.reading
     state, config = host_state(host), manager.config
-    backend = getattr(scorer.tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(scorer.tokenizer.get_vocab().items()))
     return {
         "pack": _identified(manager.pack),
         "host": {
@@ -169,7 +167,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
             "quantisation": state.quantisation,
             "device": host.device.type,
         },
-        "tokenizer": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32],
+        "tokenizer": hashlib.sha256(_described(scorer.tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[:32],
         "around": scorer.around(),
         "cascade": (
             dataclasses.asdict(config)
@@ -182,6 +180,22 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
         "floor": table.floor,
         "keep_text": table.keep_text,
     }
+
+
+def _described(tokenizer: Any) -> str:
+    """All that a text's tokens depend on. How the tokenizer was last told to cut and pad is not of it: documents are
+    neither cut nor padded, and reading one changes that.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return repr(sorted(tokenizer.get_vocab().items()))
+    text = str(backend.to_str())
+    if backend.truncation is None and backend.padding is None:
+        return text
+    copy = type(backend).from_str(text)
+    copy.no_truncation()
+    copy.no_padding()
+    return str(copy.to_str())
 
 
 def _identified(pack: AnyPack) -> dict[str, Any]:

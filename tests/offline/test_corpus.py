@@ -398,6 +398,22 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
 
 
+def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(model, manager, tmp_path):
+    """A tokenizer whose file asks for both, which a first reading undoes, and one that its user gave a batch."""
+    tokenizer, texts = make_tokenizer(), corpus()
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding()
+    analyze(manager, model, tokenizer, texts, tmp_path / "out", reading=SMALL)
+    (tmp_path / "out" / "shards/00001.json").unlink()
+    assert analyze(manager, model, tokenizer, texts, tmp_path / "out", reading=SMALL, resume=True).complete
+    tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=9)
+    assert analyze(manager, model, tokenizer, texts, tmp_path / "out", reading=SMALL, resume=True).complete
+    analyze(manager, model, make_tokenizer(), texts, tmp_path / "plain", reading=SMALL)
+    assert tables(tmp_path / "out") == tables(tmp_path / "plain")
+    stated = [Analysis.open(tmp_path / name).manifest["identity"]["tokenizer"] for name in ("out", "plain")]
+    assert stated[0] == stated[1]
+
+
 def test_what_the_reader_raises_leaves_whole_shards_and_no_hooks(model, manager, tokenizer, tmp_path):
     def failing():
         yield from corpus()[:16]

@@ -8,7 +8,8 @@ raised.
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
 - a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one
   document each, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
-- `.csv` and `.tsv` are refused: their lines are no documents
+- `.csv` and `.tsv` are refused, and so are arrays of JSON and files that begin as PDF, an archive or a document of an
+  office does: their lines are no documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
 - names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of
   parquet files
@@ -41,6 +42,20 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
 # Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
 _NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
+_NO_ARRAYS = "one JSON array: write one object a line (jq -c '.[]' does)"
+# Lines of these that happen to be valid would be scored, and the others called bad.
+_NO_TEXTS = {
+    b"%PDF-": "a PDF",
+    b"{\\rtf": "rich text",
+    b"PK\x03\x04": "a zip archive, as .docx, .xlsx and .odt are",
+    b"\xd0\xcf\x11\xe0": "a document of an office, as .doc and .xls are",
+    b"\x1f\x8b": "compressed by gzip, and its name does not end in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"BZh91AY&SY": "compressed by bzip2",
+    b"PAR1": "parquet, and its name does not end in .parquet",
+    b"ARROW1": "an Arrow file",
+}
 Source = str | os.PathLike[str] | Iterable[Any]
 
 
@@ -159,8 +174,9 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         return _folder(path, files, left_out, fields, max_chars)
     if not path.is_file():
         raise ConfigError(f"{path} is neither a file nor a folder: give the documents to read, or - for standard input")
-    if _kind(path) == "table":
-        raise ConfigError(f"{path} is {_NO_TABLES}")
+    refused = _no_documents(path)
+    if refused:
+        raise ConfigError(f"{path} is {refused}")
     if _kind(path) == "parquet":
         _parquet_columns(path, fields)  # now, so that a wrong name is an error before a model is loaded
     try:
@@ -199,8 +215,8 @@ def _folder(
         where = path.relative_to(folder).as_posix()
         if path in left_out:
             yield _Row(where, reason=left_out[path])
-        elif _kind(path) == "table":
-            yield _Row(where, reason=_NO_TABLES)
+        elif refused := _no_documents(path):
+            yield _Row(where, reason=refused)
         elif _kind(path) != "text":
             yield from _file(path, where, fields, max_chars)
         else:
@@ -229,9 +245,32 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
 
 
 def _kind(path: Path) -> str:
-    suffix = (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
     kinds = {".parquet": "parquet", **dict.fromkeys(_JSON, "json"), **dict.fromkeys(_TABLES, "table")}
-    return kinds.get(suffix, "text")
+    return kinds.get(_suffix(path), "text")
+
+
+def _suffix(path: Path) -> str:
+    return (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
+
+
+def _no_documents(path: Path) -> str:
+    """What a file is whose lines are no documents, or an empty string; one that cannot be read is told elsewhere."""
+    kind = _kind(path)
+    if kind in ("table", "parquet"):
+        return _NO_TABLES if kind == "table" else ""
+    try:
+        with _opened(path) as stream:
+            begin = stream.read(64)
+    except Exception:  # a damaged archive fails in several ways
+        return ""
+    if kind == "json":  # of .jsonl a line may be an array, and is a bad one
+        return _NO_ARRAYS if _suffix(path) == ".json" and _text_of(begin).startswith(b"[") else ""
+    found = next((what for mark, what in _NO_TEXTS.items() if begin.startswith(mark)), "")
+    return found and f"{found}, and no text: write its texts as .txt or .jsonl"
+
+
+def _text_of(begin: bytes) -> bytes:
+    return begin.removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def _zipped(path: Path) -> bool:
@@ -273,10 +312,10 @@ def _most_bytes(compressed: int) -> int:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = (
-        stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    )  # of an interactive terminal, too, this waits for the first line
-    yield from _lines(stream, "stdin", begin == b"{", fields, max_chars)
+    begin = _text_of(stream.peek(1))  # of an interactive terminal, too, this waits for the first line
+    if begin.startswith(b"[") and _text_of(begin[1:]).startswith(b"{"):
+        raise ConfigError(f"standard input is {_NO_ARRAYS}")
+    yield from _lines(stream, "stdin", begin.startswith(b"{"), fields, max_chars)
 
 
 def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:

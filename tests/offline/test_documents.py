@@ -359,3 +359,44 @@ def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
         list(read_documents(path))
     read = {document.id: document for document in read_documents(tmp_path / "folder")}
     assert read["note.txt"].text == "ships" and "a table in text" in read[name].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("mails.json", b'[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n', "one JSON array"),
+        ("mails.json.gz", gzip.compress(b'\xef\xbb\xbf[{"text": "whales"}]'), "one JSON array"),
+        ("mails.pdf", b"%PDF-1.4\n1 0 obj\n<< /Type /Page >>\n\x80\nendobj\n", "a PDF"),
+        ("mails.docx", b"PK\x03\x04\n\x80\nword\n", "a zip archive"),
+        ("mails.rtf", b"{\\rtf1 whales\n}\n", "rich text"),
+        ("mails.jsonl.zst", b"\x28\xb5\x2f\xfd\nwhales\n", "compressed by zstd"),
+        ("mails.txt", gzip.compress(b"whales\n"), "compressed by gzip"),
+        ("mails", b"PAR1\nwhales\n", "parquet"),
+    ],
+)
+def test_a_file_whose_lines_are_no_documents_is_refused(tmp_path, name, data, what):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / name
+    path.write_bytes(data)
+    (tmp_path / "folder/note.txt").write_text("ships")
+    with pytest.raises(ConfigError, match=f"{name} is {what}"):
+        list(read_documents(path))
+    read = {document.id: document for document in read_documents(tmp_path / "folder")}
+    assert len(read) == 2 and read["note.txt"].text == "ships" and what in read[name].reason
+
+
+@pytest.mark.parametrize(
+    "data", [b'[{"text": "whales"}]', b'\xef\xbb\xbf\n[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n']
+)
+def test_a_json_array_on_standard_input_is_not_taken_for_text(monkeypatch, data):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+    with pytest.raises(ConfigError, match="standard input is one JSON array"):
+        list(read_documents("-"))
+
+
+def test_text_that_begins_with_a_bracket_is_text(tmp_path, monkeypatch):
+    data = b"[INST] whales\n[ships]\n"
+    (tmp_path / "mails.txt").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+    for source in (tmp_path / "mails.txt", "-"):
+        assert [document.text for document in read_documents(source)] == ["[INST] whales", "[ships]"]

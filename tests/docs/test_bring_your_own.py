@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import foreign_files as foreign
 import hatcat_packs as hatcat
 from probemon import ProbePack
 from probemon.cli import app as cli
+from probemon.host.model import find_layers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/bring-your-own-probes.md").read_text(encoding="utf-8")
@@ -214,3 +217,29 @@ def test_the_page_states_the_bounds_that_are_kept():
         weights.MAX_JSON_BYTES,
         flat.MAX_PACK_BYTES,
     ]
+
+
+NO_EMBEDDINGS = {"Mamba": "mamba", "Mamba-2": "mamba2", "Falcon-Mamba": "falcon_mamba", "RWKV": "rwkv"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", *NO_EMBEDDINGS.values()])
+def test_which_of_the_hidden_states_is_a_sites(kind):
+    """As the page says: one further than the block, but for hosts that list no embeddings; the last is a norm's."""
+    settings = {
+        "llama": {"intermediate_size": 24, "num_attention_heads": 2},
+        "gpt2": {"n_head": 2},
+        "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1},
+    }.get(kind, {})
+    config = AutoConfig.for_model(kind, vocab_size=61, hidden_size=16, num_hidden_layers=3, **settings)
+    host, blocks = AutoModelForCausalLM.from_config(config).eval(), []
+    for layer in find_layers(host)[1]:
+        layer.register_forward_hook(lambda module, args, out: blocks.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        states = host(torch.tensor([[5, 6, 7]]), output_hidden_states=True).hidden_states
+    first = 0 if kind in NO_EMBEDDINGS.values() else 1
+    for i, block in enumerate(blocks):
+        same = [j for j, state in enumerate(states) if torch.equal(state, block)]
+        assert same == ([i + first] if i + first < len(states) - 1 else []), (kind, i)
+    said = " ".join(PAGE.split())
+    assert "The last one of most decoders is taken after the final norm" in said
+    assert all(name in said.split("Two kinds of `hidden_states` are others.")[1] for name in NO_EMBEDDINGS)

@@ -22,6 +22,7 @@ from rich.text import Text
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
+from probemon.monitor.summary import summarise
 
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
@@ -32,7 +33,7 @@ _BAR = "▁▂▃▄▅▆▇█"
 
 
 class PlainView:
-    """One line a token, no control characters: for pipes and logs."""
+    """One line for every token with something to say, no control characters: for pipes and logs."""
 
     def __init__(self, console: Console, *, n_concepts: int = 3) -> None:
         self._console, self._k = console, n_concepts
@@ -46,11 +47,12 @@ class PlainView:
     def show(self, event: TokenEvent) -> None:
         """Show one more token."""
         token = printable(event.token)
-        concepts = [f"{' > '.join(c.path)} {c.score:.2f} (alert {c.threshold:.2f})" for c in event.leading(self._k)]
+        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in event.leading(self._k)]
         if ranked := event.ranked(self._k):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
-        line = f"{event.position:>4}  {token:<14} {unseen(event) or '; '.join(concepts) or '-'}"
-        self._console.print(Text(harmless(line)), soft_wrap=True)
+        said = unseen(event) or "; ".join(concepts)
+        if said:
+            self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {said}")), soft_wrap=True)
 
 
 class LiveView:
@@ -93,6 +95,8 @@ class LiveView:
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
             concepts = [*event.leading(self._k), *event.ranked(self._k)]
+            if not concepts and not event.unseen:
+                continue  # the text above shows it
             room -= max(1, len(concepts))
             if room < 0:
                 break
@@ -100,24 +104,21 @@ class LiveView:
         table = plain_table(expand=True)
         table.add_column("token", width=14, no_wrap=True)
         table.add_column("leading concepts, from the root", ratio=1, no_wrap=True, overflow="ellipsis")
-        table.add_column("score", width=5, justify="right")
-        table.add_column("alert", width=5, justify="right", style="dim")
+        table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
-        width = self._console.width - 46  # what the other columns, gaps and the frame leave
+        width = self._console.width - 39  # what the other columns, gaps and the frame leave
         if any(math.isnan(concept.threshold) for _, concepts in shown for concept in concepts):
             table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
         for event, concepts in shown:
             token = Text(printable(event.token))
             if not concepts:
-                table.add_row(token, Text(unseen(event) or "-", style="dim"))
+                table.add_row(token, Text(unseen(event), style="dim"))
             elif not math.isnan(concepts[0].threshold):
                 token.style = style(concepts[0])
             for concept in concepts:
-                if math.isnan(concept.threshold):
-                    alert, strength = "-", Text("not firing", style="dim")
-                else:
-                    alert, strength = f"{concept.threshold:.2f}", strength_bar(concept)
-                table.add_row(token, path_text(concept, width), f"{concept.score:.2f}", alert, strength)
+                bare = math.isnan(concept.threshold)
+                strength = Text(f"score {concept.score:.2f}", style="dim") if bare else strength_bar(concept)
+                table.add_row(token, path_text(concept, width), share_right(concept), strength)
                 token = Text()  # a token stands beside its first concept alone
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{self._n_tokens} tokens scored, {per_token:.0f} probes active a token", style="dim")
@@ -162,37 +163,48 @@ def printable(token: str) -> str:
     return shown if shown.strip() else repr(shown)
 
 
+def share_right(concept: ConceptScore) -> str:
+    """Return how much of what the concept fires at was right where the pack was calibrated, "" if it does not say."""
+    return "" if math.isnan(concept.precision) else f"{concept.precision:.0%}"
+
+
+def right(concept: ConceptScore) -> str:
+    """Return the same within a line."""
+    return f" ({share_right(concept)} right)" if share_right(concept) else ""
+
+
 def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
-    """Print the strongest concepts of the generated tokens, none above or below a stronger one, then `lines`."""
-    table = plain_table(title="strongest over the generated tokens", title_justify="left")
-    table.add_column("token", no_wrap=True)
+    """Print the answer by sentences with what each is about, the concepts of the whole, then `lines`."""
+    summed = summarise(result, k=3)
+    if summed.answer.text.strip():
+        console.print(Text("the answer, sentence by sentence", style="bold"))
+    for sentence in summed.sentences:
+        console.print(Text(harmless(sentence.text.strip())), soft_wrap=True)
+        about = Text("    ")
+        for concept in sentence.concepts:
+            about.append(", " if len(about) > 4 else "").append(harmless(concept.name), style=style(concept))
+        if sentence.concepts:
+            console.print(about, soft_wrap=True)
+    table = plain_table(title="in the whole answer", title_justify="left")
     table.add_column("concept, from the root", overflow="fold")
-    for name in ("score", "alert", "strength"):
+    table.add_column("strongest at", no_wrap=True)
+    for name in ("right", "strength"):
         table.add_column(name, justify="right", no_wrap=True)
-    tree = result.pack.tree
-    strongest = result.top(result.pack.n_probes, row=0, phase="generated")
-    chosen: list[ConceptScore] = []
-    for concept in strongest:
-        near = tree.ancestors(concept.probe)
-        related = any(c.probe in near or concept.probe in tree.ancestors(c.probe) for c in chosen)
-        if concept.fired and not related and len(chosen) < k:
-            chosen.append(concept)
-    for concept in chosen:
+    for concept in summed.answer.concepts[:k]:
         table.add_row(
-            Text(printable(concept.token)),
-            path_text(concept),
-            f"{concept.score:.2f}",
-            f"{concept.threshold:.2f}",
-            f"{concept.strength:+.1f}",
+            path_text(concept), Text(printable(concept.token)), share_right(concept), f"{concept.strength:+.1f}"
         )
     mute = without_thresholds(result.pack)
     if table.rows or not mute.all():
         console.print(table if table.rows else "no concept fired on a generated token")
+    if len(summed.answer.concepts) > k:
+        console.print(Text(f"and {len(summed.answer.concepts) - k} more", style="dim"))
     if mute.any():
         best = plain_table(title=f"{RANKED}: highest scores over the generated tokens", title_justify="left")
         best.add_column("token", no_wrap=True)
         best.add_column("concept, from the root")
         best.add_column("score", justify="right", no_wrap=True)
+        strongest = result.top(result.pack.n_probes, row=0, phase="generated")
         for concept in [concept for concept in strongest if mute[concept.probe]][: k + 2]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)

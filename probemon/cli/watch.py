@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from probemon.cli.common import chat_messages, check_generation, load_aloud, use_threads
@@ -128,9 +129,13 @@ def _lines(manager: DynamicProbeManager, result: Result, cost: Overhead | None, 
         )
     n_mute = int(pack.alert_threshold.isnan().sum())
     if n_mute < pack.n_probes:
+        by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card tells of"
         lines.append(
-            "A concept shown with an alert threshold is over it; false alarms are expected, at the rate the pack's card"
-            " states."
+            f'A concept shown is over its alert threshold, {by}. "right": how much of what it fires at was right on'
+            " the text that the pack was calibrated on."
+            if not np.isnan([pack.precision(probe) for probe in range(pack.n_probes)]).all()
+            else f"A concept shown is over its alert threshold, {by}; false alarms are expected, at the rate that the"
+            " card states."
         )
     n_ranked = int(without_thresholds(pack).sum())
     if n_ranked:
@@ -165,6 +170,7 @@ def _as_dict(manager: DynamicProbeManager, result: Result, cost: Overhead | None
         "unseen_tokens": result.coverage.n_unseen,
         "audit": result.audit.as_dict() if audited else None,
         "probes_without_threshold": int(pack.alert_threshold.isnan().sum()),
+        "alert_set": pack.alert_set,
         "probes_ranked": int(without_thresholds(pack).sum()),
         "strategy": {"token": manager.strategy.step, "prompt": manager.strategy.batch},
     }

@@ -10,6 +10,7 @@ table = result.to_arrow()                 # row, position, token_id, phase, conc
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,16 @@ from probemon.tracking.hand_loop import described
 from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
 from probemon.tracking.run_recordings import find_recording
 
+_MOST_OF_A_CHARACTER = 4  # tokens; more that do not decode are no character in the making
+
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """A concept at a token. `strength`: logit of the score minus that of its alert threshold, NaN without one."""
+    """A concept at a token.
+
+    `strength`: logit of the score minus that of its alert threshold, NaN without one. `precision`: the share of what
+    fires that was right where the pack was calibrated, NaN where the pack does not say.
+    """
 
     concept: str
     name: str
@@ -46,6 +53,7 @@ class ConceptScore:
     position: int = -1
     token_id: int = -1
     token: str = ""
+    precision: float = math.nan
 
 
 def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
@@ -61,24 +69,22 @@ def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptSc
         strength=float(_strength(np.float32(score), np.float32(threshold))),
         fired=score > threshold,
         probe=probe,
+        precision=pack.precision(probe),
         **where,
     )
 
 
 def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """Return the firing concepts of state `t` by strength, at most `k`, none above or below a stronger one of them."""
+    """Return the firing concepts of state `t` by strength, at most `k`: of those on one path the lowest alone."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
-    fired = sorted(
-        (describe(pack, p, values[p]) for p in scores.fired(t).tolist()), key=lambda c: (-c.strength, c.probe)
-    )
-    chosen: list[ConceptScore] = []
-    for concept in fired:
-        above = pack.tree.ancestors(concept.probe)
-        if len(chosen) < k and not any(
-            c.probe in above or concept.probe in pack.tree.ancestors(c.probe) for c in chosen
-        ):
-            chosen.append(concept)
-    return chosen
+    lowest = without_ancestors(pack, scores.fired(t).tolist())
+    return sorted((describe(pack, p, values[p]) for p in lowest), key=lambda c: (-c.strength, c.probe))[:k]
+
+
+def without_ancestors(pack: AnyPack, probes: Sequence[int]) -> list[int]:
+    """Return the probes less those that stand above another of them: what these say, the lower one says, too."""
+    above = {ancestor for probe in probes for ancestor in pack.tree.ancestors(probe)}
+    return [probe for probe in probes if probe not in above]
 
 
 def without_thresholds(pack: AnyPack) -> Mask:
@@ -183,11 +189,11 @@ class Result:
             probe, token = int(probes[i]), int(entry_token[entries[i]])
             if probe not in taken:
                 taken.add(probe)
-                best.append(describe(self.pack, probe, float(values[i]), **self._where(token)))
+                best.append(describe(self.pack, probe, float(values[i]), **self.where(token)))
         return best
 
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
-        """The firing concepts of one token by strength, at most `k`, none above or below a stronger one of the list."""
+        """The firing concepts of one token by strength, at most `k`: of those on one path the lowest alone."""
         return leading(self.pack, self.scores, check_count("index", index, most=len(self.row) - 1), check_count("k", k))
 
     def aggregate(
@@ -265,10 +271,33 @@ class Result:
             raise ConfigError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
         return np.asarray(chosen & (self.phase == PHASES.index(phase)))
 
-    def _where(self, token: int) -> dict[str, Any]:
+    def where(self, token: int) -> dict[str, Any]:
+        """Return the position, the id and the text of a token."""
         token_id = int(self.token_id[token])
         text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
         return {"position": int(self.position[token]), "token_id": token_id, "token": text}
+
+    def tokens_of(self, row: int, phase: str | None = None) -> Ints:
+        """Return the indices of a row's tokens, of a phase alone or of both. Raises `ConfigError`."""
+        return np.flatnonzero(self._of_phase(self._of_row(row), phase))
+
+    def texts(self, tokens: Ints) -> list[str]:
+        """Return what each of some tokens adds to the text; where several make one character, the last adds it."""
+        ids = self.token_id[tokens].tolist()
+        if self._tokenizer is None:
+            return [f"{token_id} " for token_id in ids]
+        texts, first, done = list[str](), 0, 0
+        for stop in range(1, len(ids) + 1):
+            # Decoded with the tokens before, since a token alone may lose the space that it begins with.
+            before, now = (self._decode(ids[first:at]) for at in (done, stop))
+            is_whole = not now.endswith("\ufffd") or stop - done > _MOST_OF_A_CHARACTER
+            texts.append(now[len(before) :] if is_whole else "")
+            if is_whole and len(now) > len(before):
+                first, done = done, stop
+        return texts
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def find_result(

@@ -60,7 +60,7 @@ class TokenEvent:
         return self.scores.coverage
 
     def leading(self, k: int = 3) -> list[ConceptScore]:
-        """Return the firing concepts by strength, at most `k`, none above or below a stronger one of the list."""
+        """Return the firing concepts by strength, at most `k`: of those on one path the lowest alone."""
         return leading(self.pack, self.scores, 0, k)
 
     def ranked(self, k: int = 3) -> list[ConceptScore]:

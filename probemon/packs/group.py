@@ -134,6 +134,11 @@ class PackGroup:
         """Return the pack that a probe of the group is of."""
         return list(self.packs.values())[int(self._pack_of[probe])]
 
+    def precision(self, probe: int) -> float:
+        """Return what the concept's own pack says: see `ProbePack.precision`."""
+        own = int(self._own[probe])
+        return self.pack_of(probe).precision(own)
+
     def weight_bytes(self) -> int:
         """Return the bytes of all weights of all packs."""
         return sum(pack.weight_bytes() for pack in self.packs.values())

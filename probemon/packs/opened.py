@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_bool, check_count, check_path
+from probemon.core.checks import check_bool, check_count, check_path, is_number
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree
 from probemon.core.probes import Architecture, InputSpec, input_dtype, input_limits
@@ -391,6 +391,14 @@ class OpenedPack:
     def other_alert_sets(self) -> dict[str, Tensor]:
         """Return the thresholds `[P]` of the sets that are not in force, by name."""
         return {name: thresholds for name, thresholds in self._alert_sets.items() if name != self.alert_set}
+
+    def precision(self, probe: int) -> float:
+        """Return the share of a concept's fires that were right where the set in force was calibrated, NaN where the
+        pack does not say.
+        """
+        stated = self.concepts[probe].get("precision")
+        value: Any = stated.get(self.alert_set) if isinstance(stated, dict) else None
+        return float(value) if is_number(value) else math.nan
 
     def with_alert_set(self, name: str) -> Self:
         """Return the pack with another of its `alert_sets` in force: another `alert_threshold`, the same scores.

@@ -1,0 +1,108 @@
+"""What a whole answer was about, and each of its sentences.
+
+summary = summarise(result, row=0)
+for sentence in summary.sentences:
+    print(sentence.text, [" > ".join(concept.path) for concept in sentence.concepts])
+summary.answer.concepts, summary.thresholds
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from probemon.core.checks import check_count
+from probemon.core.hierarchy import Ints
+from probemon.monitor.result import ConceptScore, Result, describe, without_ancestors
+
+_AGGREGATOR = "max"  # over the tokens of a sentence
+# A sentence ends at a stop, with what closes it, or at the end of a line.
+_END = re.compile(r"""[.!?…]["')\]*_”’]*\s*$|\n""")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A sentence, or a whole answer: its text, its positions from `start` to before `stop`, how many tokens have no
+    scores, and the concepts in it, the strongest first, each at the token where it was strongest. Of those on one path
+    the lowest alone is listed.
+    """
+
+    text: str
+    start: int
+    stop: int
+    n_unseen: int
+    concepts: tuple[ConceptScore, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`thresholds`: what a concept had to exceed: "max", those that the pack has for the maximum over a sentence, or
+    "each", those of single tokens, where it has none.
+    """
+
+    answer: Stretch
+    sentences: tuple[Stretch, ...]
+    thresholds: str
+
+
+def summarise(result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5) -> Summary:
+    """Sum up the tokens of a row, at most `k` concepts a sentence. In the answer is every concept of a sentence of it.
+
+    `phase`: "generated", "prompt" or None for both. Raises `ConfigError`.
+    """
+    k = check_count("k", k, least=1)
+    tokens = result.tokens_of(row, phase)
+    name = _AGGREGATOR if _AGGREGATOR in result.pack.aggregated else "each"
+    thresholds = result.pack.thresholds_for(name)
+    texts = result.texts(tokens)
+    sentences = [_stretch(result, tokens[a:b], texts[a:b], thresholds) for a, b in _bounds(texts)]
+    best: dict[int, ConceptScore] = {}
+    for sentence in sentences:
+        for concept in sentence.concepts:
+            if concept.probe not in best or concept.strength > best[concept.probe].strength:
+                best[concept.probe] = concept
+    whole = _stretch(result, tokens, texts, thresholds)
+    in_answer = sorted((best[p] for p in without_ancestors(result.pack, list(best))), key=_rank)
+    return Summary(
+        replace(whole, concepts=tuple(in_answer)),
+        tuple(replace(sentence, concepts=sentence.concepts[:k]) for sentence in sentences),
+        name,
+    )
+
+
+def _bounds(texts: list[str]) -> list[tuple[int, int]]:
+    ends = [i + 1 for i, text in enumerate(texts) if _END.search(text)]
+    if texts and (not ends or ends[-1] < len(texts)):
+        ends.append(len(texts))
+    bounds = list(zip([0, *ends], ends, strict=False))
+    # What is blank, such as the second of two line ends, goes with the sentence before.
+    joined: list[tuple[int, int]] = []
+    for start, stop in bounds:
+        if joined and not "".join(texts[start:stop]).strip():
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: torch.Tensor) -> Stretch:
+    scores, best = result.scores, dict[int, tuple[float, int]]()
+    for token in tokens.tolist():
+        for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
+            if value > thresholds[probe] and value > best.get(probe, (-1.0, 0))[0]:
+                best[probe] = value, token
+    found = [
+        describe(result.pack, probe, best[probe][0], **result.where(best[probe][1]))
+        for probe in without_ancestors(result.pack, list(best))
+    ]
+    positions = result.position[tokens]
+    n_unseen = int(np.count_nonzero(~result.coverage.seen[tokens]))
+    start, stop = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
+    return Stretch("".join(texts), start, stop, n_unseen, tuple(sorted(found, key=_rank)))
+
+
+def _rank(concept: ConceptScore) -> tuple[float, int]:
+    return -concept.strength, concept.probe

@@ -1,0 +1,121 @@
+"""What is said of a sentence and of an answer: recomputed here token by token."""
+
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+
+from conftest import make_pack
+from probemon import DynamicProbeManager
+from probemon.errors import ConfigError
+from probemon.monitor.summary import summarise
+
+WORDS = ["the", " cat", " sat", ".", "\n", " It", " was", " warm", "!", ' "', "Yes", ".", '"', " And", " so", " on"]
+
+
+class Tokenizer:
+    """Token i is a word of WORDS, the 61 of them by turns."""
+
+    def decode(self, ids, **options):
+        return "".join(WORDS[int(i) % len(WORDS)] for i in ids)
+
+
+@pytest.fixture(scope="module")
+def manager(model, tmp_path_factory):
+    return DynamicProbeManager(
+        make_pack(tmp_path_factory.mktemp("s") / "p", model, alert_threshold=torch.full((40,), 0.2))
+    )
+
+
+def run_over(manager, model, ids):
+    with manager.attach(model, Tokenizer()) as run, torch.no_grad():
+        model(torch.tensor([ids]))
+    return run.result(torch.tensor([ids]))
+
+
+def test_sentences_end_at_stops_and_lines_and_hold_the_whole_text(manager, model):
+    result = run_over(manager, model, list(range(16)))
+    summary = summarise(result, phase=None)
+    assert [s.text for s in summary.sentences] == ["the cat sat.\n", " It was warm!", ' "Yes.', '" And so on']
+    assert "".join(s.text for s in summary.sentences) == summary.answer.text == "".join(WORDS)
+    assert [(s.start, s.stop) for s in summary.sentences][0] == (0, 5)
+    assert summary.sentences[-1].stop == summary.answer.stop == 16
+
+
+@pytest.mark.parametrize("name", ["each", "max"])
+def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, model, tmp_path, name):
+    if name == "max":
+        pack = make_pack(tmp_path / "p", model, aggregated={"max": torch.full((40,), 0.35)})
+        manager = DynamicProbeManager(pack)
+    result = run_over(manager, model, [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8])
+    summary = summarise(result, phase=None, k=40)
+    assert summary.thresholds == name and len(summary.sentences) > 1
+    threshold = manager.pack.thresholds_for(name)
+    tree, all_found = manager.pack.tree, {}
+    for sentence in summary.sentences:
+        best = {}
+        for i in range(len(result)):
+            if sentence.start <= result.position[i] < sentence.stop:
+                values = zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)
+                for probe, value in values:
+                    if value > threshold[probe] and value > best.get(probe, (0,))[0]:
+                        best[probe] = value, int(result.position[i])
+        lowest = {p for p in best if not any(p in tree.ancestors(q) for q in best)}
+        assert {(c.probe, c.score, c.position) for c in sentence.concepts} == {(p, *best[p]) for p in lowest}
+        strength = [c.strength for c in sentence.concepts]
+        assert strength == sorted(strength, reverse=True)
+        for probe in lowest:
+            all_found[probe] = max(all_found.get(probe, (0,)), best[probe])
+    assert all_found
+    expected = {p for p in all_found if not any(p in tree.ancestors(q) for q in all_found)}
+    assert {(c.probe, c.score) for c in summary.answer.concepts} == {(p, all_found[p][0]) for p in expected}
+    assert len({c.probe for c in summary.answer.concepts}) == len(summary.answer.concepts)
+
+
+def test_at_most_k_concepts_a_sentence_and_an_empty_phase_is_an_empty_answer(manager, model):
+    result = run_over(manager, model, [5, 9, 3, 20, 31, 7])
+    assert max(len(s.concepts) for s in summarise(result, phase=None, k=1).sentences) == 1
+    nothing = summarise(result, phase="generated")
+    assert nothing.sentences == () and nothing.answer.text == "" and nothing.answer.concepts == ()
+    with pytest.raises(ConfigError, match="k is 0"):
+        summarise(result, k=0)
+    with pytest.raises(ConfigError, match="phase"):
+        summarise(result, phase="answer")
+
+
+class Pieces:
+    """Bytes of "é" are two tokens; a first token loses its space, as some tokenizers have it."""
+
+    words: ClassVar = {1: b" a", 2: b" \xc3", 3: b"\xa9", 4: b" b", 5: b""}
+
+    def decode(self, ids, **options):
+        return b"".join(self.words[int(i)] for i in ids).decode(errors="replace").removeprefix(" ")
+
+
+def test_pieces_of_a_character_are_put_together_and_spaces_stay(manager, model):
+    ids = torch.tensor([[1, 2, 3, 5, 4, 4]])
+    with manager.attach(model, Pieces()) as run, torch.no_grad():
+        model(ids)
+    result = run.result(ids)
+    assert result.texts(result.tokens_of(0)) == ["a", "", " é", "", " b", " b"]
+
+
+def test_precision_is_that_of_the_set_in_force(model, tmp_path):
+    concepts = [
+        {"id": f"c{i}", "name": "c", "parents": [], "precision": stated}
+        for i, stated in enumerate([{"a": 0.93}, {"b": 0.5}, {"a": "high"}, 0.9, {"a": True}])
+    ]
+    pack = make_pack(
+        tmp_path / "p",
+        model,
+        n=5,
+        concepts=concepts,
+        alert_set="a",
+        alert_sets={"b": torch.full((5,), 0.5)},
+    )
+    shown = [pack.precision(i) for i in range(5)]
+    assert shown[0] == 0.93 and all(math.isnan(value) for value in shown[1:])
+    assert pack.with_alert_set("b").precision(1) == 0.5
+    group = DynamicProbeManager({"x": pack, "y": pack}).pack
+    assert group.precision(group.find("y:c0")) == 0.93

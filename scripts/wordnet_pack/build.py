@@ -13,19 +13,25 @@ from typing import Any
 
 import torch
 
+from .alerts import ENOUGH, Fires, precision_thresholds
 from .card import card
-from .concepts import Choice, Concept, choose, label, parents_of, without
+from .concepts import Choice, Concept, Use, choose, label, parents_of, without
 from .dataset import EPS, Dataset, rmsnorm
 from .evaluate import MIN_POSITIVES, measure, quantile, ranked
-from .mentions import LABELLED
-from .metrics import auroc, exact_cascade, path_scores, thresholds_at
-from .train import HIDDEN, LINEAR, Weights, fit, initial, logits_of
+from .mentions import LABELLED, split_of
+from .metrics import auroc, path_scores, thresholds_at
+from .running import labels_by_distance
+from .train import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
 
 POOR, WEAK = 0.85, 0.90  # validation AUROC under which a concept is dropped, or flagged
-FALSE_POSITIVES = 0.01
-# How much of the tree the exact cascade may evaluate on the validation mentions, and the steps towards it.
-SHARE_GOAL = 0.20
-SHIFTS = tuple(0.25 * step for step in range(17))
+PRECISION = 0.9  # of what fires on running text, by the recommended alert thresholds
+FALSE_POSITIVES = 0.01  # of the tokens without the concept, by the other set
+SETS = ("precision_0.9", "rate_0.01")
+SCREENING = Recipe(epochs=1)
+OTHERS_KEPT = 0.5  # of the tokens that end no noun, those that train (and count for the others)
+MENTION_WEIGHT = 0.5  # of a labelled mention, beside a token of running text
+NOUN_SOURCES = ("example", "dominant", "gloss")
+CHUNK = 1 << 16
 N_GOLDEN = 16
 LICENCE = "WordNet 3.1 licence (concept names and definitions; notice in README.md); host model: Apache-2.0"
 
@@ -60,34 +66,6 @@ def as_fp32(weights: Weights) -> Weights:
     return {name: value.float() for name, value in weights.items()}
 
 
-def shifted(weights: Weights, parents: torch.Tensor, shift: float) -> Weights:
-    """The logit of every probe that has a parent raised by `shift`, in its last bias."""
-    last = "b3" if "b3" in weights else "b1"
-    raised = weights[last].clone()
-    raised[parents >= 0] += shift
-    return {**weights, last: raised}
-
-
-def choose_shift(
-    logits: torch.Tensor, parents: torch.Tensor, negative: torch.Tensor, mentions: torch.Tensor
-) -> tuple[float, float]:
-    """(shift, share evaluated): the smallest shift with which the exact cascade evaluates at most SHARE_GOAL.
-
-    Under the path rule a child's logit may be raised by any constant: its threshold rises along with it, so that its
-    parent needs to be expanded less often, and its rank among its siblings stays. Too much of it flattens the child's
-    part in the path score, so the smallest that will do is taken, and none where none will do (a flat hierarchy). All
-    rows are of the validation split.
-    """
-    shares = []
-    for shift in SHIFTS:
-        scores = path_scores(logits + shift * (parents >= 0), parents)
-        evaluated, _ = exact_cascade(scores[mentions], thresholds_at(scores, negative, FALSE_POSITIVES), parents)
-        shares.append(float(evaluated.float().mean()))
-        if shares[-1] <= SHARE_GOAL:
-            return shift, shares[-1]
-    return SHIFTS[0], shares[0]
-
-
 def probe_seed(seed: int, concept: Concept) -> int:
     """A seed for one probe's initial weights that does not depend on the others."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{concept.id}".encode()).digest()[:6], "big")
@@ -95,87 +73,143 @@ def probe_seed(seed: int, concept: Concept) -> int:
 
 @dataclass
 class Bank:
-    """Probes in training, and what they are trained on."""
+    """What probes are trained on: tokens of running text as they come, and labelled mentions beside them."""
 
     data: Dataset
-    x: torch.Tensor  # [N, D] fp32, standardised
     standard: Standard
-    train: torch.Tensor  # [N] bool
-    validation: torch.Tensor
-    mentions: torch.Tensor  # [N] bool: validation points of the labelled sources
+    rows: torch.Tensor  # [R] int64: tokens of running text, those of words that may train
+    points: torch.Tensor  # [N] bool: mentions of the training split
+    held_out: torch.Tensor  # [N] bool: labelled mentions of the validation split
+    x: torch.Tensor  # [R + sum(points), D] bf16, standardised
+    weight: torch.Tensor  # [R + sum(points)]: how much each counts
 
     @classmethod
-    def of(cls, data: Dataset, states: torch.Tensor) -> Bank:
-        train = data.where(split="train")
-        x = rmsnorm(states)
-        standard = Standard.of(x[train])
-        return cls(
-            data,
-            standard(x),
-            standard,
-            train,
-            data.where(split="validation"),
-            data.where(split="validation", sources=LABELLED),
+    def of(cls, data: Dataset, *, embedding: bool = False) -> Bank:
+        """From hidden states, or for a control from the input embeddings of the same tokens."""
+        running, points = data.running, data.where(split="train")
+        generator = torch.Generator().manual_seed(data.source.seed)
+        kept = running.is_last | (torch.rand(len(running.word), generator=generator) < OTHERS_KEPT)
+        words = running.words_of_split("train") | (running.word < 0)
+        rows = (running.where(split="train") & words & kept).nonzero().flatten()
+        states = torch.cat(
+            [
+                data.embedding[running.token_id[rows]] if embedding else running.states[rows],
+                data.embedding[data.token_ids[points]] if embedding else data.states[points],
+            ]
         )
+        standard = Standard.of(rmsnorm(states[: len(rows)]))
+        x = torch.cat([standard(rmsnorm(part)).bfloat16() for part in states.split(CHUNK)])
+        weight = torch.ones(len(x))
+        weight[: len(rows)][~running.is_last[rows]] = 1 / OTHERS_KEPT
+        weight[len(rows) :] = MENTION_WEIGHT
+        held_out = data.where(split="validation", sources=LABELLED)
+        return cls(data, standard, rows, points, held_out, x, weight)
+
+    def labels(self, concepts: list[Concept]) -> torch.Tensor:
+        """[R + sum(points), P] int8."""
+        truth = labels_by_distance(self.data.wordnet, self.data.running.words, [c.key for c in concepts])
+        points = [point for point, use in zip(self.data.points, self.points.tolist(), strict=True) if use]
+        of_points = label(self.data.wordnet, points, concepts)
+        return torch.cat([truth.labels(self.data.running, self.rows), of_points])
 
     def fit(
-        self, concepts: list[Concept], labels: torch.Tensor, shape: tuple[int, ...] = (), start: Weights | None = None
+        self,
+        concepts: list[Concept],
+        labels: torch.Tensor,
+        recipe: Recipe,
+        shape: tuple[int, ...] = (),
+        start: Weights | None = None,
     ) -> Weights:
         """Weights of the concepts' probes; with hidden layers, training goes on from the linear probes `start`."""
         seeds = [probe_seed(self.data.source.seed, concept) for concept in concepts]
-        held_out = (self.x[self.validation], labels[self.validation])
         return fit(
-            self.x[self.train],
-            labels[self.train],
+            self.x,
+            labels,
             parents_of(concepts),
             seeds,
-            held_out,
-            HIDDEN if shape else LINEAR,
+            recipe,
+            weight=self.weight,
             shape=shape,
             seed=self.data.source.seed,
-            start=initial(shape, seeds, self.x.shape[1], start),
+            start=initial(shape, seeds, self.x.shape[1], start) if start is not None else None,
         )
 
-    def validation_auroc(self, weights: Weights, labels: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        scores = path_scores(logits_of(self.x[self.mentions], weights), parents)
-        return auroc(scores, labels[self.mentions])
+    def validation_auroc(self, weights: Weights, concepts: list[Concept]) -> torch.Tensor:
+        """[P]: how each probe ranks the labelled mentions of validation words."""
+        points = [point for point, use in zip(self.data.points, self.held_out.tolist(), strict=True) if use]
+        x = self.standard(rmsnorm(self.data.states[self.held_out]))
+        scores = path_scores(logits_of(x, weights), parents_of(concepts))
+        return auroc(scores, label(self.data.wordnet, points, concepts))
 
 
-def select(bank: Bank, choice: Choice) -> tuple[list[Concept], Weights, torch.Tensor, list[tuple[str, float]]]:
-    """(concepts that are not poor on the validation split, their linear probes, validation AUROC [P], the dropped)."""
-    data = bank.data
-    concepts = choose(data.wordnet, data.points, choice)
+def uses_of(data: Dataset) -> list[Use]:
+    """Every word of the training texts that is not of the test split, with its counts."""
+    running = data.running
+    rows = running.where(split="train") & running.is_last
+    counts = torch.bincount(running.word[rows], minlength=len(running.words)).tolist()
+    uses = [
+        Use(word.head, word.mass, n_running=n)
+        for word, n in zip(running.words, counts, strict=True)
+        if n and split_of(word.head) != "test"
+    ]
+    mentions = [p for p in data.points if p.source in NOUN_SOURCES and p.split != "test"]
+    return uses + [Use(point.head, point.mass, n_mentions=1) for point in mentions]
+
+
+def select(bank: Bank, choice: Choice) -> tuple[list[Concept], list[tuple[str, float]]]:
+    """(concepts that a short training does not leave poor on the validation split, those dropped with their AUROC)."""
+    concepts = choose(bank.data.wordnet, uses_of(bank.data), choice)
     dropped: list[tuple[str, float]] = []
     while True:
-        labels = label(data.wordnet, data.points, concepts)
-        linear = bank.fit(concepts, labels)
-        areas = bank.validation_auroc(linear, labels, parents_of(concepts))
-        poor = [(c.id, round(float(a), 4)) for c, a in zip(concepts, areas, strict=True) if not a >= POOR]
+        weights = bank.fit(concepts, bank.labels(concepts), SCREENING)
+        areas = bank.validation_auroc(weights, concepts)
+        poor = [(c.id, round(float(a), 4)) for c, a in zip(concepts, areas, strict=True) if a < POOR]
         if not poor:
-            return concepts, linear, areas, dropped
+            return concepts, dropped
         dropped += poor
         concepts = without(concepts, {id for id, _ in poor})
 
 
-def controls(data: Dataset, concepts: list[Concept], labels: torch.Tensor) -> dict[str, Any]:
+def controls(data: Dataset, concepts: list[Concept]) -> dict[str, Any]:
     """The same training of linear probes on what should not work: labels shuffled, and the token's input embedding."""
     parents = parents_of(concepts)
     test = data.where(split="test", sources=LABELLED)
-    fitted = data.where(split="train") | data.where(split="validation")
+    truth = label(data.wordnet, [p for p, use in zip(data.points, test.tolist(), strict=True) if use], concepts)
     generator = torch.Generator().manual_seed(data.source.seed)
-    rows = fitted.nonzero().flatten()
-    shuffled = labels.clone()
-    shuffled[rows] = labels[rows[torch.randperm(len(rows), generator=generator)]]
     result = {}
-    for name, states, marks in (
-        ("shuffled_labels", data.states, shuffled),
-        ("input_embedding", data.embeddings, labels),
-    ):
-        bank = Bank.of(data, states)
-        weights = bank.fit(concepts, marks)
-        areas = ranked(path_scores(logits_of(bank.x[test], weights), parents), labels[test], MIN_POSITIVES)
+    for name, embedding in (("shuffled_labels", False), ("input_embedding", True)):
+        bank = Bank.of(data, embedding=embedding)
+        labels = bank.labels(concepts)
+        if not embedding:
+            labels = labels[torch.randperm(len(labels), generator=generator)]
+        weights = bank.fit(concepts, labels, LINEAR)
+        states = data.embedding[data.token_ids[test]] if embedding else data.states[test]
+        scores = path_scores(logits_of(bank.standard(rmsnorm(states)), weights), parents)
+        areas = ranked(scores, truth, MIN_POSITIVES)
         result[name] = {"auroc_median": quantile(areas, 0.5), "auroc_p10": quantile(areas, 0.1)}
     return result
+
+
+def alert_sets(
+    data: Dataset, concepts: list[Concept], folded: Weights
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """(thresholds [P] for PRECISION, which are a concept's own [P], thresholds [P] for FALSE_POSITIVES, tokens).
+
+    Both from the tokens of the validation texts, as they come.
+    """
+    running, parents = data.running, parents_of(concepts)
+    rows = running.where(split="validation").nonzero().flatten()
+    truth = labels_by_distance(data.wordnet, running.words, [concept.key for concept in concepts])
+    weights = as_fp32(folded)
+    scores = torch.cat(
+        [path_scores(logits_of(rmsnorm(running.states[part]), weights), parents) for part in rows.split(CHUNK)]
+    )
+    new = running.words_of_split("validation")[rows]
+    fires = Fires.of(scores, truth.any_sense, running.word[rows], new)
+    level = torch.tensor([concept.level for concept in concepts])
+    precise, own = precision_thresholds(fires, level, PRECISION)
+    negative = truth.strict[running.word[rows]] == 0
+    return precise, own, thresholds_at(scores, negative, FALSE_POSITIVES), len(rows)
 
 
 def golden_rows(data: Dataset) -> torch.Tensor:
@@ -188,20 +222,15 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
     """The pack as `ProbePack` opens it: trained, calibrated, written, measured as written, written with its quality."""
     from probemon.packs.pack import ProbePack
 
-    bank = Bank.of(data, data.states)
-    concepts, weights, areas, dropped = select(bank, choice)
-    labels, parents = label(data.wordnet, data.points, concepts), parents_of(concepts)
+    bank = Bank.of(data)
+    concepts, dropped = select(bank, choice)
+    labels = bank.labels(concepts)
+    weights = bank.fit(concepts, labels, LINEAR)
     if shape:
-        weights = bank.fit(concepts, labels, shape, weights)
-        areas = bank.validation_auroc(weights, labels, parents)
+        weights = bank.fit(concepts, labels, HIDDEN, shape, weights)
+    areas = bank.validation_auroc(weights, concepts)
     folded = fold(weights, bank.standard)
-
-    held_out = bank.validation
-    negative = labels[held_out] == 0
-    x = rmsnorm(data.states[held_out])
-    shift, share = choose_shift(logits_of(x, as_fp32(folded)), parents, negative, bank.mentions[held_out])
-    folded = shifted(folded, parents, shift)
-    thresholds = thresholds_at(path_scores(logits_of(x, as_fp32(folded)), parents), negative, FALSE_POSITIVES)
+    precise, own, at_rate, n_tokens = alert_sets(data, concepts, folded)
 
     lines: list[dict[str, Any]] = [
         {
@@ -213,10 +242,11 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             "synset": concept.key,
             "n_train": concept.n_train,
             "n_heads": concept.n_heads,
-            "auroc_validation": round(float(area), 4),
+            "auroc_validation": None if area != area else round(area, 4),
             "weak": bool(area < WEAK),
+            "alert_threshold_of": "its own fires" if its_own else "its level",
         }
-        for concept, area in zip(concepts, areas, strict=True)
+        for concept, area, its_own in zip(concepts, areas.tolist(), own.tolist(), strict=True)
     ]
     name = out.name
     provenance = {
@@ -224,12 +254,12 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
         "shape": "-".join(map(str, (*shape, 1))) if shape else "linear",
         "recipe": {"linear": asdict(LINEAR), **({"hidden": asdict(HIDDEN)} if shape else {})},
         "choice": asdict(choice),
-        "thresholds": {
-            "false_positive_rate": FALSE_POSITIVES,
-            "n_tokens": int(held_out.sum()),
-            "tokens": "validation split: labelled mentions, ordinary running text, text by the host model",
+        "alert_sets": {
+            SETS[0]: {"precision": PRECISION, "n_own": int(own.sum()), "enough_fires": ENOUGH},
+            SETS[1]: {"false_positive_rate": FALSE_POSITIVES},
+            "n_tokens": n_tokens,
+            "tokens": "validation texts: running text of every domain, a fifth of it in the chat template",
         },
-        "child_logit_shift": {"shift": shift, "share_evaluated_validation": round(share, 4), "goal": SHARE_GOAL},
         "dropped": [{"id": id, "auroc_validation": area} for id, area in dropped],
         "n_weak": sum(line["weak"] for line in lines),
         "versions": versions,
@@ -247,7 +277,9 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             host=data.host,
             licence=LICENCE,
             card=card(name, lines, data, provenance, quality),
-            alert_threshold=thresholds,
+            alert_threshold=precise,
+            alert_set=SETS[0],
+            alert_sets={SETS[1]: at_rate},
             golden_hidden=golden,
             recommended={"load_threshold": "exact", "keep_top_k": 0},
             provenance=provenance,
@@ -263,5 +295,5 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
     for line in lines:
         area = by_id[line["id"]]
         line["auroc_test"] = None if area != area else round(area, 4)
-    quality["controls"] = controls(data, concepts, labels)
+    quality["controls"] = controls(data, concepts)
     return write(out, quality)

@@ -1,36 +1,51 @@
-"""Which synsets become concepts, and what each point says about them.
+"""Which synsets become concepts, what they are called, and what each point says about them.
 
-    concepts = choose(wordnet, points, Choice())     # parents before children
+    concepts = choose(wordnet, uses, Choice())       # parents before children
     labels = label(wordnet, points, concepts)        # [N, P] int8: 1 applies, 0 does not, -1 unknown
 
-The hierarchy is WordNet's, by first hypernym, collapsed to the concepts that have enough training points.
+The hierarchy is WordNet's, by first hypernym, collapsed to the concepts that the texts have enough of.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from .mentions import DOMINANT_MASS, LABELLED, Point
+from .mentions import DOMINANT_MASS, Point
 from .wordnet import Synset, WordNet
 
 # A word that means a concept with less than this share of its tagged occurrences counts as not meaning it.
 NEGLIGIBLE_MASS = 0.05
-NOUN_SOURCES = ("example", "dominant", "gloss")
+# A word whose tagged occurrences are nouns less often than this stands for no concept, and against none.
+NOUN_SHARE = 0.5
+TAXONOMY = "taxonomic group"  # genera, families, orders: names that nobody uses in running text
+
+
+@dataclass(frozen=True)
+class Use:
+    """A word that stands in the texts, and how often: in WordNet's own, and in running text."""
+
+    head: str
+    mass: dict[str, float]
+    n_mentions: int = 0
+    n_running: int = 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a synset needs to become a concept; counts of points are over the training split unless named otherwise."""
+    """What a synset needs to become a concept; uses are those of the training split of texts, test words left out."""
 
-    min_points: int = 40
-    min_heads: int = 15  # distinct head words: fewer would be learning words, not a concept
-    min_validation: int = 8
-    max_share: float = 0.25  # of all noun points: broader synsets (entity, abstraction) say nothing
-    max_child_share: float = 0.85  # a synset with a child this large is left out in favour of the child
-    max_concepts: int = 384
+    min_uses: int = 60
+    min_running: int = 20
+    min_heads: int = 8  # distinct head words: fewer would be learning words, not a concept
+    min_name_uses: int = 3  # of the concept's name in running text: people know it
+    min_depth: int = 4  # from the root: entity, object, attribute and their like say nothing
+    max_share: float = 0.25  # of all uses: as with depth, what applies everywhere says nothing
+    max_child_share: float = 0.9  # a synset with a child this large is left out in favour of the child
+    max_concepts: int = 512
 
 
 @dataclass(frozen=True)
@@ -62,44 +77,73 @@ def spread(mass: dict[str, float], up: dict[str, tuple[str, ...]]) -> dict[str, 
     return total
 
 
-def choose(wordnet: WordNet, points: list[Point], choice: Choice) -> list[Concept]:
-    """Concepts in an order where parents come first, chosen without a look at the test split."""
+def choose(wordnet: WordNet, uses: Iterable[Use], choice: Choice) -> list[Concept]:
+    """Concepts in an order where parents come first. `uses`: of words that are not of the test split."""
     up = ancestors(wordnet)
-    n_train: Counter[str] = Counter()
-    n_validation: Counter[str] = Counter()
+    n_uses: Counter[str] = Counter()
+    n_running: Counter[str] = Counter()
     heads: dict[str, set[str]] = defaultdict(set)
+    named: Counter[str] = Counter()
     n_nouns = 0
-    for point in points:
-        if point.source not in NOUN_SOURCES or point.split == "test":
+    for use in uses:
+        named[use.head] += use.n_running
+        n, noun = use.n_mentions + use.n_running, sum(use.mass.values())
+        if noun < NOUN_SHARE:
             continue
-        n_nouns += point.split == "train"
-        for key, share in spread(point.mass, up).items():
-            if share >= DOMINANT_MASS:
-                if point.split == "train":
-                    n_train[key] += 1
-                    heads[key].add(point.head)
-                else:
-                    n_validation[key] += 1
+        n_nouns += n
+        for key, share in spread(use.mass, up).items():
+            if share / noun >= DOMINANT_MASS:
+                n_uses[key] += n
+                n_running[key] += use.n_running
+                heads[key].add(use.head)
     kept = {
         key
-        for key, n in n_train.items()
-        if n >= choice.min_points
+        for key, n in n_uses.items()
+        if n >= choice.min_uses
+        and n_running[key] >= choice.min_running
         and len(heads[key]) >= choice.min_heads
-        and n_validation[key] >= choice.min_validation
+        and len(up[key]) >= choice.min_depth
         and n <= choice.max_share * n_nouns
+        and named[name_of(wordnet, key).lower().split(" ")[-1]] >= choice.min_name_uses
+        and not any(TAXONOMY in wordnet.synsets[above].lemmas for above in up[key])
     }
-    kept -= {above for key in kept for above in up[key][1:] if n_train[key] >= choice.max_child_share * n_train[above]}
-    kept = set(sorted(kept, key=lambda key: (-n_train[key], key))[: choice.max_concepts])
+    kept -= {above for key in kept for above in up[key][1:] if n_uses[key] >= choice.max_child_share * n_uses[above]}
+    kept = set(sorted(kept, key=lambda key: (-n_uses[key], key))[: choice.max_concepts])
     chains = {key: [above for above in up[key] if above in kept] for key in kept}
     order = sorted(kept, key=lambda key: (len(chains[key]), [wordnet.ids[above] for above in reversed(chains[key])]))
-    return [_concept(wordnet, wordnet.synsets[key], chains[key], n_train[key], len(heads[key])) for key in order]
+    names = _names(wordnet, order)
+    return [_concept(wordnet, key, names[key], chains[key], n_uses[key], len(heads[key])) for key in order]
 
 
-def _concept(wordnet: WordNet, synset: Synset, chain: list[str], n_train: int, n_heads: int) -> Concept:
+def name_of(wordnet: WordNet, key: str) -> str:
+    """The lemma of a synset that people use most for it, by tagged text; the first of equals."""
+    counts = {
+        sense.lemma: sense.count
+        for lemma in wordnet.synsets[key].lemmas
+        for sense in wordnet.senses.get(lemma.lower(), ())
+        if sense.key == key
+    }
+    return max(wordnet.synsets[key].lemmas, key=lambda lemma: counts.get(lemma, 0))
+
+
+def _names(wordnet: WordNet, keys: list[str]) -> dict[str, str]:
+    """A name for each, no two alike: what would be is told apart by its kind, and by its sense's number if need be."""
+    plain = {key: name_of(wordnet, key) for key in keys}
+    kinds = {key: wordnet.synsets[key].kind for key in keys}
+    n_named, n_of_kind = Counter(plain.values()), Counter((plain[key], kinds[key]) for key in keys)
+    names = {}
+    for key, name in plain.items():
+        number = f" {int(wordnet.ids[key].split('.')[2])}" if n_of_kind[name, kinds[key]] > 1 else ""
+        names[key] = f"{name} ({kinds[key]}{number})" if n_named[name] > 1 else name
+    return names
+
+
+def _concept(wordnet: WordNet, key: str, name: str, chain: list[str], n_train: int, n_heads: int) -> Concept:
+    synset: Synset = wordnet.synsets[key]
     return Concept(
-        id=wordnet.ids[synset.key],
-        name=synset.lemmas[0],
-        key=synset.key,
+        id=wordnet.ids[key],
+        name=name,
+        key=key,
         parent=wordnet.ids[chain[1]] if len(chain) > 1 else None,
         level=len(chain) - 1,
         definition=synset.definition,
@@ -140,8 +184,3 @@ def label(wordnet: WordNet, points: list[Point], concepts: list[Concept]) -> tor
             if key in index and share >= NEGLIGIBLE_MASS:
                 labels[row, index[key]] = 1 if share >= DOMINANT_MASS else -1
     return labels
-
-
-def is_labelled(points: list[Point]) -> torch.Tensor:
-    """[N] bool: points of the labelled sources, those that the evaluation ranks."""
-    return torch.tensor([point.source in LABELLED for point in points])

@@ -16,6 +16,8 @@ import torch
 
 from .generated import generate_texts
 from .mentions import Limits, Point, collect
+from .passages import passages
+from .running import Running
 from .states import extract, read_tokens
 from .wordnet import WordNet, find_wordnet, licence_text
 
@@ -39,8 +41,9 @@ class Dataset:
     texts: list[str]
     states: torch.Tensor  # [N, D], the host's dtype, raw
     token_ids: torch.Tensor  # [N] int64, the token that each point reads
-    embeddings: torch.Tensor  # [N, D], its input embedding
+    embedding: torch.Tensor  # [V, D], the host's input embeddings
     host: dict[str, Any]  # as a pack's manifest states it
+    running: Running  # every token of running text, beside the points
 
     def where(self, *, split: str | None = None, sources: tuple[str, ...] | None = None) -> torch.Tensor:
         """[N] bool: points of a split and of some sources."""
@@ -78,9 +81,12 @@ def prepare(source: Source) -> Dataset:
     mark = fingerprint(model)
     wordnet = WordNet.read(folder)
     generated = generate_texts(model, tokenizer, seed=source.seed, fingerprint=mark, folder=cache)
-    texts, points = collect(wordnet, generated=generated, seed=source.seed, limits=source.limits)
+    texts, points = collect(wordnet, generated=[], seed=source.seed, limits=source.limits)
     tokens = read_tokens(tokenizer, texts, points)
     states = extract(model, tokens, [source.layer], mark, cache)[source.layer]
+    running = Running.read(
+        model, tokenizer, wordnet, passages(generated), layer=source.layer, fingerprint=mark, folder=cache
+    )
     host = {
         "model_id": MODEL_ID,
         "revision": REVISION,
@@ -89,5 +95,5 @@ def prepare(source: Source) -> Dataset:
         "fingerprint": mark,
         "quantisation": "GGUF Q4_1, dequantised to bf16",
     }
-    embeddings = model.get_input_embeddings().weight.detach()[tokens.id]
-    return Dataset(source, wordnet, licence_text(folder), points, texts, states, tokens.id, embeddings, host)
+    embedding = model.get_input_embeddings().weight.detach()
+    return Dataset(source, wordnet, licence_text(folder), points, texts, states, tokens.id, embedding, host, running)

@@ -9,20 +9,25 @@ adjectives, adverbs and function words. A concept is ranked where it has at leas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .concepts import Concept, label, parents_of
 from .dataset import Dataset, rmsnorm
-from .mentions import LABELLED, RUNNING
+from .mentions import LABELLED
 from .metrics import auroc, auroc_of, exact_cascade, path_scores
+from .passages import ANSWERS
+from .running import labels_by_distance
+from .shown import Seen, strengths
 from .train import Weights, logits_of
 
 MIN_POSITIVES = 5
 MIN_POSITIVES_SMALL = 3  # for the smaller sets: example sentences alone, siblings
 TOLERANCE = 0.005
 EXAMPLES = ("example", "other_part")
+CHUNK = 1 << 16
 
 
 def concepts_of(pack: Any) -> list[Concept]:
@@ -142,11 +147,36 @@ def measure(pack: Any, data: Dataset) -> tuple[dict[str, Any], torch.Tensor]:
         "running_text": {},
         "per_level": {str(number): summary(level == number) for number in level.unique().tolist()},
     }
-    for source in RUNNING:
-        rows = data.where(split="test", sources=(source,))
-        running = path_scores(logits[rows], parents)
-        quality["running_text"][source] = _running(running, labels[rows], thresholds, parents)
+    for name, rows, scores in running_scores(pack, data):
+        seen = seen_of(data, concepts, scores, thresholds, rows)
+        evaluated, found = exact_cascade(scores, thresholds, parents)
+        quality["running_text"][name] = {
+            "n_tokens": len(rows),
+            "n_held_out_nouns": int(seen.held_out.sum()),
+            **seen.at(0.0),
+            "share_evaluated_exact": round(float(evaluated.float().mean()), 4),
+            "firing_recall_exact": share(found, scores > thresholds),
+        }
     return quality, areas["auroc"]
+
+
+def running_scores(pack: Any, data: Dataset) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield each domain of the test texts, its tokens and their path scores [n, P]."""
+    parents = parents_of(concepts_of(pack))
+    weights: Weights = {name: tensor.float() for name, tensor in pack.weights.items()}
+    running = data.running
+    for name in dict.fromkeys(passage.domain for passage in running.passages if passage.split == "test"):
+        rows = running.where(split="test", domains=(name,)).nonzero().flatten()
+        logits = [logits_of(rmsnorm(running.states[part]), weights) for part in rows.split(CHUNK)]
+        yield name, rows, path_scores(torch.cat(logits), parents)
+
+
+def seen_of(
+    data: Dataset, concepts: list[Concept], scores: torch.Tensor, thresholds: torch.Tensor, rows: torch.Tensor
+) -> Seen:
+    """What the scores [n, P] of tokens of running text show over thresholds [P]."""
+    truth = labels_by_distance(data.wordnet, data.running.words, [concept.key for concept in concepts])
+    return Seen.of(strengths(scores, thresholds), data.running, truth, rows)
 
 
 def _per_source(data: Dataset, mentions: torch.Tensor, scores: torch.Tensor, truth: torch.Tensor) -> dict[str, Any]:
@@ -173,27 +203,13 @@ def _unseen(data: Dataset, mentions: torch.Tensor, scores: torch.Tensor, truth: 
     return {"auroc_median": quantile(areas, 0.5), "n_points": int(rows.sum()), "n_ranked": int((~areas.isnan()).sum())}
 
 
-def _running(
-    scores: torch.Tensor, labels: torch.Tensor, thresholds: torch.Tensor, parents: torch.Tensor
-) -> dict[str, Any]:
-    evaluated, found = exact_cascade(scores, thresholds, parents)
-    fires = scores > thresholds
-    return {
-        "n_tokens": len(scores),
-        "false_positive_rate": share(fires, labels == 0),
-        "fired_per_token": round(float(fires.float().sum(1).mean()), 3),
-        "firing_recall_exact": share(found, fires),
-        "share_evaluated_exact": share(evaluated, torch.ones_like(fires)),
-    }
-
-
 def differences(stated: Any, measured: Any, path: str = "") -> list[str]:
     """Where two quality tables disagree: "auroc_median: stated 0.97, measured 0.95".
 
     Floats may differ by TOLERANCE: bf16 states round differently on another processor. Text sampled from the host
     is another text there, so what was measured on it is not compared.
     """
-    if path == "running_text.generated":
+    if path == f"running_text.{ANSWERS}":
         return []
     if isinstance(stated, dict) and isinstance(measured, dict):
         keys = sorted(set(stated) | set(measured))

@@ -2,7 +2,8 @@
 
     texts = generate_texts(model, tokenizer, seed=0, folder=cache)     # whole conversations, markup included
 
-It stands beside WordNet's short examples as background, because this is what a monitored model reads most.
+This is what a monitored model reads most. It trains and calibrates nothing, so that what is measured on it says how
+the probes do on text of a kind that they were not made from.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ TOPICS = (
 )  # fmt: skip
 ASK = ("Tell me about {}.", "Write a short story about {}.", "Explain {} to a child.", "Write a few lines on {}.")
 NEW_TOKENS = 96
-BATCH = 20
+BATCH = 60
 
 
 @torch.no_grad()
 def generate_texts(model: Any, tokenizer: Any, *, seed: int, fingerprint: str, folder: Path) -> list[str]:
-    """One conversation a topic, sampled at temperature 0.8 with the given seed; cached by all that it depends on."""
-    prompts = [ASK[i % len(ASK)].format(topic) for i, topic in enumerate(TOPICS)]
+    """Conversations on every topic, sampled at temperature 0.8 with the given seed, and kept in a file."""
+    prompts = [ask.format(topic) for ask in ASK for topic in TOPICS]
     key = hashlib.sha256(
         json.dumps([prompts, seed, fingerprint, NEW_TOKENS, BATCH, torch.__version__]).encode()
     ).hexdigest()[:24]

@@ -26,6 +26,13 @@ NEEDED = ("index.sense", *(f"data.{part}" for part in PARTS))
 # senseidx(5WN): 1 noun, 2 verb, 3 adjective, 4 adverb, 5 adjective satellite
 SENSE_PART = {"1": "n", "2": "v", "3": "a", "4": "r", "5": "a"}
 FILE_PART = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
+# lexnames(5WN), from file 3 on
+_KINDS = (
+    "top", "act", "animal", "artifact", "attribute", "body", "cognition", "communication", "event", "feeling", "food",
+    "group", "location", "motive", "object", "person", "phenomenon", "plant", "possession", "process", "quantity",
+    "relation", "shape", "state", "substance", "time",
+)  # fmt: skip
+NOUN_KINDS = dict(enumerate(_KINDS, start=3))
 QUOTED = re.compile(r'"([^"]*)"')
 
 
@@ -40,6 +47,7 @@ class Synset:
     definition: str
     examples: tuple[str, ...]
     hypernym: str | None  # key of the first hypernym (or of the class an instance belongs to)
+    kind: str = ""  # of nouns, the name of the lexicographers' file: "animal", "act", "feeling"
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,11 @@ def _parse_synset(line: str, part: str) -> Synset:
         if symbol in ("@", "@i"):
             hypernym = f"{target}{offset}"
             break
+    kind = NOUN_KINDS.get(int(fields[1]), "")
     gloss = gloss.strip()
     examples = tuple(text.strip() for text in QUOTED.findall(gloss) if text.strip())
     definition = gloss.split('"')[0].strip().rstrip(";: ").strip()
-    return Synset(f"{part}{fields[0]}", tuple(words), definition, examples, hypernym)
+    return Synset(f"{part}{fields[0]}", tuple(words), definition, examples, hypernym, kind)
 
 
 def _read_senses(path: Path, synsets: dict[str, Synset]) -> dict[str, list[Sense]]:

@@ -1,7 +1,9 @@
 """Alert thresholds to a stated precision of what fires on running text.
 
-    fires = Fires.of(scores, running, truth, rows)          # every pair that scores over a floor, right or wrong
+    fires = Fires.of(scores, any_sense, word, is_new)       # every pair that scores over a floor, right or wrong
     thresholds, own = precision_thresholds(fires, level, 0.9)
+    precision = precisions(fires, thresholds, level, own)
+    of_sentences = Fires.of_sentences(scores, any_sense, word, sentence)
 
 What fires at a token is right where some noun sense of its word lies under the concept, and wrong at every other token.
 A concept's threshold is its level's, or a higher one of its own where its own fires are less right than stated. A
@@ -45,15 +47,32 @@ class Fires:
         share = float((noun & is_new).sum()) / max(1, int(noun.sum()))
         return cls(probe, scores[row, probe], any_sense[word[row], probe], noun[row], is_new[row], share)
 
+    @classmethod
+    def of_sentences(
+        cls, scores: torch.Tensor, any_sense: torch.Tensor, word: torch.Tensor, sentence: torch.Tensor
+    ) -> Fires:
+        """The highest score in each sentence, right where some word of it lies under the concept. `sentence` [N]."""
+        numbers, index = sentence.unique(return_inverse=True)
+        where = index.unsqueeze(1).expand_as(scores)
+        best, right = (
+            torch.zeros(len(numbers), scores.shape[1]).scatter_reduce_(0, where, values, "amax")
+            for values in (scores, any_sense[word].float())
+        )
+        row, probe = (best > FLOOR).nonzero(as_tuple=True)
+        every = torch.ones(len(row), dtype=torch.bool)
+        return cls(probe, best[row, probe], right[row, probe] > 0, every, every, 1.0)
+
+    def weight(self) -> torch.Tensor:
+        """[F] fp64: how much each counts in a text whose every word is new, in the mix that this one has: a fire at a
+        token of no noun counts as often as new words stand among the nouns.
+        """
+        others = torch.full((), self.new_share, dtype=torch.float64)
+        return torch.where(self.is_noun, self.is_new.double(), others)
+
 
 def precision_thresholds(fires: Fires, level: torch.Tensor, target: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(thresholds [P] fp32, whether a concept has one of its own [P] bool).
-
-    In a level's precision a fire at a token of no noun counts as often as new words stand among the nouns: the text
-    is then one whose every word is new, in the mix that it has.
-    """
-    pooled = torch.full((int(level.max()) + 1,), 1.0)
-    weight = torch.where(fires.is_noun, fires.is_new.double(), torch.full((), fires.new_share, dtype=torch.float64))
+    """(thresholds [P] fp32, whether a concept has one of its own [P] bool), from `weight`ed fires by level."""
+    pooled, weight = torch.full((int(level.max()) + 1,), 1.0), fires.weight()
     for number in range(len(pooled)):
         of_level = (level[fires.probe] == number) & (weight > 0)
         pooled[number] = lowest(fires.score[of_level], fires.right[of_level], weight[of_level], target)
@@ -71,6 +90,18 @@ def precision_thresholds(fires: Fires, level: torch.Tensor, target: float) -> tu
             thresholds[probe] = lowest(score, right, torch.ones(len(score), dtype=torch.float64), target)
         own[probe] = True
     return thresholds, own
+
+
+def precisions(fires: Fires, thresholds: torch.Tensor, level: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """[P] fp64: the share right of what fires, of the concept's own fires or of its level's; NaN without any."""
+    over, weight = fires.score > thresholds[fires.probe], fires.weight()
+    result = torch.full((len(level),), float("nan"), dtype=torch.float64)
+    for probe in range(len(level)):
+        chosen = over & ((fires.probe == probe) if own[probe] else (level[fires.probe] == level[probe]))
+        counts = torch.ones_like(weight) if own[probe] else weight
+        if (counts * chosen).sum() > 0:
+            result[probe] = (counts * chosen * fires.right).sum() / (counts * chosen).sum()
+    return result
 
 
 def lowest(score: torch.Tensor, right: torch.Tensor, weight: torch.Tensor, target: float) -> float:

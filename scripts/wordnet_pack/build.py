@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .alerts import ENOUGH, Fires, precision_thresholds
+from .alerts import ENOUGH, Fires, precision_thresholds, precisions
 from .card import card
 from .concepts import Choice, Concept, Use, choose, label, parents_of, without
 from .dataset import EPS, Dataset, rmsnorm
@@ -190,26 +190,33 @@ def controls(data: Dataset, concepts: list[Concept]) -> dict[str, Any]:
     return result
 
 
-def alert_sets(
-    data: Dataset, concepts: list[Concept], folded: Weights
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """(thresholds [P] for PRECISION, which are a concept's own [P], thresholds [P] for FALSE_POSITIVES, tokens).
+@dataclass(frozen=True)
+class Alerts:
+    """Alert thresholds [P] from the tokens of the validation texts, as they come, and what they rest on."""
 
-    Both from the tokens of the validation texts, as they come.
-    """
-    running, parents = data.running, parents_of(concepts)
-    rows = running.where(split="validation").nonzero().flatten()
-    truth = labels_by_distance(data.wordnet, running.words, [concept.key for concept in concepts])
-    weights = as_fp32(folded)
-    scores = torch.cat(
-        [path_scores(logits_of(rmsnorm(running.states[part]), weights), parents) for part in rows.split(CHUNK)]
-    )
-    new = running.words_of_split("validation")[rows]
-    fires = Fires.of(scores, truth.any_sense, running.word[rows], new)
-    level = torch.tensor([concept.level for concept in concepts])
-    precise, own = precision_thresholds(fires, level, PRECISION)
-    negative = truth.strict[running.word[rows]] == 0
-    return precise, own, thresholds_at(scores, negative, FALSE_POSITIVES), len(rows)
+    precise: torch.Tensor  # for PRECISION
+    own: torch.Tensor  # [P] bool: not its level's
+    precision: torch.Tensor  # [P]: of what fires over `precise`
+    sentence: torch.Tensor  # for PRECISION of the highest score in a sentence; none is lower than `precise`
+    at_rate: torch.Tensor  # for FALSE_POSITIVES
+    n_tokens: int
+
+    @classmethod
+    def of(cls, data: Dataset, concepts: list[Concept], folded: Weights) -> Alerts:
+        running, parents, weights = data.running, parents_of(concepts), as_fp32(folded)
+        rows = running.where(split="validation").nonzero().flatten()
+        truth = labels_by_distance(data.wordnet, running.words, [concept.key for concept in concepts])
+        scores = torch.cat(
+            [path_scores(logits_of(rmsnorm(running.states[part]), weights), parents) for part in rows.split(CHUNK)]
+        )
+        word, level = running.word[rows], torch.tensor([concept.level for concept in concepts])
+        fires = Fires.of(scores, truth.any_sense, word, running.words_of_split("validation")[rows])
+        precise, own = precision_thresholds(fires, level, PRECISION)
+        of_sentences = Fires.of_sentences(scores, truth.any_sense, word, running.sentence[rows])
+        # Not lower than a token's own: what no token fires may never be evaluated.
+        sentence = torch.maximum(precision_thresholds(of_sentences, level, PRECISION)[0], precise)
+        at_rate = thresholds_at(scores, truth.strict[word] == 0, FALSE_POSITIVES)
+        return cls(precise, own, precisions(fires, precise, level, own), sentence, at_rate, len(rows))
 
 
 def golden_rows(data: Dataset) -> torch.Tensor:
@@ -230,7 +237,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
         weights = bank.fit(concepts, labels, HIDDEN, shape, weights)
     areas = bank.validation_auroc(weights, concepts)
     folded = fold(weights, bank.standard)
-    precise, own, at_rate, n_tokens = alert_sets(data, concepts, folded)
+    alerts = Alerts.of(data, concepts, folded)
 
     lines: list[dict[str, Any]] = [
         {
@@ -244,9 +251,12 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             "n_heads": concept.n_heads,
             "auroc_validation": None if area != area else round(area, 4),
             "weak": bool(area < WEAK),
-            "alert_threshold_of": "its own fires" if its_own else "its level",
+            "precision": {SETS[0]: None if precision != precision else round(precision, 3)},
+            "alert_threshold_of": "its own fires" if own else "its level",
         }
-        for concept, area, its_own in zip(concepts, areas.tolist(), own.tolist(), strict=True)
+        for concept, area, own, precision in zip(
+            concepts, areas.tolist(), alerts.own.tolist(), alerts.precision.tolist(), strict=True
+        )
     ]
     name = out.name
     provenance = {
@@ -255,9 +265,9 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
         "recipe": {"linear": asdict(LINEAR), **({"hidden": asdict(HIDDEN)} if shape else {})},
         "choice": asdict(choice),
         "alert_sets": {
-            SETS[0]: {"precision": PRECISION, "n_own": int(own.sum()), "enough_fires": ENOUGH},
+            SETS[0]: {"precision": PRECISION, "n_own": int(alerts.own.sum()), "enough_fires": ENOUGH},
             SETS[1]: {"false_positive_rate": FALSE_POSITIVES},
-            "n_tokens": n_tokens,
+            "n_tokens": alerts.n_tokens,
             "tokens": "validation texts: running text of every domain, a fifth of it in the chat template",
         },
         "dropped": [{"id": id, "auroc_validation": area} for id, area in dropped],
@@ -277,9 +287,10 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             host=data.host,
             licence=LICENCE,
             card=card(name, lines, data, provenance, quality),
-            alert_threshold=precise,
+            alert_threshold=alerts.precise,
             alert_set=SETS[0],
-            alert_sets={SETS[1]: at_rate},
+            alert_sets={SETS[1]: alerts.at_rate},
+            aggregated={"max": alerts.sentence},
             golden_hidden=golden,
             recommended={"load_threshold": "exact", "keep_top_k": 0},
             provenance=provenance,

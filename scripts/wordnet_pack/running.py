@@ -8,6 +8,7 @@ The labels come "by distance", from the word alone: nobody read these texts. See
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .wordnet import WordNet
 from .words import words_of
 
 MAX_TOKENS = 400
+SENTENCE_END = re.compile(r"[.!?]\s*$|\n")
 # A concept with less than this share of a word's meaning is one that the word does not mean.
 NEGLIGIBLE, NEGLIGIBLE_AMONG_NOUNS = 0.03, 0.05
 
@@ -46,6 +48,7 @@ class Running:
     token_id: torch.Tensor  # [N] int64
     word: torch.Tensor  # [N] int64, index into the words; -1 where the token is of no word that can be a noun
     is_last: torch.Tensor  # [N] bool: the last token of its word, where the whole word has been read
+    sentence: torch.Tensor  # [N] int64, numbered through all passages
     states: torch.Tensor  # [N, D], the host's dtype, raw
 
     @classmethod
@@ -83,6 +86,7 @@ class Running:
             token_id,
             torch.from_numpy(np.concatenate(word)),
             torch.from_numpy(np.concatenate(is_last)),
+            _sentences(tokenizer, token_id, number),
             states,
         )
 
@@ -98,6 +102,15 @@ class Running:
         """[N] bool: tokens of the words whose head word is of a split; a token of no word is of none."""
         chosen = torch.tensor([split_of(word.head) == split for word in self.words] + [False])
         return chosen[self.word]  # -1 is the last
+
+
+def _sentences(tokenizer: Any, token_id: torch.Tensor, passage: torch.Tensor) -> torch.Tensor:
+    """[N]: the sentence of each token; one ends with a token that ends in a stop or has the end of a line."""
+    ids, index = token_id.unique(return_inverse=True)
+    ends = torch.tensor([SENTENCE_END.search(tokenizer.decode([token])) is not None for token in ids.tolist()])[index]
+    begins = torch.ones(len(token_id), dtype=torch.bool)
+    begins[1:] = ends[:-1] | (passage[1:] != passage[:-1])
+    return begins.long().cumsum(0) - 1
 
 
 def _tokens_and_words(

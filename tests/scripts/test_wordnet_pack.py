@@ -18,7 +18,7 @@ from real_text import Text
 from wordnet_pack import build as building
 from wordnet_pack import passages as passages_module
 from wordnet_pack import wordnet as wn
-from wordnet_pack.alerts import FLOOR, Fires, lowest, precision_thresholds
+from wordnet_pack.alerts import FLOOR, Fires, lowest, precision_thresholds, precisions
 from wordnet_pack.build import Standard, fold
 from wordnet_pack.concepts import Choice, Concept, Use, _names, choose, label, name_of, parents_of, without
 from wordnet_pack.dataset import Dataset, Source, rmsnorm
@@ -601,6 +601,31 @@ def test_level_is_judged_on_new_words_and_on_other_tokens_in_their_mix():
     assert FLOOR < 0.3
 
 
+def test_sentence_fires_where_its_best_token_does_and_is_right_where_any_word_is():
+    scores = torch.tensor([[0.2, 0.9], [0.7, 0.1], [0.6, 0.01], [0.3, 0.02]])
+    any_sense = torch.tensor([[True, False], [False, False]])
+    word, sentence = torch.tensor([0, -1, -1, -1]), torch.tensor([4, 4, 7, 7])
+    fires = Fires.of_sentences(scores, any_sense, word, sentence)
+    found = {
+        (p, round(s, 3), r)
+        for p, s, r in zip(fires.probe.tolist(), fires.score.tolist(), fires.right.tolist(), strict=True)
+    }
+    assert found == {(0, 0.7, True), (1, 0.9, False), (0, 0.6, False)}
+
+
+def test_precision_is_a_concepts_own_or_its_levels():
+    fires = Fires(
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([0.9, 0.8, 0.1, 0.9]),
+        torch.tensor([True, False, True, True]),
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(4, dtype=torch.bool),
+        1.0,
+    )
+    found = precisions(fires, torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0, 0, 1]), torch.tensor([True, False, True]))
+    assert found[:2].tolist() == pytest.approx([0.5, 2 / 3]) and found[2].isnan()
+
+
 def test_deep_level_without_fires_has_the_threshold_of_the_one_above():
     scores = torch.tensor([[0.9, 0.01], [0.8, 0.01], [0.2, 0.01]])
     any_sense = torch.tensor([[True, True], [False, False]])
@@ -734,6 +759,9 @@ def test_domain_that_trains_nothing_is_all_test():
 
 
 class OneRowTokenizer(PairTokenizer):
+    def decode(self, ids):
+        return "." if ids == [2 + (ord("i") + ord("d")) % 90] else "x"
+
     def __call__(self, text, add_special_tokens, return_offsets_mapping, truncation, max_length):
         row = self._row(text)[:max_length]
         return {"input_ids": [token for token, _ in row], "offset_mapping": [span for _, span in row]}
@@ -747,6 +775,7 @@ def test_every_token_of_running_text_knows_its_word(wordnet, tmp_path):
     assert running.is_last.nonzero().flatten().tolist() == [7, 14]
     assert running.words[int(running.word[7])] == Word("dog", {"n00000004": 1.0})
     assert set(running.words[int(running.word[14])].mass) == {"n00000005", "n00000007"}
+    assert running.sentence.tolist() == [0] * 5 + [1] * 5 + [2] * 5  # "id" ends one here, a passage the other
     assert running.passage.tolist()[0] == 0 and running.passage.tolist()[-1] == 1
     assert torch.equal(running.where(split="test"), running.passage == 1)
 
@@ -814,7 +843,8 @@ def toy_running(wordnet, n=900, g=None):
     passages = [Passage("news", ("train", "train", "validation", "test")[at % 4], "-") for at in range(-(-n // 10))]
     word = torch.tensor([number.get(f"word{i}", -1) for i in range(n)])
     ids = torch.randint(0, 50, (n,), generator=g)
-    return Running(passages, words, torch.arange(n) // 10, ids, word, word >= 0, states.bfloat16())
+    passage = torch.arange(n) // 10
+    return Running(passages, words, passage, ids, word, word >= 0, torch.arange(n) // 5, states.bfloat16())
 
 
 def toy_dataset(wordnet):
@@ -894,6 +924,9 @@ def test_both_sets_of_alert_thresholds_hold_on_the_texts_they_were_set_on(built)
     negative = truth.strict[data.running.word[rows]] == 0
     fired = ((scores > pack.with_alert_set("rate_0.01").alert_threshold) & negative).sum(0)
     assert (fired <= 0.01 * negative.sum(0)).all() and (fired + 1 > 0.01 * negative.sum(0)).all()
+    assert (pack.thresholds_for("max") >= pack.alert_threshold).all()
+    stated = [c["precision"]["precision_0.9"] for c in pack.concepts]
+    assert all(0.9 <= value <= 1 for value in stated)
     fires = scores > pack.alert_threshold
     assert fires.any() and float(truth.any_sense[data.running.word[rows]][fires].double().mean()) >= 0.9
 

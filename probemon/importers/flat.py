@@ -29,9 +29,9 @@ from probemon.core.probes import NORMS, Architecture, parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
 from probemon.importers.sources import as_path
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
 from probemon.packs.widen import smallest_common, widen
-from probemon.packs.writer import check_target
 
 Layer = tuple[Tensor, Tensor]
 MAX_PACK_BYTES = 8 << 30  # of fp32 weights; what is stacked is held in memory a few times over

@@ -31,8 +31,9 @@ from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, ch
 from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, hierarchies, key_of, read_graph
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
-from probemon.packs.writer import PackWriter, check_target
+from probemon.packs.writer import PackWriter
 
 Progress = Callable[[int, int], None]
 NORMALIZE = ("none", "layernorm")

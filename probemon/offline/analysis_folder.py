@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from probemon.core.checks import check_count
-from probemon.errors import ConfigError, MissingExtra, SinkFailed
+from probemon.core.extras import import_arrow
+from probemon.errors import ConfigError, SinkFailed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,14 +39,7 @@ _ROWS_PER_GROUP = 1 << 18
 
 def arrow() -> Any:
     """pyarrow with parquet. Raises `MissingExtra`."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtra(
-            "an analysis is kept in parquet, which needs pyarrow: pip install 'probemon[corpus]'"
-        ) from error
-    return pa
+    return import_arrow("an analysis is kept in parquet, which")
 
 
 def schemas() -> dict[str, pa.Schema]:
@@ -354,11 +348,9 @@ class Analysis:
         return self.directory / SHARDS / f"{index:05d}.{suffix}"
 
     def _merge(self, name: str, n_shards: int) -> None:
-        import pyarrow.parquet as pq
-
         with (
             _replacing(self.directory / f"{name}.parquet") as stream,
-            pq.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
+            arrow().parquet.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
         ):
             for index in range(n_shards):
                 writer.write_table(_read(self._path(index, f"{name}.parquet"), None), row_group_size=_ROWS_PER_GROUP)
@@ -407,10 +399,8 @@ def _differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 def _read(path: Path, columns: Sequence[str] | None, filters: Any = None) -> pa.Table:
     pa = arrow()
-    import pyarrow.parquet as pq
-
     try:
-        return pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
+        return arrow().parquet.read_table(path, columns=None if columns is None else list(columns), filters=filters)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
             f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again"
@@ -437,10 +427,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _write_table(path: Path, table: pa.Table) -> int:
     """Its size in bytes."""
-    import pyarrow.parquet as pq
-
     with _replacing(path) as stream:
-        pq.write_table(table, stream, compression="zstd", row_group_size=_ROWS_PER_GROUP)
+        arrow().parquet.write_table(table, stream, compression="zstd", row_group_size=_ROWS_PER_GROUP)
         return stream.tell()
 
 

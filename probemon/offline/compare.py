@@ -138,11 +138,9 @@ class Comparison:
         made.
         """
         table, target = self.to_arrow(), check_new(path)
-        import pyarrow.parquet as pq
-
         partial = target.with_name(f".{target.name}-{os.getpid()}")
         try:
-            pq.write_table(table, partial, compression="zstd")
+            arrow().parquet.write_table(table, partial, compression="zstd")
             os.link(partial, target)  # unlike a rename, fails where the name was taken meanwhile
         except OSError as error:
             raise ConfigError(f"{target} cannot be made ({error.strerror}): give another name") from error

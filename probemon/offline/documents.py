@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from probemon.core.checks import check_count
+from probemon.core.extras import import_arrow
 from probemon.core.strict_json import loads
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import ConfigError
 
 MAX_CHARS = 2_000_000
 # What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a
@@ -327,13 +328,9 @@ def _too_long(where: str, max_chars: int) -> _Row:
 
 
 def _parquet_file(path: Path) -> Any:
+    pa = import_arrow("reading parquet")
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtra("reading parquet needs pyarrow: pip install 'probemon[corpus]'") from error
-    try:
-        return pq.ParquetFile(path)
+        return pa.parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
 

@@ -16,92 +16,31 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from probemon.core.checks import check_count
-from probemon.core.extras import import_arrow
 from probemon.errors import ConfigError, SinkFailed
+from probemon.offline.analysis_files import (
+    ROWS_PER_GROUP,
+    TABLES,
+    arrow,
+    read_json,
+    read_table,
+    replacing,
+    schemas,
+    write_json,
+    write_table,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT, FORMAT_VERSION = "probemon-analysis", 1
 MANIFEST, SHARDS = "manifest.json", "shards"
-TABLES = ("scores", "documents", "summary", "concepts")
-MERGED = ("documents", "summary", "concepts")  # of all shards, at the end; scores stay in theirs
-COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late")
-_ROWS_PER_GROUP = 1 << 18
-
-
-def arrow() -> Any:
-    """pyarrow with parquet. Raises `MissingExtra`."""
-    return import_arrow("an analysis is kept in parquet, which")
-
-
-def schemas() -> dict[str, pa.Schema]:
-    """The columns of each table, in order."""
-    pa = arrow()
-    i64, i32, i16, f32, f64, text = pa.int64(), pa.int32(), pa.int16(), pa.float32(), pa.float64(), pa.string()
-    name = pa.dictionary(i32, text)
-    per_document = {"document": i64, "doc_id": name}
-    return {
-        table: pa.schema(columns)
-        for table, columns in {
-            "scores": (
-                per_document
-                | {
-                    "position": i32,
-                    "start": i32,
-                    "end": i32,
-                    "token_id": i32,
-                    "token": name,
-                    "concept": name,
-                    "level": i16,
-                    "score": f32,
-                }
-            ),
-            "documents": (
-                {
-                    "document": i64,
-                    "doc_id": text,
-                    "reason": text,
-                    "n_chars": i64,
-                    "n_tokens": i64,
-                    "n_unseen": i64,
-                    "n_rows": i64,
-                }
-                | dict.fromkeys(COUNTED, i64)
-                | {"text": text}
-            ),
-            "summary": (
-                per_document
-                | {
-                    "concept": name,
-                    "level": i16,
-                    "n_tokens": i32,
-                    "max_score": f32,
-                    "max_position": i32,
-                    "mean_score": f64,
-                }
-            ),
-            "concepts": {
-                "concept": text,
-                "name": text,
-                "level": i16,
-                "parents": pa.list_(text),
-                "path": pa.list_(text),
-                "alert_threshold": f32,
-                "n_documents": i64,
-                "n_tokens": i64,
-                "max_score": f32,
-                "score_sum": f64,
-            },
-        }.items()
-    }
 
 
 class Analysis:
@@ -121,7 +60,7 @@ class Analysis:
         `unfinished`).
         """
         path = Path(directory)
-        manifest = _read_json(path / MANIFEST)
+        manifest = read_json(path / MANIFEST)
         if manifest is None or manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} holds no analysis: give the folder that `probemon analyze` wrote")
         if manifest.get("format_version") != FORMAT_VERSION:
@@ -143,15 +82,15 @@ class Analysis:
 
     def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
         """One row a document: tokens, coverage, and the reason of a bad one."""
-        return _read(self.directory / "documents.parquet", columns)
+        return read_table(self.directory / "documents.parquet", columns)
 
     def summary(self, columns: Sequence[str] | None = None) -> pa.Table:
         """One row a document and concept that was over the floor in it."""
-        return _read(self.directory / "summary.parquet", columns)
+        return read_table(self.directory / "summary.parquet", columns)
 
     def concepts(self) -> pa.Table:
         """One row a concept of the pack, also those that were never over the floor."""
-        return _read(self.directory / "concepts.parquet", None)
+        return read_table(self.directory / "concepts.parquet")
 
     def scores(self, document: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no
@@ -175,7 +114,7 @@ class Analysis:
                     f"document {document}: the analysis has documents 0..{self.manifest['totals']['documents'] - 1}"
                 )
         wanted = None if document is None else [("document", "=", document)]
-        tables = [_read(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
+        tables = [read_table(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
         return pa.concat_tables(tables).unify_dictionaries() if tables else schemas()["scores"].empty_table()
 
     # -- writing ---------------------------------------------------------------------------------
@@ -199,7 +138,7 @@ class Analysis:
             not path.is_dir()
             or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
         )
-        known = _read_json(path / MANIFEST)
+        known = read_json(path / MANIFEST)
         if known is None:
             if others:
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
@@ -213,9 +152,9 @@ class Analysis:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 with cls(path, manifest)._lock("begin", fcntl.LOCK_EX):
-                    known = _read_json(path / MANIFEST)
+                    known = read_json(path / MANIFEST)
                     if known is None:
-                        _write_json(path / MANIFEST, manifest)
+                        write_json(path / MANIFEST, manifest)
                         return cls(path, manifest)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
@@ -266,7 +205,7 @@ class Analysis:
 
     def shard(self, index: int) -> dict[str, Any] | None:
         """What is known of a shard that is whole; None where it is still to be made."""
-        about = _read_json(self._path(index, "json"))
+        about = read_json(self._path(index, "json"))
         whole = about is not None and all(
             (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name]
             for name in TABLES
@@ -288,10 +227,10 @@ class Analysis:
                 self.manifest = {
                     name: value for name, value in self.manifest.items() if name not in ("totals", "shards")
                 } | {"complete": False}
-                _write_json(self.directory / MANIFEST, self.manifest)
+                write_json(self.directory / MANIFEST, self.manifest)
             (self.directory / SHARDS).mkdir(exist_ok=True)
-            sizes = {name: _write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
-            _write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
+            sizes = {name: write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
+            write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -333,7 +272,7 @@ class Analysis:
             )
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
-        _write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
+        write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
         totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
         for left in (
@@ -341,7 +280,7 @@ class Analysis:
             *self.directory.glob(f"{SHARDS}/.*.partial-*"),
         ):  # of processes that were killed
             left.unlink(missing_ok=True)
-        _write_json(self.directory / MANIFEST, self.manifest)
+        write_json(self.directory / MANIFEST, self.manifest)
         return True
 
     def _path(self, index: int, suffix: str) -> Path:
@@ -349,11 +288,11 @@ class Analysis:
 
     def _merge(self, name: str, n_shards: int) -> None:
         with (
-            _replacing(self.directory / f"{name}.parquet") as stream,
+            replacing(self.directory / f"{name}.parquet") as stream,
             arrow().parquet.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
         ):
             for index in range(n_shards):
-                writer.write_table(_read(self._path(index, f"{name}.parquet"), None), row_group_size=_ROWS_PER_GROUP)
+                writer.write_table(read_table(self._path(index, f"{name}.parquet")), row_group_size=ROWS_PER_GROUP)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
         """Counts of the shards added in their order, so that sums are the same however often the run was
@@ -362,7 +301,7 @@ class Analysis:
         pa = arrow()
         whole, sums = None, dict[str, Any]()
         for index in range(n_shards):
-            part = _read(self._path(index, "concepts.parquet"), None)
+            part = read_table(self._path(index, "concepts.parquet"))
             for name in ("n_documents", "n_tokens", "score_sum"):
                 sums[name] = sums.get(name, 0) + part.column(name).to_numpy()
             best = part.column("max_score").to_numpy()
@@ -395,55 +334,3 @@ def _differences(one: Any, other: Any, where: str = "") -> list[str]:
             for text in _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))
         ]
     return [] if one == other else [f"{where} was {one!r}, now {other!r}"]
-
-
-def _read(path: Path, columns: Sequence[str] | None, filters: Any = None) -> pa.Table:
-    pa = arrow()
-    try:
-        return arrow().parquet.read_table(path, columns=None if columns is None else list(columns), filters=filters)
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again"
-        ) from error
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may
-    write the same.
-    """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _write_table(path: Path, table: pa.Table) -> int:
-    """Its size in bytes."""
-    with _replacing(path) as stream:
-        arrow().parquet.write_table(table, stream, compression="zstd", row_group_size=_ROWS_PER_GROUP)
-        return stream.tell()
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): make the analysis again in another folder") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not an object: make the analysis again in another folder")
-    return content
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with _replacing(path) as stream:
-        stream.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

@@ -29,7 +29,8 @@ from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.host.model import host_state
-from probemon.offline.analysis_folder import COUNTED, MANIFEST, Analysis, arrow, schemas
+from probemon.offline.analysis_files import COUNTED, arrow, schemas
+from probemon.offline.analysis_folder import MANIFEST, Analysis
 from probemon.offline.corpus import CorpusScorer, ScoredShard
 from probemon.offline.documents import MAX_CHARS, Source, read_documents
 from probemon.offline.windows import Reading, Shard, shards

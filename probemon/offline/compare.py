@@ -30,7 +30,8 @@ import numpy.typing as npt
 from probemon.core.checks import check_count, check_share
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
-from probemon.offline.analysis_folder import Analysis, arrow
+from probemon.offline.analysis_files import arrow
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.significance import Doubles, benjamini_hochberg, mann_whitney
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from probemon import DynamicProbeManager
 from probemon.cli.diff import diff
 from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
-from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
+from probemon.offline.analysis_files import COUNTED, schemas
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.compare import _check_same, _resampled, _Sample, compare
 from probemon.offline.significance import benjamini_hochberg, mann_whitney

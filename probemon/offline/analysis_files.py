@@ -25,73 +25,33 @@ ROWS_PER_GROUP = 1 << 18
 
 
 def arrow() -> Any:
-    """pyarrow with parquet. Raises `MissingExtra`."""
+    """Import pyarrow. Raises `MissingExtra`."""
     return import_arrow("an analysis is kept in parquet, which")
 
 
 def schemas() -> dict[str, pa.Schema]:
-    """The columns of each table, in order."""
+    """Return the columns of each table, in order."""
     pa = arrow()
     i64, i32, i16, f32, f64, text = pa.int64(), pa.int32(), pa.int16(), pa.float32(), pa.float64(), pa.string()
     name = pa.dictionary(i32, text)
     per_document = {"document": i64, "doc_id": name}
-    return {
-        table: pa.schema(columns)
-        for table, columns in {
-            "scores": (
-                per_document
-                | {
-                    "position": i32,
-                    "start": i32,
-                    "end": i32,
-                    "token_id": i32,
-                    "token": name,
-                    "concept": name,
-                    "level": i16,
-                    "score": f32,
-                }
-            ),
-            "documents": (
-                {
-                    "document": i64,
-                    "doc_id": text,
-                    "reason": text,
-                    "n_chars": i64,
-                    "n_tokens": i64,
-                    "n_unseen": i64,
-                    "n_rows": i64,
-                }
-                | dict.fromkeys(COUNTED, i64)
-                | {"text": text}
-            ),
-            "summary": (
-                per_document
-                | {
-                    "concept": name,
-                    "level": i16,
-                    "n_tokens": i32,
-                    "max_score": f32,
-                    "max_position": i32,
-                    "mean_score": f64,
-                }
-            ),
-            "concepts": {
-                "concept": text,
-                "name": text,
-                "level": i16,
-                "parents": pa.list_(text),
-                "path": pa.list_(text),
-                "alert_threshold": f32,
-                "n_documents": i64,
-                "n_tokens": i64,
-                "max_score": f32,
-                "score_sum": f64,
-            },
-        }.items()
+    columns = {
+        "scores": per_document
+        | dict.fromkeys(("position", "start", "end", "token_id"), i32)
+        | {"token": name, "concept": name, "level": i16, "score": f32},
+        "documents": {"document": i64, "doc_id": text, "reason": text}
+        | dict.fromkeys(("n_chars", "n_tokens", "n_unseen", "n_rows", *COUNTED), i64)
+        | {"text": text},
+        "summary": per_document
+        | {"concept": name, "level": i16, "n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
+        "concepts": {"concept": text, "name": text, "level": i16, "parents": pa.list_(text), "path": pa.list_(text)}
+        | {"alert_threshold": f32, "n_documents": i64, "n_tokens": i64, "max_score": f32, "score_sum": f64},
     }
+    return {table: pa.schema(kinds) for table, kinds in columns.items()}
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = None) -> pa.Table:
+    """Read a table. Raises `ConfigError` where it is missing or damaged."""
     pa = arrow()
     try:
         return pa.parquet.read_table(path, columns=None if columns is None else list(columns), filters=filters)
@@ -103,9 +63,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may
-    write the same.
-    """
+    """Open a file that takes its place when the block ends well."""
+    # The process is in the name, since several may write the same file.
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as stream:
@@ -120,13 +79,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_table(path: Path, table: pa.Table) -> int:
-    """Its size in bytes."""
+    """Write a table, and return the size of its file in bytes."""
     with replacing(path) as stream:
         arrow().parquet.write_table(table, stream, compression="zstd", row_group_size=ROWS_PER_GROUP)
         return stream.tell()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """Read an object; None where there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""The folder that an analysis of a corpus leaves, written and read: parquet tables by shard, and a manifest.
+"""The folder of an analysis: parquet tables, the scores of each shard apart, and a manifest.
 
     analysis = Analysis.open("scores/")
     analysis.manifest, analysis.complete
     analysis.documents(), analysis.summary(), analysis.concepts()       # pyarrow tables
     analysis.scores(document=17)                                        # rows of one document; without it, of all
 
-Format: docs/analysis_format.md. A shard is there when its `.json` is, which is renamed into its place last, after the
-tables it lists; so a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
+docs/analysis_format.md describes the format. A shard's `.json` is written after the tables that it lists, and only
+then the shard counts: a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ MANIFEST, SHARDS = "manifest.json", "shards"
 
 
 class Analysis:
-    """An analysis of a corpus in a folder. Read with `open`; `begin`, `write_shard` and `finish` are for what makes
-    one.
-    """
+    """An analysis of a corpus in a folder: `open` reads one; `begin`, `write_shard` and `finish` make one."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], elsewhere: Sequence[str] = ()) -> None:
         self.directory, self.manifest = directory, manifest
-        self._elsewhere = elsewhere  # what of its environment is another one now
+        self._elsewhere = elsewhere  # how the environment differs from that in which it was begun
 
     # -- reading ---------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, unfinished: bool = False) -> Analysis:
-        """Open the analysis in a folder. Raises `ConfigError` where there is none, or it is not finished (unless
+        """Open the analysis in a folder. Raises `ConfigError` where there is none, or one not finished (unless
         `unfinished`).
         """
         path = Path(directory)
@@ -77,25 +75,23 @@ class Analysis:
 
     @property
     def complete(self) -> bool:
-        """Whether every document of the input is in it."""
+        """Whether it holds every document of the input."""
         return bool(self.manifest.get("complete"))
 
     def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """One row a document: tokens, coverage, and the reason of a bad one."""
+        """Return a row for each document: tokens, coverage, and the reason of a bad one."""
         return read_table(self.directory / "documents.parquet", columns)
 
     def summary(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """One row a document and concept that was over the floor in it."""
+        """Return a row for each document and concept that was over the floor in it."""
         return read_table(self.directory / "summary.parquet", columns)
 
     def concepts(self) -> pa.Table:
-        """One row a concept of the pack, also those that were never over the floor."""
+        """Return a row for each concept of the pack, also those that were never over the floor."""
         return read_table(self.directory / "concepts.parquet")
 
     def scores(self, document: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no
-        such document.
-        """
+        """Return the rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError`."""
         pa = arrow()
         shards = self.manifest["shards"]
         if document is not None:
@@ -128,12 +124,10 @@ class Analysis:
         *,
         resume: bool,
     ) -> Analysis:
-        """Make a folder for an analysis, or go on in one whose `identity` is the same. Raises `ConfigError` saying what
-        differs.
-        """
+        """Begin an analysis, or go on with one of the same `identity`. Raises `ConfigError` saying what differs."""
         path, stated = Path(directory), json.loads(json.dumps(identity))
-        # What a run that was killed at its very start leaves is nobody's. Looked at first, since another process may
-        # begin it at the same time.
+        # Hidden files may be left of a run that was killed at its very start. This looks first, since another process
+        # may begin the analysis at the same time.
         others = path.exists() and (
             not path.is_dir()
             or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
@@ -172,9 +166,7 @@ class Analysis:
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-        """Hold the folder, or one rank's part of it, against other processes. Raises `ConfigError` where another holds
-        it.
-        """
+        """Lock the folder, or one rank's part of it. Raises `ConfigError` where another process holds it."""
         with (
             self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB),
             self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB),
@@ -183,7 +175,7 @@ class Analysis:
 
     @contextmanager
     def _lock(self, name: str, how: int) -> Iterator[None]:
-        """The lock goes with the process, however it ends."""
+        """Hold a lock, which goes with the process, however it ends."""
         try:
             stream = (self.directory / f".lock-{name}").open("w")
         except OSError as error:
@@ -204,7 +196,7 @@ class Analysis:
             yield
 
     def shard(self, index: int) -> dict[str, Any] | None:
-        """What is known of a shard that is whole; None where it is still to be made."""
+        """Return what is known of a shard that is whole; None where it is still to be made."""
         about = read_json(self._path(index, "json"))
         whole = about is not None and all(
             (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name]
@@ -223,7 +215,7 @@ class Analysis:
             )
             self._elsewhere = ()
         with self._writing():
-            if self.complete:  # its input has grown: until that is in it, it is not
+            if self.complete:  # its input has grown
                 self.manifest = {
                     name: value for name, value in self.manifest.items() if name not in ("totals", "shards")
                 } | {"complete": False}
@@ -236,18 +228,19 @@ class Analysis:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # pyarrow's are such, too
+        except OSError as error:  # pyarrow's are OSErrors too
             raise SinkFailed(
                 f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same"
                 " again when there is room"
             ) from error
 
     def finish(self, digests: Sequence[str]) -> bool:
-        """Merge the tables of all shards, whose documents have these digests, and mark the analysis as complete; False
-        where other processes have shards to write still.
+        """Merge the tables of all shards and mark the analysis as complete; return False where other processes still
+        have shards to write.
 
-        Where several end at once each does it, one after another, with the same result. Raises `ConfigError` where a
-        shard is of other documents than this process was given: each has to be given all of them, in one order.
+        `digests` are those of the shards that this process was given; each process has to be given all documents, in
+        one order, else this raises `ConfigError`. Where several processes end at once each merges, one after another,
+        with the same result.
         """
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
             return self._finish(digests)
@@ -275,11 +268,9 @@ class Analysis:
         write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
         totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
-        for left in (
-            *self.directory.glob(".*.partial-*"),
-            *self.directory.glob(f"{SHARDS}/.*.partial-*"),
-        ):  # of processes that were killed
-            left.unlink(missing_ok=True)
+        for folder in (self.directory, self.directory / SHARDS):
+            for partial in folder.glob(".*.partial-*"):  # of processes that were killed
+                partial.unlink(missing_ok=True)
         write_json(self.directory / MANIFEST, self.manifest)
         return True
 
@@ -295,9 +286,7 @@ class Analysis:
                 writer.write_table(read_table(self._path(index, f"{name}.parquet")), row_group_size=ROWS_PER_GROUP)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
-        """Counts of the shards added in their order, so that sums are the same however often the run was
-        interrupted.
-        """
+        """Add the counts of the shards in their order, so that sums do not depend on interruptions."""
         pa = arrow()
         whole, sums = None, dict[str, Any]()
         for index in range(n_shards):
@@ -315,15 +304,15 @@ class Analysis:
 
 
 def _added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts added by name, and so those within them; what every part has the same (`n_probes`) stays."""
-    found: dict[str, Any] = {}
+    """Add counts by name, nested ones too; `n_probes` is the same in every part, and stays."""
+    sums: dict[str, Any] = {}
     for part in totals:
         for name, value in part.items():
             if isinstance(value, Mapping):
-                found[name] = _added([found.get(name, {}), value])
+                sums[name] = _added([sums.get(name, {}), value])
             else:
-                found[name] = value if name == "n_probes" else found.get(name, 0) + value
-    return found
+                sums[name] = value if name == "n_probes" else sums.get(name, 0) + value
+    return sums
 
 
 def _differences(one: Any, other: Any, where: str = "") -> list[str]:

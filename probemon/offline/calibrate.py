@@ -7,13 +7,13 @@
 Of n benign units at most k may exceed a threshold: k is the largest number whose upper bound (Clopper-Pearson) is
 within the rate asked for, and the threshold is the (k + 1)-th largest value. For independent units the rate is then
 within what was asked, whatever the distribution of the scores, but for a chance of 1 - confidence (a tolerance limit:
-Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). That chance is shared
-among the K concepts, so that all thresholds hold together (Bonferroni).
+Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). The K concepts share
+that chance, so that all thresholds hold together (Bonferroni).
 
-A unit is a token or a document. Documents drawn alike are independent. Tokens of one document are not, so with
-`unit="token"` the bound is that of as many independent tokens, and is too narrow where few documents make many tokens:
-both rates are counted, so that this can be seen. A running score begins at a document's first token, that of a rule at
-the first token generated: calibrate on texts such as the model will generate.
+A unit is a token or a document. Documents drawn alike are independent; tokens of one document are not. So the bound of
+`unit="token"`, that of as many independent tokens, is too narrow where few documents make many tokens: both rates are
+counted, to show this. A running score begins at a document's first token, that of a rule at the first token generated:
+calibrate on texts such as the model will generate.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _COLUMNS = 16  # concepts sorted at once: bounds the second copy of their values
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`, with bounds `low` and `high`, each passed
-    with probability `risk` at most.
+    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`.
 
-    `least`: so many units the threshold was chosen to allow, where ties or rounding left fewer.
+    - `low`, `high`: bounds (Clopper-Pearson), each passed with probability `risk` at most.
+    - `least`: how many units the threshold was chosen to allow, where ties or rounding left fewer.
     """
 
     count: Ints
@@ -58,7 +58,7 @@ class Rates:
 
     @cached_property
     def low(self) -> npt.NDArray[np.float64]:
-        """Lower bounds (Clopper-Pearson)."""
+        """Lower bounds."""
         return np.asarray(lower_bound(self.count, self.n, 1 - self.risk))
 
     @cached_property
@@ -68,12 +68,12 @@ class Rates:
 
     @classmethod
     def of(cls, count: Any, n: Any, risk: float, least: int = 0) -> Rates:
-        """Of counts and a number of units, the same or one for each."""
+        """Make them of counts and a number of units, the same or one for each."""
         counts, units = np.broadcast_arrays(np.asarray(count, dtype=np.int64), np.asarray(n, dtype=np.int64))
         return cls(counts, units, risk, least)
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Of concept i, as JSON."""
+        """Return those of concept i, as JSON."""
         rate = float(self.rate[i])
         return {
             "count": int(self.count[i]),
@@ -86,13 +86,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Alerts:
-    """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; 1 is exceeded by none.
+    """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; none exceeds 1.
 
-    `tokens`, `documents`: benign units over the threshold at a token (in a document: at any token); `any_token`,
-    `any_document`: over that of any of the K (one entry); `positive_tokens`, `positive_documents`: of the positive
-    ones, by concept, None without positives. Each bound holds with probability 1 - (1 - confidence) / K, those of
-    `any_*` with `confidence`. Bounds of the unit that was not calibrated are of thresholds chosen on the same
-    documents.
+    - `tokens`, `documents`: benign tokens over the threshold, and documents with any such token.
+    - `any_token`, `any_document`: those over the threshold of any of the K (one entry).
+    - `positive_tokens`, `positive_documents`: the same of the positive ones; None without positives.
+
+    Each bound holds with probability 1 - (1 - confidence) / K, those of `any_*` with `confidence`. Bounds of the unit
+    that was not calibrated are of thresholds chosen on the same documents.
     """
 
     aggregator: Aggregator
@@ -112,7 +113,7 @@ class Alerts:
     positive_documents: Rates | None
 
     def stated(self) -> dict[str, Any]:
-        """What was asked for and from how much, as JSON."""
+        """Return what was asked for and from how much, as JSON."""
         return {
             "aggregator": str(self.aggregator),
             "unit": self.unit,
@@ -130,11 +131,11 @@ class Alerts:
         }
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Threshold and rates of concept i, as JSON."""
+        """Return threshold and rates of concept i, as JSON."""
         rates = {name: getattr(self, name) for name in ("tokens", "documents", "positive_tokens", "positive_documents")}
         return {
             "threshold": float(self.threshold[i]),
-            **{name: found.entry(i) for name, found in rates.items() if found is not None},
+            **{name: shares.entry(i) for name, shares in rates.items() if shares is not None},
         }
 
 
@@ -148,15 +149,18 @@ def calibrate_alerts(
     family: bool = False,
     positives: Iterable[tuple[Floats, Mask | None]] = (),
 ) -> Alerts:
-    """Thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K concepts
-    together.
+    """Choose thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K
+    concepts together.
 
-    `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
-    tokens that were not seen and are left out. `unit`: "token", the running score at every token, or "document", its
-    maximum over the document. `family`: the rate is that of any of the K concepts, shared evenly among them.
-    `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
-    the rate by tokens. Keeps 4 bytes a token and concept. Raises `CalibrationError` where the benign units are too few,
-    saying how many are needed.
+    - `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
+      tokens that were not seen and are left out.
+    - `unit`: "token", the running score at every token, or "document", its maximum over the document.
+    - `family`: the rate is that of any of the K concepts, shared evenly among them.
+    - `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
+      the rate by tokens.
+
+    This keeps 4 bytes for each token and concept. Raises `CalibrationError` where the benign units are too few, saying
+    how many are needed.
     """
     check_targets(fpr, confidence, unit)
     aggregator = named(aggregate)
@@ -207,7 +211,7 @@ def calibrate_alerts(
 
 
 def check_targets(fpr: float, confidence: float, unit: str) -> None:
-    """Raise `ConfigError` for a rate, a confidence or a unit that is none."""
+    """Raise `ConfigError` for a wrong rate, confidence or unit."""
     for name, value in (("fpr", fpr), ("confidence", confidence)):
         check_share(name, value, f"give more than 0 and less than 1, such as {0.01 if name == 'fpr' else 0.95}")
     if unit not in UNITS:
@@ -216,8 +220,8 @@ def check_targets(fpr: float, confidence: float, unit: str) -> None:
 
 @lru_cache(maxsize=64)
 def most_allowed(n: int, rate: float, risk: float) -> int:
-    """The most of n units that may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is within
-    `rate`; -1 if not even 0.
+    """Return how many of n units may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is
+    within `rate`, or -1.
     """
     # That bound is within the rate exactly where a rate of `rate` gives k or fewer with probability `risk` at most.
     low, high = -1, n
@@ -228,7 +232,7 @@ def most_allowed(n: int, rate: float, risk: float) -> int:
 
 
 def units_needed(rate: float, risk: float) -> int:
-    """The fewest units of which none may exceed the threshold: (1 - rate)^n <= risk."""
+    """Return the fewest units that suffice, if none may exceed the threshold: (1 - rate)^n <= risk."""
     needed = max(1, math.ceil(math.log(risk) / math.log1p(-rate)) - 1)
     while most_allowed(needed, rate, risk) < 0:  # the quotient may be a rounding off
         needed += 1
@@ -236,8 +240,9 @@ def units_needed(rate: float, risk: float) -> int:
 
 
 def _running(aggregator: Aggregator, scores: Floats) -> Floats:
-    """Running scores `[T, K]` of the tokens that were seen, rounded up to fp32: one exceeds an fp32 threshold exactly
-    where it did before.
+    """Return the running scores `[T, K]` of the tokens that were seen.
+
+    They are rounded up to fp32, so that one exceeds an fp32 threshold exactly where it did before.
     """
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
@@ -251,7 +256,7 @@ def _running(aggregator: Aggregator, scores: Floats) -> Floats:
 
 
 def _kth_largest(parts: Sequence[Floats], n: int, k: int) -> Floats:
-    """The (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
+    """Return the (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
     thresholds = []
     for at in range(0, parts[0].shape[1], _COLUMNS):
         columns = np.concatenate([part[:, at : at + _COLUMNS] for part in parts])

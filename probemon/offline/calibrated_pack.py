@@ -21,7 +21,7 @@ from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
 
-# What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
+# What a pack says of itself that holds at its alert thresholds alone.
 _AT_THRESHOLD = (
     "false_positive_rate",
     "false_positive_rate_all_tokens",
@@ -36,9 +36,7 @@ _AT_THRESHOLD = (
 
 
 def _bounds_of(pack: ProbePack, bounding: Sequence[int], alert: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
-    """Return expand thresholds under which bounds of the scores below stay bounds: each is compared with the smallest
-    of the new thresholds below it.
-    """
+    """Return expand thresholds for which bounding probes stay bounds: the smallest new threshold below each."""
     expand = expand.clone()
     for probe in bounding:
         below = alert[torch.from_numpy(pack.tree.children(probe))]
@@ -57,11 +55,15 @@ def write_calibrated(
     expansion: Expansion | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> ProbePack:
-    """Write a new version of a pack with calibrated thresholds and open it; the pack itself is left as it is.
+    """Write a new version of a pack and open it; the pack itself stays as it is.
 
-    `alerts`: of the probes `watched`, in this order; other probes keep their thresholds. `expansion`: see
-    `probemon.offline.expansion`. `inputs`: what the documents were, for the record. Expand thresholds that were
-    calibrated for other alert thresholds are cleared. `path` must not be there yet. Raises `PackError`, `ConfigError`.
+    - `path`: must not be there yet.
+    - `alerts`: of the probes `watched`, in this order; other probes keep their thresholds.
+    - `expansion`: see `probemon.offline.expansion`. Without one, expand thresholds that were calibrated for other alert
+      thresholds are cleared.
+    - `inputs`: what the documents were, for the record.
+
+    Raises `PackError`, `ConfigError`.
     """
     if alerts is None and expansion is None:
         raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
@@ -70,10 +72,10 @@ def write_calibrated(
             f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
             " same order"
         )
-    bounding = [probe for probe in watched if pack.concepts[probe].get("bounding")]
-    if bounding:
+    bounding = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
+    if wrong := [probe for probe in watched if probe in bounding]:
         raise ConfigError(
-            f"{pack.concepts[bounding[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
+            f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
             " those out of watched"
         )
     source, recommended = pack.manifest, dict(pack.recommended)
@@ -90,10 +92,9 @@ def write_calibrated(
         else:
             aggregated[str(alerts.aggregator)] = target
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
-    above = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
-    if changes and above:
-        expand = _bounds_of(pack, above, alert, expand)
-    cleared = changes and expansion is None and not above and not bool(expand.isnan().all())
+    if changes and bounding:
+        expand = _bounds_of(pack, bounding, alert, expand)
+    cleared = changes and expansion is None and not bounding and not bool(expand.isnan().all())
     if cleared:
         expand = torch.full_like(expand, float("nan"))
         quality.pop("expansion", None)
@@ -115,7 +116,6 @@ def write_calibrated(
     }
     provenance = dict(source.get("provenance") or {})
     provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
-    card = pack.card_text()
     with PackWriter(
         path,
         name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
@@ -126,7 +126,7 @@ def write_calibrated(
         inputs=[spec.as_dict() for spec in pack.inputs],
         host=source["host"],
         licence=source["licence"],
-        card=card + _note(alerts, expansion, changes, cleared),
+        card=pack.card_text() + _note(alerts, expansion, changes, cleared),
         input_index=pack.input_index,
         alert_threshold=alert,
         expand_threshold=expand,
@@ -142,9 +142,7 @@ def write_calibrated(
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
-    """Whether the pack's own descent finds every firing probe already, so that a calibrated one would only lose
-    some.
-    """
+    """Whether the pack's own descent finds every firing probe, so that a calibrated one would only lose some."""
     return (
         pack.score_rule == "path"
         and not bool(alert.isnan().any())
@@ -153,7 +151,7 @@ def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, An
 
 
 def _without(quality: Any) -> Any:
-    """Without what was measured at the thresholds before, at any depth."""
+    """Leave out what was measured at the thresholds before, at any depth."""
     return (
         {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD}
         if isinstance(quality, Mapping)
@@ -164,7 +162,7 @@ def _without(quality: Any) -> Any:
 def _alert_quality(
     pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
 ) -> dict[str, Any]:
-    """Rates by aggregator and concept; those of concepts calibrated earlier stay beside the new ones."""
+    """Return rates by aggregator and concept, with those of concepts that were calibrated earlier."""
     name = str(alerts.aggregator)
     concepts = dict((before.get(name) or {}).get("concepts") or {})
     stated = {"unit": alerts.unit, "fpr": alerts.fpr, "confidence": alerts.confidence, "n_watched": len(watched)}

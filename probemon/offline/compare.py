@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from probemon.core.checks import check_count, check_share
-from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.analysis_files import arrow
 from probemon.offline.analysis_folder import Analysis
+from probemon.offline.document_samples import Corpus, Sample, dominance, resampled
 from probemon.offline.significance import Doubles, benjamini_hochberg, mann_whitney
 
 if TYPE_CHECKING:
@@ -40,25 +39,6 @@ if TYPE_CHECKING:
 BY = ("share", "max")
 # What a score depends on. Windows, batches and the kernel are how a corpus was read, not what was asked of it.
 _SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_tokens", "reading.parse_special")
-_CHUNK = 1 << 17  # resampled weights that are in hand at once: they should stay in the processor's cache
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """What was compared of an analysis: documents with seen tokens; `n_bad` and `n_unseen` documents are left out (not
-    scored; no token seen).
-
-    `n_tokens` seen in those compared, `median_tokens` of one, and how often a probe was dropped by a limit
-    (`n_dropped`), whose score is then unknown.
-    """
-
-    directory: str
-    n_documents: int
-    n_bad: int
-    n_unseen: int
-    n_tokens: int
-    median_tokens: float
-    n_dropped: int
 
 
 @dataclass(frozen=True)
@@ -212,20 +192,20 @@ def compare(
         needed = f" (what a confidence of {confidence} needs)" if name == "resamples" else ""
         check_count(name, value, least=lowest, remedy=f"give a whole number, {lowest} or more{needed}")
     _check_same(a, b)
-    samples = (_Sample.of(a, by), _Sample.of(b, by))
+    samples = (Sample.of(a, by), Sample.of(b, by))
     # In an order of their own, so that A and B exchanged give the same draws and the same roundings.
     swapped = samples[0].documents > samples[1].documents
     first, second = samples[::-1] if swapped else samples
     n, m = first.n, second.n
     tested = np.flatnonzero((np.diff(first.ptr) > 0) | (np.diff(second.ptr) > 0)).tolist()
-    dominance, p = np.zeros(len(tested), dtype=np.int64), np.ones(len(tested))
+    dominances, p = np.zeros(len(tested), dtype=np.int64), np.ones(len(tested))
     for i, concept in enumerate(tested):
         x, y = first.values(concept), second.values(concept)
-        dominance[i] = _dominance(x, y, n, m)
+        dominances[i] = dominance(x, y, n, m)
         _, ties = np.unique(np.concatenate([x, y]), return_counts=True)
-        p[i] = mann_whitney(-int(dominance[i]), [n + m - len(x) - len(y), *ties.tolist()], n, m)
+        p[i] = mann_whitney(-int(dominances[i]), [n + m - len(x) - len(y), *ties.tolist()], n, m)
     means = [np.asarray([sample.values(concept).sum() / sample.n for concept in tested]) for sample in samples]
-    differences, deltas = _resampled(first, second, tested, resamples, seed, progress)
+    differences, deltas = resampled(first, second, tested, resamples, seed, progress)
     at = math.floor((resamples + 1) * (1 - confidence) / 2 + 1e-9) - 1
 
     def interval(draws: Doubles) -> tuple[Doubles, Doubles]:
@@ -239,7 +219,7 @@ def compare(
         "difference": means[1] - means[0],
         "difference_low": low,
         "difference_high": high,
-        "cliffs_delta": (0 - dominance if swapped else dominance) / (n * m),
+        "cliffs_delta": (0 - dominances if swapped else dominances) / (n * m),
         "delta_low": delta_low,
         "delta_high": delta_high,
         "p": p,
@@ -281,133 +261,6 @@ def compare(
         len(about) - len(tested),
         tuple(rows),
     )
-
-
-def _dominance(x: Doubles, y: Doubles, n_x: int, n_y: int) -> int:
-    """Pairs in which a document of y is larger, less those in which one of x is; x and y ascending, without the
-    documents that have 0.
-    """
-    larger = np.searchsorted(x, y, "left").sum() + np.searchsorted(x, y, "right").sum()
-    return int(larger + len(y) * n_x - len(x) * n_y - len(x) * len(y))
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The n documents of a corpus in an order of their own: of concept c, values `value[ptr[c]:ptr[c + 1]]` over 0,
-    ascending, of documents `document[...]`.
-    """
-
-    corpus: Corpus
-    documents: tuple[bytes, ...]  # what each shows: its tokens, and over the floor of which concepts
-    ptr: Ints
-    document: Ints
-    value: Doubles
-
-    @property
-    def n(self) -> int:
-        return len(self.documents)
-
-    def values(self, concept: int) -> Doubles:
-        return self.value[self.ptr[concept] : self.ptr[concept + 1]]
-
-    def documents_of(self, concept: int) -> Ints:
-        return self.document[self.ptr[concept] : self.ptr[concept + 1]]
-
-    @classmethod
-    def of(cls, analysis: Analysis, by: str) -> _Sample:
-        pa = arrow()
-        import pyarrow.compute as pc
-
-        columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
-        number, n_seen = columns["document"].to_numpy(), columns["n_tokens"].to_numpy() - columns["n_unseen"].to_numpy()
-        scored = pc.equal(columns["reason"], "").to_numpy()
-        kept = np.flatnonzero(scored & (n_seen > 0))
-        if not len(kept):
-            raise ConfigError(
-                f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing"
-                " to compare"
-            )
-        seen = n_seen[kept]
-        names = analysis.concepts()["concept"]
-        rows = analysis.summary(["document", "concept", "n_tokens"])
-        document = np.searchsorted(number[kept], rows["document"].to_numpy())
-        concept = pc.index_in(rows["concept"].cast(pa.string()), names.combine_chunks()).to_numpy().astype(np.int64)
-        count = rows["n_tokens"].to_numpy()
-
-        order = np.lexsort((concept, document))
-        shown = np.stack([concept, count], axis=1)[order].astype(np.int32)
-        cut = np.searchsorted(document[order], np.arange(len(kept) + 1)).tolist()
-        keys = [f"{seen[i]} ".encode() + shown[cut[i] : cut[i + 1]].tobytes() for i in range(len(kept))]
-        place = np.asarray(sorted(range(len(kept)), key=keys.__getitem__))
-        document = np.argsort(place)[document]
-
-        # Division rounds correctly, so equal shares are equal numbers: 1 of 3 and 2 of 6.
-        value = count / seen[place][document] if by == "share" else np.ones(len(count))
-        order = np.lexsort((document, value, concept))
-        ptr = np.searchsorted(concept[order], np.arange(len(names) + 1))
-        corpus = Corpus(
-            str(analysis.directory),
-            len(kept),
-            int((~scored).sum()),
-            int((scored & (n_seen == 0)).sum()),
-            int(seen.sum()),
-            float(np.median(seen)),
-            int(columns["dropped"].to_numpy()[kept].sum()),
-        )
-        return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
-
-
-def _resampled(
-    first: _Sample,
-    second: _Sample,
-    tested: Sequence[int],
-    resamples: int,
-    seed: int,
-    progress: Callable[[int], object] | None,
-) -> tuple[Doubles, Doubles]:
-    """Differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
-    replacement: how often, is a weight.
-    """
-    sources = [(sample, np.random.default_rng([seed, side])) for side, sample in enumerate((first, second))]
-    columns = []
-    for c in tested:
-        x, y = first.values(c), second.values(c)
-        # Where each value of the second would stand among those of the first, before and after its equals.
-        columns.append(
-            (
-                first.documents_of(c),
-                x,
-                second.documents_of(c),
-                y,
-                np.searchsorted(x, y, "left"),
-                np.searchsorted(x, y, "right"),
-            )
-        )
-    n, m = first.n, second.n
-    differences, deltas = np.empty((resamples, len(tested))), np.empty((resamples, len(tested)))
-    size = max(1, _CHUNK // max(n, m))
-    for begin in range(0, resamples, size):
-        rows = slice(begin, min(begin + size, resamples))
-        weights = [_weights(random, rows.stop - begin, sample.n) for sample, random in sources]
-        for i, (x_at, x, y_at, y, left, right) in enumerate(columns):
-            w, v = weights[0].take(x_at, axis=1), weights[1].take(y_at, axis=1)
-            under = np.zeros((len(w), len(x) + 1), dtype=np.int32)
-            np.cumsum(w, axis=1, out=under[:, 1:])
-            n_x, n_y = under[:, -1].astype(np.int64), v.sum(axis=1, dtype=np.int64)
-            larger = (v * (under.take(left, axis=1) + under.take(right, axis=1))).sum(axis=1, dtype=np.int64)
-            deltas[rows, i] = (larger + n_y * n - n_x * m - n_x * n_y) / (n * m)
-            differences[rows, i] = v @ y / m - w @ x / n
-        if progress is not None:
-            progress(rows.stop - begin)
-    return differences, deltas
-
-
-def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.int32]:
-    """How often each of n documents is drawn, `[rows, n]`. int32: whole numbers, so that sums are exact, and half the
-    memory to go through.
-    """
-    drawn = random.integers(0, n, size=(rows, n)) + np.arange(rows)[:, None] * n
-    return np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.int32)
 
 
 def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Reach:
             document = np.repeat(np.arange(at, stop), [len(part) for part in documents[at:stop]])
             for i, mask in enumerate((fired, fired & ~active, np.ones((len(scores), 1)), active)):
                 counts[i] += np.bincount(document, weights=mask.sum(axis=1), minlength=len(documents)).astype(np.int64)
-        return Missed(*counts, n_probes=self.tree.n)
+        return Missed(counts[0], counts[1], counts[2], counts[3], self.tree.n)
 
     def exact(self) -> Floats:
         """Return the smallest alert threshold below each probe `[P]`; +inf where nothing below it can fire."""

@@ -1,16 +1,14 @@
-"""Which concepts differ between two corpora: effect sizes, bootstrap intervals over documents, and a false-discovery
-rate.
+"""Compares the concepts of two corpora: effect sizes, bootstrap intervals over documents, a false-discovery rate.
 
-    found = compare(Analysis.open("before/"), Analysis.open("after/"))
+    comparison = compare(Analysis.open("before/"), Analysis.open("after/"))
     # B minus A: positive where B has more
-    for row in found.differing: row.path, row.difference, row.cliffs_delta, row.q
-    found.to_arrow(), found.write("diff.parquet"), found.stated()
+    for row in comparison.differing: row.path, row.difference, row.cliffs_delta, row.q
+    comparison.to_arrow(), comparison.write("diff.parquet"), comparison.stated()
 
-The unit is the document, since the tokens of one depend on each other. Of a document and a concept one number is
-compared: `by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the
-floor (1 or 0), which also depends on how long documents are. Both are known exactly for every document as far as the
-descent reached what is over the floor: under the path rule all of it, but for what was dropped. Needs the extra
-`corpus`.
+The unit is the document, since the tokens of one depend on each other. Each document has one number for a concept:
+`by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or
+0), which also depends on how long documents are. Both are exact as far as the descent reached what is over the floor:
+under the path rule all of it, but for what was dropped. Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -43,13 +41,14 @@ _SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_token
 
 @dataclass(frozen=True)
 class ConceptDifference:
-    """One concept in two corpora, B compared with A. `n_a`, `n_b`: documents with it; `mean_a`, `mean_b`: of the
-    statistic over all documents.
+    """One concept in two corpora, B compared with A.
 
-    `difference` is mean_b - mean_a, `ratio` mean_b / mean_a (None where A has none). `cliffs_delta` is P(b > a) - P(b <
-    a) for a document of each, from -1 to 1; the probability of superiority is (delta + 1) / 2. `p`: `mann_whitney`,
-    `q`: `benjamini_hochberg` over all concepts tested. `explained_by`: the id of the narrower concept whose difference
-    this one's may be (see `compare`), or "".
+    - `n_a`, `n_b`: documents with it.
+    - `mean_a`, `mean_b`: of the statistic over all documents; `difference` is mean_b - mean_a, `ratio` mean_b / mean_a
+      (None where A has none).
+    - `cliffs_delta`: P(b > a) - P(b < a) for a document of each; the probability of superiority is (delta + 1) / 2.
+    - `p`: `mann_whitney`; `q`: `benjamini_hochberg` over all concepts tested.
+    - `explained_by`: the id of the narrower concept whose difference this one's may be (see `compare`), or "".
     """
 
     concept: str
@@ -74,8 +73,9 @@ class ConceptDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All concepts that were over the floor in either corpus, by q, then the largest effect; `n_never_over` were in
-    neither and are not tested.
+    """All concepts that were over the floor in either corpus, by q, then the largest effect.
+
+    `n_never_over` were over it in neither, and are not tested.
     """
 
     a: Corpus
@@ -91,15 +91,15 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[ConceptDifference, ...]:
-        """Those with q at most `fdr`: of them a share of at most `fdr` is expected not to differ."""
+        """The rows with q at most `fdr`: a share of at most `fdr` of them is expected not to differ."""
         return tuple(row for row in self.rows if row.q <= self.fdr)
 
     def stated(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         return self._head() | {"rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def to_arrow(self) -> pa.Table:
-        """A row a concept, in order; how it was compared is in the metadata `probemon`, as JSON."""
+        """Return a row for each concept, in order; the metadata `probemon` say, as JSON, how it was compared."""
         pa = arrow()
         kinds = {
             "str": pa.string(),
@@ -115,9 +115,7 @@ class Comparison:
         return pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists or cannot be
-        made.
-        """
+        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists, or cannot."""
         table, target = self.to_arrow(), check_new(path)
         partial = target.with_name(f".{target.name}-{os.getpid()}")
         try:
@@ -145,7 +143,7 @@ class Comparison:
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that is not there yet and has a folder to stand in. Raises `ConfigError`."""
+    """Return the path. Raises `ConfigError` where something is there already, or no folder for it."""
     target = Path(path)
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists: give another name")
@@ -168,20 +166,19 @@ def compare(
     """Compare the corpora of two analyses, concept by concept.
 
     Intervals are the percentile bootstrap's (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13):
-    each corpus is drawn `resamples` times from its own documents with replacement. They know nothing of what no
-    document shows: where a corpus has a concept in a few documents, they are too narrow. The p-values are of ranks, so
-    that an interval of the means may hold 0 where q is small. Neither the order of the documents nor which corpus is
-    called A changes anything but the sign, bit for bit.
+    each corpus is drawn `resamples` times from its own documents with replacement. Where a corpus has a concept in a
+    few documents, they are too narrow. The p-values are of ranks, so an interval of the means may hold 0 where q is
+    small. Neither the order of the documents nor which corpus is called A changes anything but the sign, bit for bit.
 
-    What is tested is that documents of both corpora are of one distribution. Short documents have other shares than
+    The hypothesis is that documents of both corpora are of one distribution. Short documents have other shares than
     long ones (more often 0, and more often large), so corpora of other lengths may differ by that alone: see
     `median_tokens`.
 
     A difference in a concept shows in its ancestors too. A concept that differs is `explained_by` a descendant that
     differs in the same direction with a Cliff's delta at least as far from 0: the farthest such, of equals the deepest.
-    What it cannot say is that the ancestor would not differ without it.
+    This does not say that the ancestor would not differ without it.
 
-    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made otherwise, or one has
+    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made differently, or one has
     nothing to compare.
     """
     least = math.ceil(2 / (1 - _share("confidence", confidence)) - 1e-9) - 1
@@ -193,7 +190,7 @@ def compare(
         check_count(name, value, least=lowest, remedy=f"give a whole number, {lowest} or more{needed}")
     _check_same(a, b)
     samples = (Sample.of(a, by), Sample.of(b, by))
-    # In an order of their own, so that A and B exchanged give the same draws and the same roundings.
+    # In a fixed order, so that A and B exchanged give the same draws and the same roundings.
     swapped = samples[0].documents > samples[1].documents
     first, second = samples[::-1] if swapped else samples
     n, m = first.n, second.n
@@ -264,7 +261,7 @@ def compare(
 
 
 def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Of each concept that differs, the descendant that explains it, if there is one."""
+    """Name the descendant that explains each concept that differs, if there is one."""
     known, explained_by = {row.concept: row for row in differing}, dict[str, str]()
     for row in sorted(differing, key=lambda row: (-abs(row.cliffs_delta), -row.level, row.concept)):
         above, todo = set[str](), list(parents[row.concept])

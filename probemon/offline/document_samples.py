@@ -19,16 +19,16 @@ from probemon.offline.analysis_files import arrow
 from probemon.offline.analysis_folder import Analysis
 from probemon.offline.significance import Doubles
 
-_CHUNK = 1 << 17  # resampled weights that are in hand at once: they should stay in the processor's cache
+_CHUNK = 1 << 17  # resampled weights at once: they should stay in the processor's cache
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was compared of an analysis: documents with seen tokens; `n_bad` and `n_unseen` documents are left out (not
-    scored; no token seen).
+    """What was compared of an analysis: `n_documents` with seen tokens.
 
-    `n_tokens` seen in those compared, `median_tokens` of one, and how often a probe was dropped by a limit
-    (`n_dropped`), whose score is then unknown.
+    - `n_bad`, `n_unseen`: documents left out, not scored or without a seen token.
+    - `n_tokens`: seen tokens; `median_tokens`: of a document.
+    - `n_dropped`: how often a limit dropped a probe, whose score is then unknown.
     """
 
     directory: str
@@ -42,12 +42,13 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Sample:
-    """The n documents of a corpus in an order of their own: of concept c, values `value[ptr[c]:ptr[c + 1]]` over 0,
-    ascending, of documents `document[...]`.
+    """The n documents of a corpus, in an order that does not depend on that of the input.
+
+    Concept c has the values `value[ptr[c]:ptr[c + 1]]` over 0, ascending, in documents `document[...]`.
     """
 
     corpus: Corpus
-    documents: tuple[bytes, ...]  # what each shows: its tokens, and over the floor of which concepts
+    documents: tuple[bytes, ...]  # of each its tokens, and its concepts over the floor
     ptr: Ints
     document: Ints
     value: Doubles
@@ -107,8 +108,9 @@ class Sample:
 
 
 def dominance(x: Doubles, y: Doubles, n_x: int, n_y: int) -> int:
-    """Pairs in which a document of y is larger, less those in which one of x is; x and y ascending, without the
-    documents that have 0.
+    """Count pairs in which a document of y is larger, less those in which one of x is.
+
+    x and y are ascending, without the documents that have 0.
     """
     larger = np.searchsorted(x, y, "left").sum() + np.searchsorted(x, y, "right").sum()
     return int(larger + len(y) * n_x - len(x) * n_y - len(x) * len(y))
@@ -122,14 +124,14 @@ def resampled(
     seed: int,
     progress: Callable[[int], object] | None = None,
 ) -> tuple[Doubles, Doubles]:
-    """Differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
-    replacement: how often, is a weight.
+    """Return differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
+    replacement.
     """
     sources = [(sample, np.random.default_rng([seed, side])) for side, sample in enumerate((first, second))]
     columns = []
     for c in tested:
         x, y = first.values(c), second.values(c)
-        # Where each value of the second would stand among those of the first, before and after its equals.
+        # The places of the second's values among the first's, before and after equal ones.
         columns.append(
             (
                 first.documents_of(c),
@@ -160,8 +162,7 @@ def resampled(
 
 
 def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.int32]:
-    """How often each of n documents is drawn, `[rows, n]`. int32: whole numbers, so that sums are exact, and half the
-    memory to go through.
-    """
+    """Draw how often each of n documents is taken, `[rows, n]`."""
+    # int32: sums of whole numbers are exact, and it is half the memory to go through.
     drawn = random.integers(0, n, size=(rows, n)) + np.arange(rows)[:, None] * n
     return np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.int32)

@@ -1,12 +1,12 @@
-"""An analysis as one HTML file: overview, hierarchy, concepts over documents, and documents with their tokens coloured.
+"""Writes an analysis as one HTML file: overview, hierarchy, concepts over documents, documents with coloured tokens.
 
     path = write_report(Analysis.open("scores/"))                       # scores/report.html
     write_report(analysis, "mails.html", text_megabytes=60, overwrite=True)
 
-The file asks for nothing from anywhere. All it holds of the analysis is JSON, and its one script
-(`report_page/page.js`) puts that into the page as text. All documents are listed; the texts with their tokens are in it
-as far as the budget goes, those first that are the best of a concept, then the second best, and so on: so the heads of
-all lists can be read. Each text is a block of its own, read when it is opened.
+The file loads nothing from anywhere. All it holds of the analysis is JSON, and its one script (`report_page/page.js`)
+puts that into the page as text. All documents are listed. Texts with their tokens are in it as far as the budget goes:
+first the best document of each concept, then the second best, and so on. Each text is a block of its own, read when it
+is opened.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def write_report(
     max_pairs: int = MAX_PAIRS,
     overwrite: bool = False,
 ) -> Path:
-    """Write the report of an analysis to a file, `report.html` in its folder if none is given, and return its path.
+    """Write the report of an analysis and return its path.
 
-    `text_megabytes` (10**6 bytes): for the texts with their tokens, at most; `max_pairs`: documents listed by concept,
-    at most, the same number of best ones for every concept. The rest of the file grows with concepts and documents
-    (about 60 bytes each document). Raises `ConfigError` for a file that is there (unless `overwrite`), and where it
-    cannot be written.
+    - `out`: the file, by default `report.html` in the analysis' folder.
+    - `text_megabytes` (10**6 bytes): for the texts with their tokens, at most.
+    - `max_pairs`: documents listed by concept, at most, the same number of best ones for every concept.
+    - `overwrite`: whether a file that is there is replaced.
+
+    The rest of the file grows with concepts and documents (about 60 bytes each document). Raises `ConfigError`.
     """
     target = analysis.directory / "report.html" if out is None else Path(out)
     text_megabytes = check_number(
@@ -69,14 +71,14 @@ def write_report(
 
 # -- the page ------------------------------------------------------------------------------------
 
-# What could end a script element or begin a comment in it, and what JavaScript once took for the end of a line.
+# What could end a script element or begin a comment in it, and what old JavaScript took for the end of a line.
 _ESCAPED = re.compile("[<>&\u2028\u2029]")
 
 
 def embed(value: Any) -> str:
-    """A value as JSON that may stand in a script element, whatever its texts hold."""
+    """Write a value as JSON that may stand in a script element, whatever its texts hold."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
@@ -84,7 +86,7 @@ def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
     page, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js")
     )
-    # Not 'unsafe-inline': only this very script and style run, even where something got past the escaping.
+    # Not 'unsafe-inline': only this script and style run, even where something got past the escaping.
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action"
         " 'none'"
@@ -98,8 +100,8 @@ def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
         "script": script,
         "data": "\n".join(json_blocks),
     }
-    # In one pass: what is put in may itself look like a place to put something.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    # In one pass: a part may itself hold what looks like a placeholder.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
 def _digest(text: str) -> str:
@@ -107,7 +109,7 @@ def _digest(text: str) -> str:
 
 
 def _replace(target: Path, text: str) -> None:
-    """The file whole or not at all."""
+    """Write the file whole or not at all."""
     partial = None
     try:
         with tempfile.NamedTemporaryFile(
@@ -137,15 +139,13 @@ def _umask() -> int:
 
 
 def _within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]:
-    """Blocks of documents, as many as there is room for, in the order in which they are wanted; one that is too large
-    is passed over.
-    """
+    """Return the blocks of wanted documents that the budget has room for; one that is too large is passed over."""
     order = _wanted(report)
     text_bytes, n_rows = (
         np.asarray([0 if text is None else len(text.encode()) for text in report.documents.column("text").to_pylist()]),
         report.counts("n_rows"),
     )
-    at_least = text_bytes + 4 * n_rows  # what a block cannot be smaller than, to not make many in vain
+    at_least = text_bytes + 4 * n_rows  # no block is smaller, so that few are made in vain
     room, tried = budget, set[int]()
     for d in order:
         if at_least[d] <= room:
@@ -159,9 +159,7 @@ def _within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]:
 
 
 def _wanted(report: ReportData) -> Ints:
-    """Scored documents, by the best place that they have among the documents of any concept, then in the order of the
-    input.
-    """
+    """List scored documents by their best rank for any concept, then in the order of the input."""
     n = report.documents.num_rows
     place = np.full(n, np.iinfo(np.int64).max)
     np.minimum.at(place, report.pairs.document, report.pairs.rank)
@@ -171,7 +169,7 @@ def _wanted(report: ReportData) -> Ints:
 
 
 def _blocks(report: ReportData, documents: set[int]) -> Iterator[tuple[int, str]]:
-    """The JSON of some documents, each with all its rows; a shard is read at a time."""
+    """Write some documents as JSON, each with all its rows; a shard is read at a time."""
     texts, analysis = report.documents.column("text"), report.analysis
     plain = ("document", "position", "start", "end", "token_id", "score")
     for shard in analysis.manifest["shards"]:
@@ -202,9 +200,12 @@ def _blocks(report: ReportData, documents: set[int]) -> Iterator[tuple[int, str]
 def _block(
     text: str | None, words: Any, *, position: Ints, start: Ints, end: Ints, token_id: Ints, concept: Ints, score: Any
 ) -> dict[str, Any]:
-    """A document for the page, of its rows: `t` its text; of each token over the floor `p` its position and `s` its
-    start in the text, as steps from the token before, `l` its length, `n` its rows; of each row `c` the concept and `v`
-    the score. Where tokens cannot be shown in the text: `w` their own texts, `i` their ids.
+    """Make the page's block of a document's rows.
+
+    - `t`: its text.
+    - of each token over the floor, `p` its position and `s` its start in the text, as steps from the token before; `l`
+      its length; `n` its rows. Where tokens cannot be shown in the text: `w` their own texts, `i` their ids.
+    - of each row, `c` the concept and `v` the score.
     """
     first = np.flatnonzero(np.diff(position, prepend=-1))
     start, end = start[first].astype(np.int64), end[first].astype(np.int64)
@@ -222,7 +223,7 @@ def _block(
 
 
 def _utf16(text: str, at: Ints) -> Ints:
-    """Places in a text as JavaScript counts them, where a character beyond 0xFFFF is two."""
+    """Count places in a text as JavaScript does, where a character beyond 0xFFFF is two."""
     if not text or ord(max(text)) <= 0xFFFF:
         return at
     beyond = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32) > 0xFFFF

@@ -27,8 +27,9 @@ _TOTALS = ("documents", "bad_documents", "tokens", "unseen", "rows", *_PER_DOCUM
 
 @dataclass(frozen=True)
 class Pairs:
-    """Documents by concept, best first: `ptr [P + 1]`, and `document`, `tokens` (over the floor), `highest` `[N]`;
-    `rank [N]` within the concept.
+    """Documents by concept, best first: concept c has the entries `ptr[c]` to `ptr[c + 1]` of the arrays `[N]`.
+
+    `tokens`: over the floor; `highest`: score; `rank`: within the concept.
     """
 
     ptr: Ints
@@ -42,9 +43,7 @@ class Pairs:
         return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
 
     def best(self, at_most: int) -> tuple[Pairs, int | None]:
-        """The pairs of rank under k, for the largest k that makes no more than `at_most`; and k, or None where that is
-        all.
-        """
+        """Return the pairs of rank under k, for the largest k with `at_most` such, and k; None where that is all."""
         if len(self.rank) <= at_most:
             return self, None
         k = int(np.searchsorted(np.cumsum(np.bincount(self.rank)), at_most, side="right"))
@@ -68,7 +67,7 @@ class ReportData:
         return np.asarray(self.documents.column(name).to_numpy(), dtype=np.int64)
 
     def numbers(self, column: Any) -> Ints:
-        """Concept numbers of a column of ids."""
+        """Return the concept numbers of a column of ids."""
         codes = [
             np.asarray([self.number[name] for name in chunk.dictionary.to_pylist()], dtype=np.int64)[
                 chunk.indices.to_numpy()
@@ -88,7 +87,7 @@ class ReportData:
         return Pairs(ptr, document[order], tokens[order].astype(np.int64), highest[order], rank)
 
     def page_data(self, max_pairs: int, texts: list[int]) -> dict[str, Any]:
-        """What the page holds beside the texts."""
+        """Return what the page holds beside the texts."""
         identity, manifest, concepts = self.analysis.manifest["identity"], self.analysis.manifest, self.concepts
         pack, host, floor, totals = (
             identity["pack"]["name"],
@@ -140,8 +139,8 @@ class ReportData:
         }
 
     def heat(self) -> dict[str, Any]:
-        """Concepts over equal stretches of the input: tokens seen in each, tokens over the floor and highest score by
-        concept (0 for one without any).
+        """Count over equal stretches of the input: tokens seen, and by concept tokens over the floor and the highest
+        score (0 for a concept without any).
         """
         pairs, n, p = self.pairs, self.documents.num_rows, len(self.number)
         n_bins = min(n, BINS)
@@ -164,8 +163,9 @@ class ReportData:
         }
 
     def best_of_documents(self) -> list[list[int]]:
-        """Of each document the concepts that exceed their threshold most (in logits; without one, by score), none above
-        or below a stronger one.
+        """List the concepts of each document that exceed their threshold most (in logits; without one, by score).
+
+        None is above or below a stronger one.
         """
         pairs, by_document = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
@@ -185,7 +185,7 @@ class ReportData:
 
 
 def thousandths(scores: Any) -> list[int]:
-    """Scores as whole numbers: three digits are more than a score means."""
+    """Round scores to thousandths: three digits are more than a score means."""
     thousandths: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1000).astype(np.int64).tolist()
     return thousandths
 

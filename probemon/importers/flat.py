@@ -28,7 +28,7 @@ from probemon.core.checks import is_missing, is_number
 from probemon.core.probes import NORMS, Architecture, parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
-from probemon.importers.sources import as_path
+from probemon.importers.foreign_files import as_path
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
 from probemon.packs.widen import smallest_common, widen

@@ -28,7 +28,7 @@ from torch import Tensor
 from probemon.core.probes import NORMS
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, read_json, read_safetensors, tensor_of
+from probemon.importers.foreign_files import as_path, field, read_json, read_safetensors, tensor_of
 from probemon.packs.pack import ProbePack
 
 Pair = tuple[Any, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from probemon.errors import ImportRefused
 from probemon.importers.flat import check_options, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, only_tensors, tensor_of
+from probemon.importers.foreign_files import as_path, field, only_tensors, tensor_of
 from probemon.importers.weights import Folder, load_state_dict
 from probemon.packs.pack import ProbePack
 

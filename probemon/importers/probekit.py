@@ -23,7 +23,7 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, read_json
+from probemon.importers.foreign_files import as_path, field, read_json
 from probemon.packs.pack import ProbePack
 
 _KEYS = ("weights", "bias", "normalization", "metadata")

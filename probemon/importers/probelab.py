@@ -22,7 +22,7 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import MAX_BYTES, field, named_files, only_tensors, tensor_of
+from probemon.importers.foreign_files import MAX_BYTES, field, named_files, only_tensors, tensor_of
 from probemon.importers.weights import load_plain
 from probemon.packs.pack import ProbePack
 

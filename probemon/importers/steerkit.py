@@ -23,7 +23,7 @@ from typing import Any
 from probemon.core.checks import check_number
 from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
+from probemon.importers.foreign_files import field, named_files, parse_json, read_safetensors, site_of, tensor_of
 from probemon.packs.pack import ProbePack
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_number
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import check_options, sha256, write_stacked
+from probemon.importers.flat import check_options, write_stacked
 from probemon.importers.foreign_files import as_path, field, read_safetensors, site_of, tensor_of
 from probemon.importers.weights import Folder
 from probemon.packs.pack import ProbePack

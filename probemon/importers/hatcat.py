@@ -27,8 +27,18 @@ from probemon.core.probes import parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat_files import ProbeFolder, Stored
+from probemon.importers.hatcat_hierarchy import choose_hierarchy
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
-from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, hierarchies, key_of, read_graph
+from probemon.importers.hatcat_report import (
+    KINDS,
+    N_STATES,
+    card_text,
+    count_probes,
+    note_conversions,
+    origin_of,
+    unreached,
+)
+from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, key_of
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
 from probemon.packs.files import check_target
@@ -38,50 +48,6 @@ from probemon.packs.writer import PackWriter
 Progress = Callable[[int, int], None]
 NORMALIZE = ("none", "layernorm")
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_MOST_UNLISTED = 0.2  # of the probes: a hierarchy that does not name more is another one's
-_STATES = 2  # random ones, on which what was written is compared with what was read
-KINDS = {
-    "unreachable": "concepts that no descent from the base level comes to",
-    "unfit": "hierarchy files that are not the one of these probes: another was taken",
-    "flattened": "edges left out, as asked: every level is a base level, and every probe is scored at every token",
-    "tripole": "three-way heads, no sigmoid of one logit: not imported",
-    "unknown": "files whose tensors are no probe of this format: not imported",
-    "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
-    "not_finite": "probes with weights that are not finite: not imported",
-    "width": "probes that read states of another size than the others: not imported",
-    "missing": "concepts of the hierarchy without a probe",
-    "bridged": "concepts whose parent has no probe: put under the nearest concept above that has one",
-    "unlisted": "probes of concepts that the hierarchy does not name: roots on their level",
-    "cycle": "edges of a cycle left out, as asked",
-    "several_parents": "concepts with several parents, all kept",
-    "not_down": "edges that do not go down a level: kept, and the levels too",
-    "repeated": "names on several levels, each a concept of its own",
-    "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
-    "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
-    "stale_edges": "edges that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
-    "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",
-    "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
-    "dangling": "edges to names that no layer file has: left out",
-    "malformed": 'keys that are no "Name:level": left out',
-    "bank_edges": "edges that only banks and their index state: taken",
-    "bank_elsewhere": "probes of banks that the hierarchy does not put under the bank's parent: the hierarchy counts",
-    "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
-    "bank_unlisted": "probes of banks that bank_index.json does not list: taken",
-    "twice": "probes stored twice: the first is taken",
-    "rounded": "probes of a wider dtype than was asked for: rounded to it",
-    "widened": "probes of a narrower dtype than the pack's: kept exactly, in more bytes",
-    "concatenated": (
-        "probes that read several layers side by side: no host gives such a state at one site, give it to"
-        " score_tokens by hand"
-    ),
-    "uncalibrated": "probes that calibration.json does not name",
-    "calibration_unknown": "entries of calibration.json for no imported probe",
-    "unusable": "numbers of the pack's JSON that cannot be: not used",
-    "unread": "files that are no .pt (text probes, centroids): not read",
-    "elsewhere": (
-        "files of weights where this format keeps no probes: not read; move them, or import their folder by itself"
-    ),
-}
 
 
 @contextmanager
@@ -168,7 +134,7 @@ def import_pack(
             f"{folder.path}: the pack says that its host has {probe_folder.n_layers} layers (num_layers), 0 to"
             f" {probe_folder.n_layers - 1}: none is read at site {site!r}"
         )
-    graph, stored, notes = _fit_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
+    graph, stored, notes = choose_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
     counter = _Progress(progress, 2 * len(stored))
     kinds = _look(stored, folder, probe_folder, notes, max_bytes, counter)
@@ -177,12 +143,12 @@ def import_pack(
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
     kept = _DTYPES[dtype] or widest_dtype
-    _note_conversions({node: kinds[node] for node in placed}, kept, notes)
+    note_conversions({node: kinds[node] for node in placed}, kept, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts = _count(nodes, stored, kinds, n_edges, len(calibration))
+    counts = count_probes(nodes, stored, kinds, n_edges, len(calibration))
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
-    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
+    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), unreached(placed, base))
     model = model or probe_folder.model
     host = {
         "model_id": model,
@@ -190,6 +156,8 @@ def import_pack(
         **({"n_layers": probe_folder.n_layers} if probe_folder.n_layers else {}),
     }
     name = name or target.name
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn(N_STATES, 1, architecture.hidden_size, generator=random, dtype=torch.float32, device="cpu")
     writer = PackWriter(
         target,
         name=name,
@@ -204,30 +172,15 @@ def import_pack(
         card="",
         recommended=_recommended(placed, base),
         overwrite=overwrite,
-        golden_hidden=torch.randn(
-            _STATES,
-            1,
-            architecture.hidden_size,
-            generator=torch.Generator().manual_seed(0),
-            dtype=torch.float32,
-            device="cpu",
-        ),
+        golden_hidden=states,
         provenance={
             "import": report.as_dict(),
             "versions": {"probemon": version("probemon"), "torch": torch.__version__},
-            "source": _about(probe_folder.info),
+            "source": origin_of(probe_folder.info),
         },
     )
     at = {node: i for i, node in enumerate(nodes)}
     worst = 0.0
-    states = torch.randn(
-        _STATES,
-        1,
-        architecture.hidden_size,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float32,
-        device="cpu",
-    )[:, 0]
     with writer:
         for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
             kind = kinds[node]
@@ -237,10 +190,10 @@ def import_pack(
                 )
             written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
             assert written is not None
-            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
+            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
             counter.count_one()
-        writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
-        writer.card = _card(name, report, placed, worst, model, licence)
+        writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": N_STATES}}
+        writer.card = card_text(name, report, placed, worst, model, licence)
     return ProbePack.of(writer.opened), report
 
 
@@ -253,37 +206,6 @@ def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
     inputs = Inputs(site, normalize, eps)
     inputs.spec(False)  # checks eps
     return inputs
-
-
-def _note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Notes) -> None:
-    """Note each probe whose weights are rounded or widened to the pack's dtype."""
-    for node, kind in kinds.items():
-        if kind.dtype != dtype:
-            narrower = torch.promote_types(kind.dtype, dtype) == dtype
-            notes.add(
-                "widened" if narrower else "rounded",
-                f"{key_of(node)} ({kind.dtype} to {dtype})".replace("torch.", ""),
-            )
-
-
-def _count(
-    nodes: Sequence[Node],
-    stored: Mapping[Node, Stored],
-    kinds: Mapping[Node, Kind],
-    n_edges: int,
-    n_calibrated: int,
-) -> dict[str, Any]:
-    """Count the probes by variant and dtype, their files and edges, for the report."""
-    variants = Counter(kind.variant for kind in kinds.values())
-    dtypes = Counter(kind.dtype for kind in kinds.values())
-    return {
-        "probes": len(nodes),
-        "files": len({place.path for place in stored.values()}),
-        "edges": n_edges,
-        **{f"{variant} probes": n for variant, n in variants.items()},
-        **{f"in {str(dtype).removeprefix('torch.')}": n for dtype, n in dtypes.items()},
-        **({"calibrated": n_calibrated} if n_calibrated else {}),
-    }
 
 
 def _check_kinds(**arguments: Any) -> None:
@@ -416,152 +338,6 @@ def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict
     if n_base + n_children > usual:  # all children of the base fit, or as many as usual
         recommended["max_loaded_probes"] = min(len(placed), n_base + max(usual, n_children))
     return recommended
-
-
-def _unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
-    """What to read first of a pack some of whose probes are never come to, or ""."""
-    lost = [node for node, place in placed.items() if not place.reachable]
-    if not lost:
-        return ""
-    example = ", ".join(key_of(node) for node in sorted(lost, key=lambda node: (node[1], node[0]))[:3])
-    return (
-        f"{len(lost):,} of {len(placed):,} probes are never scored ({example}{', ...' if len(lost) > 3 else ''}): no"
-        f" edge leads to them from level {base[0]}. To have them scored, name their levels in base_layers, make them"
-        " always on (the pack's card has the lines), or import again with the hierarchy that has them (--hierarchy"
-        " FILE) or with --flat"
-    )
-
-
-def _fit_hierarchy(
-    probe_folder: ProbeFolder, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
-) -> tuple[Graph, dict[Node, Stored], Notes]:
-    """Return the hierarchy that names the probes, the probes by it, and the notes.
-
-    Raises `ImportRefused` with what to do where none fits.
-    """
-    path = probe_folder.folder.path if hierarchy is None else Path(hierarchy)
-    if hierarchy is not None and not path.exists():
-        raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
-    if path.is_file() and path.suffix != ".json":
-        raise ImportRefused(
-            f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files"
-        )
-    folder = probe_folder.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
-    files = [path.name] if path.is_file() else hierarchies(folder)
-    tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
-    for file in files or ["hierarchy.json"]:
-        noted = notes.copy()
-        graph = read_graph(folder, noted, file)
-        if hierarchy is not None and not graph.parents:
-            raise ImportRefused(
-                f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on"
-            )
-        is_stated = bool(graph.parents)
-        stored = probe_folder.place(graph, noted)
-        unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
-        tried.append((file, graph, stored, noted, unlisted))
-        if len(unlisted) <= _MOST_UNLISTED * len(stored):
-            break
-    file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
-    for other, _, other_stored, _, other_unlisted in tried:
-        if other != file:
-            noted.add(
-                "unfit",
-                f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file}"
-                f" {len(stored) - len(unlisted):,}",
-                listed=True,
-            )
-    if flat:
-        graph.flatten(noted)
-        return graph, stored, noted
-    has_levels = len({level for _, level in stored}) > 1
-    if has_levels and not any(graph.parents.values()):
-        why = (
-            f"its {len(stored):,} probes are on several levels, and"
-            f" {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest"
-            " level would ever be scored"
-        )
-    elif len(unlisted) > _MOST_UNLISTED * len(stored):
-        shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
-        why = (
-            f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is"
-            " the hierarchy of others"
-        )
-    else:
-        return graph, stored, noted
-    if allow_unlisted:
-        return graph, stored, noted
-    beside = probe_folder.folder.path.absolute().parent / "hierarchy.json"
-    known = probe_folder.info.get("concept_pack")
-    pack = probe_folder.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
-    place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}"
-    if beside.is_file() and hierarchy is None:
-        place += f"; {beside} may be it"
-    raise ImportRefused(
-        f"{probe_folder.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
-        f" (hierarchy=); {place}. Or have every probe scored at every token: --flat (flat=True). Or take it as it is:"
-        " --allow-unlisted (allow_unlisted=True)"
-    )
-
-
-def _about(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source says of its origin."""
-    known = (
-        "source_pack",
-        "pack_version",
-        "probe_pack_id",
-        "lens_pack_id",
-        "version",
-        "model",
-        "model_info",
-        "concept_pack",
-        "trained_layers",
-        "training_config",
-        "training_info",
-    )
-    return {key: info[key] for key in known if key in info}
-
-
-def _card(
-    name: str, report: ImportReport, placed: Mapping[Node, PlacedNode], worst: float, model: str | None, licence: str
-) -> str:
-    lost = sum(not place.reachable for place in placed.values())
-    lines = [
-        f"# {name}",
-        "",
-        f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
-        "",
-        (
-            f"On {_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were"
-            " saved, evaluated in fp32."
-        ),
-        "",
-        (
-            "No alert thresholds are set: what the source records of its calibration (kept in `concepts.jsonl`) does"
-            " not say which threshold gives which rate of false alarms."
-        ),
-        "`probemon calibrate` sets them. Quality was not measured.",
-    ]
-    if lost:
-        lines += [
-            "",
-            "## Not reached",
-            "",
-            (
-                f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a"
-                " token's silence says nothing of them; its coverage counts them as `not_reached`. Those that are"
-                " roots can be made always on, at their cost, and bring what is below them:"
-            ),
-            "",
-            "```python",
-            'orphans = [c["id"] for c in pack.concepts if c.get("reachable") is False and not c["parents"]]',
-            (
-                "manager = DynamicProbeManager(pack, always_on=orphans,"
-                ' max_loaded_probes=pack.recommended.get("max_loaded_probes", 500) + len(orphans))'
-            ),
-            "```",
-        ]
-    return "\n".join(lines) + "\n" + report.section()
 
 
 class _Progress:

@@ -1,13 +1,13 @@
-"""HatCat lens and probe packs into a probe pack: thousands of files, streamed one by one.
+"""Imports HatCat's lens and probe packs: thousands of files, streamed one by one.
 
     pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
     print(report)  # counts, and every kind of trouble with examples
 
-Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their
-own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed
-and left out: they are no sigmoid of one logit. The files record neither the host's layer nor whether states were
-standardised: `site` and `normalize` say it, and are kept. Nothing in a file is executed; what is read of one is bounded
-(`importers.weights`). In memory is one file at a time.
+It reads every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of
+their own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. The report lists three-way
+"tripole" heads, which are no sigmoid of one logit and are left out. The files record neither the host's layer nor
+whether states were standardised: `site` and `normalize` say it. One file at a time is in memory; `importers.weights`
+bounds what is read of it, and runs nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread of torch: a probe is too small to share, and on a busy machine threads that wait for one another take
-    many times as long.
-    """
+    """Give torch one thread."""
+    # A probe is too small to share, and on a busy machine threads that wait for one another take many times as long.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,9 +82,7 @@ def import_pack(
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> tuple[ProbePack, ImportReport]:
-    """Write the probes of a folder as a pack; return the opened pack and a report.
-
-    The report, which lists every kind of trouble, is in the pack's manifest and card too.
+    """Write the probes of a folder as a pack; return the pack and a report, which its manifest and card hold too.
 
     - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
     - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or
@@ -99,7 +96,7 @@ def import_pack(
       it.
     - `model`: the host's hub name (default: what the files say).
     - `max_bytes`: of one file.
-    - `progress(done, total)`: probes read, each twice: once to look, once to write.
+    - `progress(done, total)`: called as probes are read, each twice: once to check, once to write.
 
     A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the
     first is taken, unless it does not fit the probes and the others do. Alert thresholds are not set: the fire rates of
@@ -137,13 +134,13 @@ def import_pack(
     graph, stored, notes = choose_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
     counter = _Progress(progress, 2 * len(stored))
-    kinds = _look(stored, folder, probe_folder, notes, max_bytes, counter)
+    kinds = _check_probes(stored, folder, probe_folder, notes, max_bytes, counter)
     base = sorted({level for _, level in kinds})[: None if flat else 1]
     placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
-    kept = _DTYPES[dtype] or widest_dtype
-    note_conversions({node: kinds[node] for node in placed}, kept, notes)
+    pack_dtype = _DTYPES[dtype] or widest_dtype
+    note_conversions({node: kinds[node] for node in placed}, pack_dtype, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
     counts = count_probes(nodes, stored, kinds, n_edges, len(calibration))
@@ -163,7 +160,7 @@ def import_pack(
         name=name,
         concepts=[_concept(node, placed[node], graph, calibration) for node in nodes],
         architecture=architecture,
-        dtype=kept,
+        dtype=pack_dtype,
         score_rule="independent",
         inputs=[spec.as_dict() for spec in specs.values()],
         input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
@@ -188,7 +185,7 @@ def import_pack(
                 raise ImportRefused(
                     f"{stored[node].path} changed while it was read: import again when nobody writes to it"
                 )
-            written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
+            written = writer.put(at[node], embed(state, kind, architecture, pack_dtype, inputs))
             assert written is not None
             worst = max(worst, float((written[:, 0] - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
             counter.count_one()
@@ -209,7 +206,7 @@ def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
 
 
 def _check_kinds(**arguments: Any) -> None:
-    """Raise `ConfigError` for an argument of another kind."""
+    """Raise `ConfigError` for an argument of a wrong kind."""
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
         "source": path,
@@ -229,7 +226,7 @@ def _check_kinds(**arguments: Any) -> None:
 
 
 def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node, dict[str, Tensor]]]:
-    """State dicts in the order of their files, each file read once."""
+    """Read state dicts in the order of their files, each file once."""
     by_file: dict[Path, list[tuple[Node, str | None]]] = {}
     for node, place in stored.items():
         by_file.setdefault(place.path, []).append((node, place.key))
@@ -244,7 +241,7 @@ def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node,
                 yield node, bank[key]
 
 
-def _look(
+def _check_probes(
     stored: Mapping[Node, Stored],
     folder: Folder,
     probe_folder: ProbeFolder,
@@ -252,7 +249,7 @@ def _look(
     max_bytes: int,
     counter: _Progress,
 ) -> dict[Node, Kind]:
-    """What each probe is, of those that can be imported; the others are noted, all by name."""
+    """Return the kinds of the probes that can be imported; note the others, all by name."""
     kinds: dict[Node, Kind] = {}
     for node, state in _read(stored, max_bytes):
         try:
@@ -289,7 +286,7 @@ def _look(
 
 
 def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
-    """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
+    """Make a line of concepts.jsonl; `reachable: false` marks what no descent from the base level reaches."""
     concept = {
         "id": key_of(node),
         "name": node[0],
@@ -305,9 +302,7 @@ def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[N
 
 
 def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes) -> dict[Node, dict[str, Any]]:
-    """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where
-    JSON has none.
-    """
+    """Read calibration.json, by probe; numbers that are not finite are null, as JSON has none."""
     content = folder.json("calibration.json")
     if content is None:
         return {}
@@ -328,7 +323,7 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
 
 
 def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
-    """Settings without which a manager would have nothing to begin with, or no room to descend."""
+    """Recommend settings without which a manager has nothing to begin with, or no room to descend."""
     n_base = sum(level in base for _, level in placed)
     n_children = sum(
         node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items()
@@ -341,8 +336,6 @@ def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict
 
 
 class _Progress:
-    """Calls `progress` as probes are done."""
-
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 

@@ -1,13 +1,16 @@
-"""Where a HatCat pack keeps its probes: every generation of its folders.
+"""Finds the probes in a HatCat pack's folder, of every generation of the format.
 
     probe_folder = ProbeFolder(Folder("lens_packs/mine"), notes)
     # of pack_info.json, lens_pack.json or pack.json, where they say it
     probe_folder.model, probe_folder.hidden_dim, probe_folder.n_layers
     probe_folder.place(graph, notes)                   # {node: Stored}: the file of every probe, and its name in a bank
 
-Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict
-for each child, and `individual/layer{L}/`. Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON
-names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are noted, not read.
+- layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level
+- banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`
+- flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file
+  says no level
+
+Weights anywhere else in the folder are noted, not read.
 """
 
 from __future__ import annotations
@@ -41,11 +44,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Bank:
-    """A file of the probes of one parent's children.
-
-    - `level`: of those whose level nothing states.
-    - `listed`: what an index says is in it, or None.
-    """
+    """A file of one parent's children: at `level` where nothing else says it; an index has `listed` them, or None."""
 
     parent: Node
     level: int
@@ -82,20 +81,20 @@ class ProbeFolder:
 
     def _read_info(self) -> dict[str, Any]:
         """Merge the pack's JSON files; the newest wins."""
-        whole: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for name in _INFO:
             content = self.folder.json(name)
             if content is not None and not isinstance(content, dict):
                 raise ImportRefused(f"{self.folder.path / name} is no object: fetch it again")
-            whole = {**(content or {}), **whole}
-        return whole
+            merged = {**(content or {}), **merged}
+        return merged
 
     def _of_model(self, key: str) -> Any:
         about = self.info.get("model_info")
         return about.get(key) if isinstance(about, dict) else None
 
     def _count(self, key: str, notes: Notes) -> int | None:
-        """Return a count from the pack's JSON or from its model_info; note one that cannot be."""
+        """Return a count from the pack's JSON or its model_info; note one that cannot be."""
         count = self.info.get(key, self._of_model(key))
         if count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 1 << 31):
             return count
@@ -195,10 +194,9 @@ class ProbeFolder:
                 return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """Return the file of every probe.
+        """Return the file of every probe; a graph without edges is given those that banks state.
 
         Of a probe stored twice, which is noted, the first is taken: a file of its own, then a bank, then a flat file.
-        Where the graph has no edges, it is given those that banks state.
         """
         stored: dict[Node, Stored] = {}
 
@@ -271,5 +269,4 @@ class ProbeFolder:
 
 
 def _name(path: Path) -> str:
-    """The concept of a file."""
     return path.stem.removesuffix(_SUFFIX) or path.stem

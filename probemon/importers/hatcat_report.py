@@ -81,7 +81,7 @@ def count_probes(
     n_edges: int,
     n_calibrated: int,
 ) -> dict[str, Any]:
-    """Count the probes by variant and dtype, their files and edges, for the report."""
+    """Count probes by variant and dtype, their files and edges."""
     variants = Counter(kind.variant for kind in kinds.values())
     dtypes = Counter(kind.dtype for kind in kinds.values())
     return {
@@ -95,7 +95,7 @@ def count_probes(
 
 
 def unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
-    """What to read first of a pack some of whose probes are never come to, or ""."""
+    """Warn of probes that no descent comes to, or return ""."""
     lost = [node for node, place in placed.items() if not place.reachable]
     if not lost:
         return ""
@@ -109,7 +109,7 @@ def unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
 
 
 def origin_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source says of its origin."""
+    """Return what the source says of its origin."""
     known = (
         "source_pack",
         "pack_version",

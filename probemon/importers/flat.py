@@ -120,7 +120,6 @@ class Classifier:
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Widths of its hidden layers."""
         return tuple(len(weight) for weight, _ in self.layers[:-1])
 
     def standardised(self, mean: Tensor, scale: Tensor) -> Classifier:

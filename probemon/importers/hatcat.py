@@ -206,7 +206,6 @@ def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
 
 
 def _check_kinds(**arguments: Any) -> None:
-    """Raise `ConfigError` for an argument of a wrong kind."""
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
         "source": path,

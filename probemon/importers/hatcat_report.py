@@ -81,7 +81,6 @@ def count_probes(
     n_edges: int,
     n_calibrated: int,
 ) -> dict[str, Any]:
-    """Count probes by variant and dtype, their files and edges."""
     variants = Counter(kind.variant for kind in kinds.values())
     dtypes = Counter(kind.dtype for kind in kinds.values())
     return {
@@ -109,7 +108,6 @@ def unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
 
 
 def origin_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the source says of its origin."""
     known = (
         "source_pack",
         "pack_version",

@@ -76,7 +76,6 @@ class Graph:
         return levels
 
     def flatten(self, notes: Notes) -> None:
-        """Leave all edges out."""
         for node in sorted(self.parents, key=_order):
             for parent in self.parents[node]:
                 notes.add("flattened", f"{key_of(parent)} > {key_of(node)}")
@@ -207,7 +206,7 @@ def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Gr
         if node[1] in layers and node not in stated_nodes:
             notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
     _compare_edges(graph, stated, notes)
-    graph.about = {node: _about(concept) for node, concept in stated if node in graph.parents}
+    graph.about = {node: _definition(concept) for node, concept in stated if node in graph.parents}
     return graph
 
 
@@ -297,7 +296,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[str, Any]]]:
-    """Read every concept of the layer files, in their order."""
     concepts_of = []
     for layer, file in sorted(files.items()):
         content = folder.json(file)
@@ -325,7 +323,7 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
     graph = Graph()
     for node, concept in stated:
         graph.add(node)
-        graph.about.setdefault(node, _about(concept))
+        graph.about.setdefault(node, _definition(concept))
     levels = graph.levels_of()
     for node, concept in stated:
         for name in _list(concept.get("category_children")):
@@ -345,7 +343,7 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
     return graph
 
 
-def _about(concept: Mapping[str, Any]) -> dict[str, Any]:
+def _definition(concept: Mapping[str, Any]) -> dict[str, Any]:
     """Return a concept's definition and synsets, where they are what they should be."""
     fields: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
     synsets = concept.get("synsets")

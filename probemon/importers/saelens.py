@@ -109,7 +109,7 @@ def import_sae(
     # Before version 6 all was in one place.
     settings = {**config, **(field(config, "metadata", dict, where, None) or {})}
     place = site_of(_site(settings, site, where), site, where)
-    norm = _check_norm(settings, architecture, where)
+    norm = _normalisation(settings, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
         raise ImportRefused(
             f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of"
@@ -190,7 +190,7 @@ def import_sae(
     )
 
 
-def _check_norm(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
+def _normalisation(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
     """Return how activations were normalised.
 
     Raises `ImportRefused` for an encoder whose features are no probes of one state.

@@ -130,7 +130,6 @@ def _unwrapped(name: str, kind: str, estimator: Any, read: Callable[[str, Any], 
 
 
 def _single(name: str, estimator: Any) -> Classifier:
-    """Return the one probe of an estimator of two classes."""
     probes = _probes(name, estimator)
     if len(probes) != 1:
         raise ImportRefused(
@@ -261,7 +260,6 @@ def _rotated(probe: Classifier, pca: Any) -> Classifier:
 
 
 def _scaled(probe: Classifier, factor: float, shift: float = 0.0) -> Classifier:
-    """Return the probe of logit `factor * logit + shift`."""
     *rest, (weight, bias) = probe.layers
     return replace(probe, layers=[*rest, (factor * weight.double(), factor * bias.double() + shift)])
 

@@ -157,12 +157,12 @@ class Analysis:
         if (known.get("format"), known.get("format_version")) != (FORMAT, FORMAT_VERSION):
             raise ConfigError(f"{path / MANIFEST} is not of an analysis of this format: give another folder")
         if known["identity"] != stated:
-            differs = "; ".join(_differences(known["identity"], stated))
+            differs = "; ".join(differences(known["identity"], stated))
             raise ConfigError(
                 f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give"
                 " another folder"
             )
-        return cls(path, known, _differences(known.get("environment"), dict(environment)))
+        return cls(path, known, differences(known.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
@@ -266,7 +266,7 @@ class Analysis:
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
         write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
-        totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
+        totals = _sum_counts([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
         for folder in (self.directory, self.directory / SHARDS):
             for partial in folder.glob(".*.partial-*"):  # of processes that were killed
@@ -303,23 +303,24 @@ class Analysis:
         return whole
 
 
-def _added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _sum_counts(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Add counts by name, nested ones too; `n_probes` is the same in every part, and stays."""
     sums: dict[str, Any] = {}
     for part in totals:
         for name, value in part.items():
             if isinstance(value, Mapping):
-                sums[name] = _added([sums.get(name, {}), value])
+                sums[name] = _sum_counts([sums.get(name, {}), value])
             else:
                 sums[name] = value if name == "n_probes" else sums.get(name, 0) + value
     return sums
 
 
-def _differences(one: Any, other: Any, where: str = "") -> list[str]:
+def differences(one: Any, other: Any, where: str = "", words: str = "{} was {!r}, now {!r}") -> list[str]:
+    """Say where two dicts of dicts differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
             text
             for key in {**one, **other}
-            for text in _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))
+            for text in differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."), words)
         ]
-    return [] if one == other else [f"{where} was {one!r}, now {other!r}"]
+    return [] if one == other else [words.format(where, one, other)]

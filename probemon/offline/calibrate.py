@@ -58,7 +58,6 @@ class Rates:
 
     @cached_property
     def low(self) -> npt.NDArray[np.float64]:
-        """Lower bounds."""
         return np.asarray(lower_bound(self.count, self.n, 1 - self.risk))
 
     @cached_property

@@ -27,7 +27,7 @@ import numpy as np
 from probemon.core.checks import check_count, check_share
 from probemon.errors import ConfigError
 from probemon.offline.analysis_files import arrow
-from probemon.offline.analysis_folder import Analysis
+from probemon.offline.analysis_folder import Analysis, differences
 from probemon.offline.document_samples import Corpus, Sample, dominance, resampled
 from probemon.offline.significance import Doubles, benjamini_hochberg, mann_whitney
 
@@ -276,10 +276,9 @@ def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Seq
 
 
 def _check_same(a: Analysis, b: Analysis) -> None:
+    one, other = a.manifest["identity"], b.manifest["identity"]
     differs = [
-        text
-        for name in _SAME
-        for text in _differences(_at(a.manifest["identity"], name), _at(b.manifest["identity"], name), name)
+        text for name in _SAME for text in differences(_at(one, name), _at(other, name), name, "{} is {!r} and {!r}")
     ]
     if differs:
         raise ConfigError(
@@ -292,12 +291,6 @@ def _at(identity: Any, name: str) -> Any:
     for key in name.split("."):
         identity = identity.get(key) if isinstance(identity, dict) else None
     return identity
-
-
-def _differences(a: Any, b: Any, name: str) -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [text for key in {**a, **b} for text in _differences(a.get(key), b.get(key), f"{name}.{key}")]
-    return [] if a == b else [f"{name} is {a!r} and {b!r}"]
 
 
 def _share(name: str, value: float) -> float:

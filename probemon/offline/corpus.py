@@ -83,7 +83,7 @@ class ScoredShard:
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _ShardPlan:
     """A shard ready for the host; its documents have the tokenizer's reasons too."""
 
     shard: Shard
@@ -93,11 +93,11 @@ class _Planned:
     n_tokens: int
 
 
-class _Read(BaseException):
+class _ForwardEnd(BaseException):
     """Ends a forward that has shown all it has to; no `Exception`, so that nothing on its way out catches it."""
 
 
-class _Open(threading.local):
+class _OwnForward(threading.local):
     """What this thread's own forward has shown, by site; None while there is none."""
 
     seen: dict[str, list[Tensor]] | None = None
@@ -168,7 +168,7 @@ class CorpusScorer:
         self._rehearses = rehearsal(host)
         self._width = hidden_size(host)  # the pack's, as check_host has seen
         self._known = False  # that a forward shows each site once
-        self._open = _Open()
+        self._open = _OwnForward()
         self._stop = False
 
     def around(self) -> dict[str, list[int]]:
@@ -208,11 +208,11 @@ class CorpusScorer:
                         if progress is not None:
                             n_tokens = sum(piece.stop - piece.scored for piece in rows)
                             progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
-                        yield from _done(under_way, _IN_FLIGHT)
+                        yield from _finished_shards(under_way, _IN_FLIGHT)
                     if progress is not None and not planned.batches:
                         progress(len(planned.documents), 0)
-                    under_way.append((True, scoring.submit(_assembled, planned, parts, self.manager.pack.n_probes)))
-                yield from _done(under_way, 0)
+                    under_way.append((True, scoring.submit(_assemble, planned, parts, self.manager.pack.n_probes)))
+                yield from _finished_shards(under_way, 0)
         finally:
             for executor in (tokenising, scoring):
                 executor.shutdown(wait=True, cancel_futures=True)
@@ -236,11 +236,11 @@ class CorpusScorer:
                 if tokens is not None:
                     yield document, tokens, encoded
 
-    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_Planned] | None:
+    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_ShardPlan] | None:
         shard = next(source, None)  # in the caller's thread, as their iterable may need
         return None if shard is None else tokenising.submit(self.plan, shard)
 
-    def plan(self, shard: Shard) -> _Planned:
+    def plan(self, shard: Shard) -> _ShardPlan:
         """Tokenise a shard, and plan its batches."""
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
@@ -252,7 +252,7 @@ class CorpusScorer:
         grouped = batches(
             pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
         )
-        return _Planned(
+        return _ShardPlan(
             shard,
             tuple(documents),
             tuple(tokens),
@@ -300,7 +300,7 @@ class CorpusScorer:
         with torch.inference_mode():
             self._open.seen = seen  # of this thread: others may run the same model
             try:
-                with suppress(_Read):
+                with suppress(_ForwardEnd):
                     self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
             finally:
                 self._open.seen = None
@@ -321,9 +321,9 @@ class CorpusScorer:
         if seen is not None and not self._rehearses():  # else a forward of somebody else's
             seen[site].append(hidden)
             if self._stop and all(seen.values()):
-                raise _Read
+                raise _ForwardEnd
 
-    def _sampled(self, planned: _Planned, rows: Sequence[Piece]) -> Mask | None:
+    def _sampled(self, planned: _ShardPlan, rows: Sequence[Piece]) -> Mask | None:
         """Draw the tokens that are audited, by document and position, so that a run that goes on draws the same."""
         if not self.manager.audit_rate:
             return None
@@ -358,7 +358,7 @@ def may_be_left(host: Any) -> bool:
     return not moved and not compiled_parts(host)
 
 
-def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
+def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
     """Wait until at most `most` are under way; return the shards that are finished."""
     while len(under_way) > most or (under_way and under_way[0][1].done()):
         last, future = under_way.popleft()
@@ -367,7 +367,9 @@ def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[Sco
             yield scored
 
 
-def _assembled(planned: _Planned, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int) -> ScoredShard:
+def _assemble(
+    planned: _ShardPlan, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int
+) -> ScoredShard:
     """Put the scores of a shard's batches into the order of its documents and their tokens."""
     lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -57,7 +57,6 @@ class Job:
     strict: bool = False
 
     def opened(self) -> AnyPack:
-        """Open the pack, or the group of several."""
         return open_packs([self.pack] if isinstance(self.pack, str) else self.pack)
 
 

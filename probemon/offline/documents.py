@@ -203,7 +203,6 @@ def _folder(
 
 
 def _whole(path: Path, where: str, max_chars: int) -> _Row:
-    """Read a text file as one document."""
     try:
         with _opened(path) as stream:
             data = stream.read(4 * max_chars + 1)

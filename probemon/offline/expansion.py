@@ -173,7 +173,6 @@ class Expansion:
     base_layers: tuple[int, ...]
 
     def stated(self) -> dict[str, Any]:
-        """Return it as JSON, without the thresholds."""
         names = ("recall", "slack", "n_shaping", "n_calibration", "n_units", "loss", "share_evaluated", "n_unknown")
         return {
             "method": "conformal risk control",
@@ -209,7 +208,6 @@ def documents_needed(recall: float) -> int:
 
 
 def check_recall(recall: float) -> None:
-    """Raise `ConfigError` for a wrong recall."""
     check_share("recall", recall, "give more than 0 and less than 1, such as 0.99 (1 cannot be shown from examples)")
 
 

@@ -62,7 +62,7 @@ def write_report(
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} exists: pass overwrite (--overwrite) to replace it, or give another name")
     report = ReportData(analysis)
-    blocks = dict(_within(report, int(text_megabytes * 1e6)))
+    blocks = dict(_blocks_within(report, int(text_megabytes * 1e6)))
     data = report.page_data(max_pairs, sorted(blocks))
     data["made"]["text_megabytes"] = text_megabytes
     _replace(target, _page(data, blocks))
@@ -109,7 +109,6 @@ def _digest(text: str) -> str:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Write the file whole or not at all."""
     partial = None
     try:
         with tempfile.NamedTemporaryFile(
@@ -138,7 +137,7 @@ def _umask() -> int:
 # -- texts with their tokens ---------------------------------------------------------------------
 
 
-def _within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]:
+def _blocks_within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]:
     """Return the blocks of wanted documents that the budget has room for; one that is too large is passed over."""
     order = _wanted(report)
     text_bytes, n_rows = (

@@ -67,7 +67,6 @@ class ReportData:
         return np.asarray(self.documents.column(name).to_numpy(), dtype=np.int64)
 
     def numbers(self, column: Any) -> Ints:
-        """Return the concept numbers of a column of ids."""
         codes = [
             np.asarray([self.number[name] for name in chunk.dictionary.to_pylist()], dtype=np.int64)[
                 chunk.indices.to_numpy()
@@ -87,7 +86,6 @@ class ReportData:
         return Pairs(ptr, document[order], tokens[order].astype(np.int64), highest[order], rank)
 
     def page_data(self, max_pairs: int, texts: list[int]) -> dict[str, Any]:
-        """Return what the page holds beside the texts."""
         identity, manifest, concepts = self.analysis.manifest["identity"], self.analysis.manifest, self.concepts
         pack, host, floor, totals = (
             identity["pack"]["name"],
@@ -104,7 +102,7 @@ class ReportData:
             "watched": f"Probe pack {pack} on {host['model']} ({host['dtype']}, {host['device']})",
             "totals": {name: totals[name] for name in _TOTALS},
             "audit": str(Audit.of_totals(totals["audit"])) if "audit" in totals else "",
-            "settings": [*_flat(identity), *_flat(manifest["environment"], "made with")],
+            "settings": [*_lines_of(identity), *_lines_of(manifest["environment"], "made with")],
             "made": {"per_concept": per_concept},
             "concepts": {
                 "id": concepts["concept"],
@@ -195,7 +193,7 @@ def _strength(score: Any, threshold: Any) -> Any:
     return np.where(np.isnan(threshold), s, np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t))
 
 
-def _flat(value: Any, where: str = "") -> list[tuple[str, str]]:
+def _lines_of(value: Any, where: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
-        return [line for key, inner in value.items() for line in _flat(inner, f"{where}, {key}" if where else key)]
+        return [line for key, inner in value.items() for line in _lines_of(inner, f"{where}, {key}" if where else key)]
     return [(where, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]

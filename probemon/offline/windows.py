@@ -153,7 +153,7 @@ def encode(
         verbose=False,
     )
     ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-    before, behind = _added(tokenizer, text) if added else ((), ())
+    before, behind = _special_tokens(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
     if fast:
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -166,7 +166,7 @@ def encode(
     return Tokens(ids[inside], start, end, before, behind if after else ())
 
 
-def _added(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _special_tokens(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens that a tokenizer puts before a text, and after it."""
     # A tokenizer may leave out letters that it has not: the first sample that it keeps shows them.
     for sample in ("a", "A", "0", ".", text):

@@ -95,10 +95,10 @@ class Classifier:
                     f"{self.id}: weights and biases of shapes {shapes} do not follow one another: expected [out, in]"
                     " and [out], each `in` the `out` before it"
                 )
-            other = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
-            if other is not None:
+            dtype = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
+            if dtype is not None:
                 raise ImportRefused(
-                    f"{self.id}: a weight or bias is {other}, expected float16, bfloat16, float32 or float64: convert"
+                    f"{self.id}: a weight or bias is {dtype}, expected float16, bfloat16, float32 or float64: convert"
                     " it first, a quantised one with its scale"
                 )
             if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
@@ -171,12 +171,12 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
                 f"{probes[0].id} reads {probes[0].hidden_size} values, {probe.id} {probe.hidden_size}: probes of"
                 " different hosts go into different packs"
             )
-    to = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
-    _check_size(len(probes) * to.parameters_per_probe())
+    architecture = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
+    _check_size(len(probes) * architecture.parameters_per_probe())
     is_bf16 = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
     stacked: dict[str, Tensor] = {}
     for i, probe in enumerate(probes):
-        for name, values in widen(_alone(probe, torch.bfloat16 if is_bf16 else torch.float32), to).items():
+        for name, values in widen(_alone(probe, torch.bfloat16 if is_bf16 else torch.float32), architecture).items():
             if i == 0:
                 stacked[name] = values.new_empty(len(probes), *values.shape[1:])
             stacked[name][i] = values[0]

@@ -90,8 +90,8 @@ class ProbeFolder:
         return merged
 
     def _of_model(self, key: str) -> Any:
-        about = self.info.get("model_info")
-        return about.get(key) if isinstance(about, dict) else None
+        model_info = self.info.get("model_info")
+        return model_info.get(key) if isinstance(model_info, dict) else None
 
     def _count(self, key: str, notes: Notes) -> int | None:
         """Return a count from the pack's JSON or its model_info; note one that cannot be."""
@@ -143,7 +143,7 @@ class ProbeFolder:
         index = self.folder.json("bank_index.json")
         if index is not None and not isinstance(index, dict):
             raise ImportRefused(f"{self.folder.path / 'bank_index.json'} is no object: fetch it again")
-        known = set()
+        indexed = set()
         for key, entry in sorted((index or {}).items()):
             parent = node_of(key)
             place = entry.get("bank_path") if isinstance(entry, dict) else None
@@ -152,17 +152,17 @@ class ProbeFolder:
                     f'{self.folder.path / "bank_index.json"}: {key!r:.80}: expected "Parent:level" with its bank_path'
                 )
             path = self.folder.inside(place)
-            listed = entry.get("concepts")
-            if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+            names = entry.get("concepts")
+            if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                 raise ImportRefused(
-                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {listed!r:.80}, expected a"
+                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {names!r:.80}, expected a"
                     " list of names"
                 )
-            self._banks.append(_Bank(parent, parent[1] + 1, path, None if listed is None else tuple(listed)))
-            known.add(path.resolve())
+            self._banks.append(_Bank(parent, parent[1] + 1, path, None if names is None else tuple(names)))
+            indexed.add(path.resolve())
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
-                if path.resolve() not in known:  # of no index: its name is the parent's
+                if path.resolve() not in indexed:  # of no index: its name is the parent's
                     self._banks.append(
                         _Bank(
                             (path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()
@@ -218,30 +218,30 @@ class ProbeFolder:
             below = {name: level for name, level in reversed(children.get(bank.parent, []))}
             bank_probes = load_bank(bank.path, self._max_bytes)
             where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
-            listed = dict.fromkeys(bank.listed or ())
-            for name in listed:
+            listed_names = dict.fromkeys(bank.listed or ())
+            for name in listed_names:
                 if name not in bank_probes:
                     notes.add("bank_lacks", f"{name} {where}")
             for name in bank_probes:
-                if bank.listed is not None and name not in listed:
+                if bank.listed is not None and name not in listed_names:
                     notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
-                known = (
+                child_level = (
                     below.get(name)
                     if has_edges
                     else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
                 )
-                node = (name, bank.level if known is None else known)
+                node = (name, bank.level if child_level is None else child_level)
                 put(node, Stored(bank.path, name))
                 if not has_edges and bank.parent[1] >= 0:
                     graph.link(bank.parent, node)
                     notes.add("bank_edges", f"{key_of(bank.parent)} > {key_of(node)}")
                 if has_edges and name not in below:
                     notes.add("bank_elsewhere", f"{name} {where}")
-        taken = {name for name, _ in stored}
+        stored_names = {name for name, _ in stored}
         for name, path in self._flat:
             free = [level for level in levels.get(name, []) if (name, level) not in stored]
-            if not free and name in taken:
+            if not free and name in stored_names:
                 put(
                     (
                         name,
@@ -259,7 +259,7 @@ class ProbeFolder:
                     f" {', '.join(map(str, levels[name]))}",
                 )
             put((name, free[0] if free else 0), Stored(path))
-            taken.add(name)
+            stored_names.add(name)
         if not stored:
             raise ImportRefused(
                 f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or"

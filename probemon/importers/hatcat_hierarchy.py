@@ -32,32 +32,32 @@ def choose_hierarchy(
         )
     folder = probe_folder.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
     files = [path.name] if path.is_file() else hierarchies(folder)
-    tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
+    candidates: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
     for file in files or ["hierarchy.json"]:
-        noted = notes.copy()
-        graph = read_graph(folder, noted, file)
+        file_notes = notes.copy()
+        graph = read_graph(folder, file_notes, file)
         if hierarchy is not None and not graph.parents:
             raise ImportRefused(
                 f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on"
             )
         is_stated = bool(graph.parents)
-        stored = probe_folder.place(graph, noted)
+        stored = probe_folder.place(graph, file_notes)
         unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
-        tried.append((file, graph, stored, noted, unlisted))
+        candidates.append((file, graph, stored, file_notes, unlisted))
         if len(unlisted) <= _MOST_UNLISTED * len(stored):
             break
-    file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
-    for other, _, other_stored, _, other_unlisted in tried:
+    file, graph, stored, file_notes, unlisted = min(candidates, key=lambda one: len(one[4]) / len(one[2]))
+    for other, _, other_stored, _, other_unlisted in candidates:
         if other != file:
-            noted.add(
+            file_notes.add(
                 "unfit",
                 f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file}"
                 f" {len(stored) - len(unlisted):,}",
                 listed=True,
             )
     if flat:
-        graph.flatten(noted)
-        return graph, stored, noted
+        graph.flatten(file_notes)
+        return graph, stored, file_notes
     has_levels = len({level for _, level in stored}) > 1
     if has_levels and not any(graph.parents.values()):
         why = (
@@ -66,21 +66,23 @@ def choose_hierarchy(
             " level would ever be scored"
         )
     elif len(unlisted) > _MOST_UNLISTED * len(stored):
-        shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
+        names = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
         why = (
-            f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is"
+            f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({names}, ...): it is"
             " the hierarchy of others"
         )
     else:
-        return graph, stored, noted
+        return graph, stored, file_notes
     if allow_unlisted:
-        return graph, stored, noted
-    beside = probe_folder.folder.path.absolute().parent / "hierarchy.json"
-    known = probe_folder.info.get("concept_pack")
-    pack = probe_folder.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
+        return graph, stored, file_notes
+    sibling = probe_folder.folder.path.absolute().parent / "hierarchy.json"
+    concept_pack = probe_folder.info.get("concept_pack")
+    pack = probe_folder.info.get("source_pack") or (
+        concept_pack.get("pack_id") if isinstance(concept_pack, dict) else None
+    )
     place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}"
-    if beside.is_file() and hierarchy is None:
-        place += f"; {beside} may be it"
+    if sibling.is_file() and hierarchy is None:
+        place += f"; {sibling} may be it"
     raise ImportRefused(
         f"{probe_folder.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
         f" (hierarchy=); {place}. Or have every probe scored at every token: --flat (flat=True). Or take it as it is:"

@@ -88,12 +88,12 @@ class Graph:
 
         Raises `HierarchyError` for a cycle, unless it may be broken.
         """
-        known = set(self.parents)
-        for node in sorted(set(stored) - known, key=_order):
-            if known:
+        named_nodes = set(self.parents)
+        for node in sorted(set(stored) - named_nodes, key=_order):
+            if named_nodes:
                 notes.add("unlisted", key_of(node))
             self.add(node)
-        for node in sorted(known - set(stored), key=_order):
+        for node in sorted(named_nodes - set(stored), key=_order):
             notes.add("missing", key_of(node))
         for name, levels in self.levels_of().items():
             if len(levels) > 1:
@@ -105,21 +105,22 @@ class Graph:
                     f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}",
                 )
         self._break_cycles(notes, break_cycles)
-        have = set(stored)
+        with_probe = set(stored)
         above: dict[Node, dict[Node, None]] = {}
-        base = base or {min((level for _, level in have), default=0)}
+        base = base or {min((level for _, level in with_probe), default=0)}
         placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
             # What is above a concept without a probe stands in for it.
             nearest = dict.fromkeys(
-                up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent])
+                up for parent in self.parents[node] for up in ([parent] if parent in with_probe else above[parent])
             )
             above[node] = nearest
-            if node not in have:
+            if node not in with_probe:
                 continue
-            if any(parent not in have for parent in self.parents[node]):
+            if any(parent not in with_probe for parent in self.parents[node]):
                 notes.add(
-                    "bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}"
+                    "bridged",
+                    f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}",
                 )
             for up in nearest:
                 if up[1] >= node[1]:
@@ -193,20 +194,20 @@ def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Gr
     layers = {
         int(match[1]): path.name for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))
     }
-    stated = _layers(folder, layers)
-    whole = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
-    if whole is None:
-        return _graph_of_layers(stated, notes)
-    graph = _graph_of_hierarchy(folder.path / file, whole, notes)
-    for node, _ in stated:
+    concepts = _layers(folder, layers)
+    content = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
+    if content is None:
+        return _graph_of_layers(concepts, notes)
+    graph = _graph_of_hierarchy(folder.path / file, content, notes)
+    for node, _ in concepts:
         if node not in graph.parents:
             notes.add("stale", f"{key_of(node)} is in layer{node[1]}.json alone")
-    stated_nodes = {node for node, _ in stated}
-    for node in sorted(graph.parents, key=_order) if stated else ():
+    stated_nodes = {node for node, _ in concepts}
+    for node in sorted(graph.parents, key=_order) if concepts else ():
         if node[1] in layers and node not in stated_nodes:
             notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
-    _compare_edges(graph, stated, notes)
-    graph.about = {node: _definition(concept) for node, concept in stated if node in graph.parents}
+    _compare_edges(graph, concepts, notes)
+    graph.about = {node: _definition(concept) for node, concept in concepts if node in graph.parents}
     return graph
 
 
@@ -246,14 +247,14 @@ def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
     for key, linked, word in (("root_concepts", graph.parents, "under"), ("leaf_concepts", graph.children(), "above")):
         if whole.get(key) is None:
             continue
-        listed = {node_of(one) for one in _list(whole[key])}
+        listed_nodes = {node_of(key_listed) for key_listed in _list(whole[key])}
         for node in sorted(graph.parents, key=_order):
-            if (node in listed) == bool(linked[node]):
-                others = [key_of(other) for other in linked[node]]
+            if (node in listed_nodes) == bool(linked[node]):
+                linked_keys = [key_of(linked_node) for linked_node in linked[node]]
                 notes.add(
                     "contradicted",
-                    f"{key_of(node)} is {'' if node in listed else 'not '}in {key}, and {word}"
-                    f" {', '.join(others[:4]) or 'nothing'}",
+                    f"{key_of(node)} is {'' if node in listed_nodes else 'not '}in {key}, and {word}"
+                    f" {', '.join(linked_keys[:4]) or 'nothing'}",
                 )
 
 
@@ -271,14 +272,14 @@ def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], 
                     name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key])
                 )
     children = graph.children()
-    noted = set()
+    noted_edges = set()
     for node, names_of in below.items():
         for name in sorted(names_of - {child[0] for child in children.get(node, [])}):
-            noted.add((node[0], name))
+            noted_edges.add((node[0], name))
             notes.add("stale_edges", f"{key_of(node)} > {name} is in the layer files alone")
     for node, names_of in above.items():
         for name in sorted(names_of - {parent[0] for parent in graph.parents.get(node, {})}):
-            if (name, node[0]) not in noted:
+            if (name, node[0]) not in noted_edges:
                 notes.add("stale_edges", f"{name} > {key_of(node)} is in the layer files alone")
     for child in sorted(graph.parents, key=_order):
         for parent in graph.parents[child]:

@@ -125,44 +125,44 @@ class Analysis:
         resume: bool,
     ) -> Analysis:
         """Begin an analysis, or go on with one of the same `identity`. Raises `ConfigError` saying what differs."""
-        path, stated = Path(directory), json.loads(json.dumps(identity))
+        path, identity_json = Path(directory), json.loads(json.dumps(identity))
         # Hidden files may be left of a run that was killed at its very start. This looks first, since another process
         # may begin the analysis at the same time.
-        others = path.exists() and (
+        is_taken = path.exists() and (
             not path.is_dir()
             or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
         )
-        known = read_json(path / MANIFEST)
-        if known is None:
-            if others:
+        begun = read_json(path / MANIFEST)
+        if begun is None:
+            if is_taken:
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
             manifest = {
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
-                "identity": stated,
+                "identity": identity_json,
                 "environment": dict(environment),
                 "complete": False,
             }
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 with cls(path, manifest)._lock("begin", fcntl.LOCK_EX):
-                    known = read_json(path / MANIFEST)
-                    if known is None:
+                    begun = read_json(path / MANIFEST)
+                    if begun is None:
                         write_json(path / MANIFEST, manifest)
                         return cls(path, manifest)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
         if not resume:
             raise ConfigError(f"{path} holds an analysis: pass resume=True to go on with it, or give another folder")
-        if (known.get("format"), known.get("format_version")) != (FORMAT, FORMAT_VERSION):
+        if (begun.get("format"), begun.get("format_version")) != (FORMAT, FORMAT_VERSION):
             raise ConfigError(f"{path / MANIFEST} is not of an analysis of this format: give another folder")
-        if known["identity"] != stated:
-            differs = "; ".join(differences(known["identity"], stated))
+        if begun["identity"] != identity_json:
+            differs = "; ".join(differences(begun["identity"], identity_json))
             raise ConfigError(
                 f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give"
                 " another folder"
             )
-        return cls(path, known, differences(known.get("environment"), dict(environment)))
+        return cls(path, begun, differences(begun.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
@@ -197,12 +197,12 @@ class Analysis:
 
     def shard(self, index: int) -> dict[str, Any] | None:
         """Return what is known of a shard that is whole; None where it is still to be made."""
-        about = read_json(self._path(index, "json"))
-        whole = about is not None and all(
-            (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name]
+        record = read_json(self._path(index, "json"))
+        is_whole = record is not None and all(
+            (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == record["bytes"][name]
             for name in TABLES
         )
-        return about if whole else None
+        return record if is_whole else None
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
         """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
@@ -288,19 +288,19 @@ class Analysis:
     def _all_concepts(self, n_shards: int) -> pa.Table:
         """Add the counts of the shards in their order, so that sums do not depend on interruptions."""
         pa = arrow()
-        whole, sums = None, dict[str, Any]()
+        table, sums = None, dict[str, Any]()
         for index in range(n_shards):
             part = read_table(self._path(index, "concepts.parquet"))
             for name in ("n_documents", "n_tokens", "score_sum"):
                 sums[name] = sums.get(name, 0) + part.column(name).to_numpy()
-            best = part.column("max_score").to_numpy()
-            sums["max_score"] = np.maximum(sums.get("max_score", best), best)
-            whole = part if whole is None else whole
-        assert whole is not None
+            highest = part.column("max_score").to_numpy()
+            sums["max_score"] = np.maximum(sums.get("max_score", highest), highest)
+            table = part if table is None else table
+        assert table is not None
         for name, values in sums.items():
-            at = whole.schema.get_field_index(name)
-            whole = whole.set_column(at, whole.schema.field(at), pa.array(values, whole.schema.field(at).type))
-        return whole
+            at = table.schema.get_field_index(name)
+            table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+        return table
 
 
 def _sum_counts(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -120,14 +120,14 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
 
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
     """Return `analysis.shard`. Raises `ConfigError` where the shard that is there is of other documents."""
-    known = analysis.shard(shard.index)
-    if known is not None and known["digest"] != shard.digest:
-        last = known["first"] + max(known["n_documents"], len(shard.documents)) - 1
+    record = analysis.shard(shard.index)
+    if record is not None and record["digest"] != shard.digest:
+        last = record["first"] + max(record["n_documents"], len(shard.documents)) - 1
         raise ConfigError(
-            f"documents {known['first']} to {last} have changed since {analysis.directory} was begun: give another"
+            f"documents {record['first']} to {last} have changed since {analysis.directory} was begun: give another"
             " folder"
         )
-    return known
+    return record
 
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:

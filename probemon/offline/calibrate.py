@@ -246,10 +246,10 @@ def _running(aggregator: Aggregator, scores: Floats) -> Floats:
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
     unseen = np.isnan(scores).all(axis=1)
-    kept = scores[~unseen] if unseen.any() else scores
-    if ((kept < 0) | (kept > 1)).any():
+    seen = scores[~unseen] if unseen.any() else scores
+    if ((seen < 0) | (seen > 1)).any():
         raise ConfigError("scores are not between 0 and 1: give what probes score, no logits")
-    values = over(aggregator, kept)
+    values = over(aggregator, seen)
     rounded = values.astype(np.float32)
     return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
@@ -268,18 +268,18 @@ def _positive(
 ) -> tuple[Rates, Rates] | None:
     tokens_over, tokens, documents_over, documents = np.zeros((4, len(threshold)), dtype=np.int64)
     has_positives = False
-    for scores, of in positives:
+    for scores, is_of in positives:
         has_positives = True
         values = _running(aggregator, scores)
         if values.shape[1] != len(threshold) or (
-            of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)
+            is_of is not None and (np.shape(is_of) != threshold.shape or np.asarray(is_of).dtype != bool)
         ):
             raise ConfigError(
-                f"positive scores {values.shape}, of {of!r}: give scores [T, {len(threshold)}] and which of the"
+                f"positive scores {values.shape}, of {is_of!r}: give scores [T, {len(threshold)}] and which of the"
                 f" {len(threshold)} concepts, as booleans, or None"
             )
         exceeding = (values > threshold).sum(axis=0)
-        places = slice(None) if of is None else np.flatnonzero(of)
+        places = slice(None) if is_of is None else np.flatnonzero(is_of)
         tokens_over[places] += exceeding[places]
         tokens[places] += len(values)
         documents_over[places] += exceeding[places] > 0

@@ -222,26 +222,26 @@ def compare(
         "p": p,
         "q": benjamini_hochberg(p),
     }
-    about = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
+    concepts = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
     n_a, n_b = (np.diff(sample.ptr) for sample in samples)
     rows = []
     for i, c in enumerate(tested):
-        stated, of = about[c], {name: float(values[i]) for name, values in numbers.items()}
+        fields, floats = concepts[c], {name: float(values[i]) for name, values in numbers.items()}
         rows.append(
             ConceptDifference(
-                concept=stated["concept"],
-                name=stated["name"],
-                path=tuple(stated["path"]),
-                level=stated["level"],
+                concept=fields["concept"],
+                name=fields["name"],
+                path=tuple(fields["path"]),
+                level=fields["level"],
                 n_a=int(n_a[c]),
                 n_b=int(n_b[c]),
-                ratio=of["mean_b"] / of["mean_a"] if of["mean_a"] else None,
+                ratio=floats["mean_b"] / floats["mean_a"] if floats["mean_a"] else None,
                 explained_by="",
-                **of,
+                **floats,
             )
         )
     explained = _explained(
-        [row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in about}
+        [row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in concepts}
     )
     rows = [dataclasses.replace(row, explained_by=explained.get(row.concept, "")) for row in rows]
     rows.sort(key=lambda row: (row.q, -abs(row.cliffs_delta), row.concept))
@@ -255,7 +255,7 @@ def compare(
         resamples,
         confidence,
         seed,
-        len(about) - len(tested),
+        len(concepts) - len(tested),
         tuple(rows),
     )
 

@@ -71,24 +71,24 @@ class Sample:
         columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
         number, n_seen = columns["document"].to_numpy(), columns["n_tokens"].to_numpy() - columns["n_unseen"].to_numpy()
         scored = pc.equal(columns["reason"], "").to_numpy()
-        kept = np.flatnonzero(scored & (n_seen > 0))
-        if not len(kept):
+        compared = np.flatnonzero(scored & (n_seen > 0))
+        if not len(compared):
             raise ConfigError(
                 f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing"
                 " to compare"
             )
-        seen = n_seen[kept]
+        seen = n_seen[compared]
         names = analysis.concepts()["concept"]
         rows = analysis.summary(["document", "concept", "n_tokens"])
-        document = np.searchsorted(number[kept], rows["document"].to_numpy())
+        document = np.searchsorted(number[compared], rows["document"].to_numpy())
         concept = pc.index_in(rows["concept"].cast(pa.string()), names.combine_chunks()).to_numpy().astype(np.int64)
         count = rows["n_tokens"].to_numpy()
 
         order = np.lexsort((concept, document))
         shown = np.stack([concept, count], axis=1)[order].astype(np.int32)
-        cut = np.searchsorted(document[order], np.arange(len(kept) + 1)).tolist()
-        keys = [f"{seen[i]} ".encode() + shown[cut[i] : cut[i + 1]].tobytes() for i in range(len(kept))]
-        place = np.asarray(sorted(range(len(kept)), key=keys.__getitem__))
+        cut = np.searchsorted(document[order], np.arange(len(compared) + 1)).tolist()
+        keys = [f"{seen[i]} ".encode() + shown[cut[i] : cut[i + 1]].tobytes() for i in range(len(compared))]
+        place = np.asarray(sorted(range(len(compared)), key=keys.__getitem__))
         document = np.argsort(place)[document]
 
         # Division rounds correctly, so equal shares are equal numbers: 1 of 3 and 2 of 6.
@@ -97,12 +97,12 @@ class Sample:
         ptr = np.searchsorted(concept[order], np.arange(len(names) + 1))
         corpus = Corpus(
             str(analysis.directory),
-            len(kept),
+            len(compared),
             int((~scored).sum()),
             int((scored & (n_seen == 0)).sum()),
             int(seen.sum()),
             float(np.median(seen)),
-            int(columns["dropped"].to_numpy()[kept].sum()),
+            int(columns["dropped"].to_numpy()[compared].sum()),
         )
         return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
 

@@ -145,14 +145,14 @@ def _blocks_within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]
         report.counts("n_rows"),
     )
     at_least = text_bytes + 4 * n_rows  # no block is smaller, so that few are made in vain
-    room, tried = budget, set[int]()
+    room, candidates = budget, set[int]()
     for d in order:
         if at_least[d] <= room:
             room -= int(at_least[d])
-            tried.add(int(d))
-    blocks = dict(_blocks(report, tried))
+            candidates.add(int(d))
+    blocks = dict(_blocks(report, candidates))
     for d in order:
-        if d in tried and (size := len(blocks[d].encode())) <= budget:
+        if d in candidates and (size := len(blocks[d].encode())) <= budget:
             budget -= size
             yield int(d), blocks[d]
 
@@ -208,7 +208,7 @@ def _block(
     """
     first = np.flatnonzero(np.diff(position, prepend=-1))
     start, end = start[first].astype(np.int64), end[first].astype(np.int64)
-    whole = {
+    block = {
         "t": text,
         "p": np.diff(position[first], prepend=0).tolist(),
         "n": np.diff(np.append(first, len(position))).tolist(),
@@ -216,9 +216,9 @@ def _block(
         "v": thousandths(score),
     }
     if text is None or (start < 0).any():
-        return {**whole, "w": [words[int(i)].as_py() for i in first], "i": token_id[first].tolist()}
+        return {**block, "w": [words[int(i)].as_py() for i in first], "i": token_id[first].tolist()}
     start, end = _utf16(text, start), _utf16(text, end)
-    return {**whole, "s": np.diff(start, prepend=0).tolist(), "l": (end - start).tolist()}
+    return {**block, "s": np.diff(start, prepend=0).tolist(), "l": (end - start).tolist()}
 
 
 def _utf16(text: str, at: Ints) -> Ints:

@@ -47,9 +47,9 @@ class Pairs:
         if len(self.rank) <= at_most:
             return self, None
         k = int(np.searchsorted(np.cumsum(np.bincount(self.rank)), at_most, side="right"))
-        kept = self.rank < k
-        ptr = np.concatenate([[0], np.cumsum(np.bincount(self.concept[kept], minlength=len(self.ptr) - 1))])
-        return Pairs(ptr, self.document[kept], self.tokens[kept], self.highest[kept], self.rank[kept]), k
+        is_best = self.rank < k
+        ptr = np.concatenate([[0], np.cumsum(np.bincount(self.concept[is_best], minlength=len(self.ptr) - 1))])
+        return Pairs(ptr, self.document[is_best], self.tokens[is_best], self.highest[is_best], self.rank[is_best]), k
 
 
 class ReportData:

@@ -163,11 +163,8 @@ class ProbeFolder:
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
                 if path.resolve() not in indexed:  # of no index: its name is the parent's
-                    self._banks.append(
-                        _Bank(
-                            (path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()
-                        )
-                    )
+                    parent = (path.name.removesuffix(".bank.pt"), level - 1)
+                    self._banks.append(_Bank(parent, level, path, None if index is None else ()))
 
     def _note_elsewhere(self, notes: Notes) -> None:
         """Note the weights where this format keeps no probes: in a folder that is no level, in one within a level.
@@ -242,15 +239,8 @@ class ProbeFolder:
         for name, path in self._flat:
             free = [level for level in levels.get(name, []) if (name, level) not in stored]
             if not free and name in stored_names:
-                put(
-                    (
-                        name,
-                        next(
-                            level for level in (*levels.get(name, []), *range(MAX_LEVEL + 1)) if (name, level) in stored
-                        ),
-                    ),
-                    Stored(path),
-                )
+                known_first = (*levels.get(name, []), *range(MAX_LEVEL + 1))
+                put((name, next(level for level in known_first if (name, level) in stored)), Stored(path))
                 continue
             if len(levels.get(name, [])) > 1:
                 notes.add(

@@ -69,17 +69,12 @@ def note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Note
         if kind.dtype != dtype:
             narrower = torch.promote_types(kind.dtype, dtype) == dtype
             notes.add(
-                "widened" if narrower else "rounded",
-                f"{key_of(node)} ({kind.dtype} to {dtype})".replace("torch.", ""),
+                "widened" if narrower else "rounded", f"{key_of(node)} ({kind.dtype} to {dtype})".replace("torch.", "")
             )
 
 
 def count_probes(
-    nodes: Sequence[Node],
-    stored: Mapping[Node, Stored],
-    kinds: Mapping[Node, Kind],
-    n_edges: int,
-    n_calibrated: int,
+    nodes: Sequence[Node], stored: Mapping[Node, Stored], kinds: Mapping[Node, Kind], n_edges: int, n_calibrated: int
 ) -> dict[str, Any]:
     variants = Counter(kind.variant for kind in kinds.values())
     dtypes = Counter(kind.dtype for kind in kinds.values())

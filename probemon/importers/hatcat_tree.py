@@ -119,8 +119,7 @@ class Graph:
                 continue
             if any(parent not in with_probe for parent in self.parents[node]):
                 notes.add(
-                    "bridged",
-                    f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}",
+                    "bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}"
                 )
             for up in nearest:
                 if up[1] >= node[1]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
-from probemon.cli.diff import diff
+from probemon.cli.diff_analyses import diff
 from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
 from probemon.offline.analysis_files import COUNTED, schemas

@@ -140,9 +140,7 @@ class Machine:
                 )
 
     def _check_plain(self, content: Any) -> None:
-        """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or
-        prints such a thing never ends.
-        """
+        """Refuse a value that holds itself, or holds values twice at many depths: to print it would never end."""
         n, waiting = 0, [(content, 0)]
         while waiting:
             value, depth = waiting.pop()

@@ -23,9 +23,10 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
 def mann_whitney(dominance: int, ties: Sequence[int], n: int, m: int) -> float:
-    """Two-sided p-value of n and m documents being of one distribution, by the rank sum (Mann & Whitney 1947, "On a
-    test of whether one of two random variables is stochastically larger than the other", Annals of Mathematical
-    Statistics 18).
+    """Return the two-sided p-value of n and m documents being of one distribution, by the rank sum.
+
+    Mann & Whitney 1947, "On a test of whether one of two random variables is stochastically larger than the other",
+    Annals of Mathematical Statistics 18.
 
     - `dominance`: pairs in which the document of one side is larger, less those in which it is smaller: n m times
       Cliff's delta.
@@ -89,7 +90,7 @@ def _counted(ranks: list[int], n: int, dominance: int) -> float:
 
 
 def _not_under(gap: Doubles, deviation: Doubles) -> Doubles:
-    """Probability that a whole number is not under another one, which is `gap` below its mean.
+    """Return the probability that a whole number is not under another one, which is `gap` below its mean.
 
     It is the normal one, half a unit of the rank sum off, and certain where the number does not vary.
     """

@@ -1,4 +1,4 @@
-"""Plans a corpus: texts become tokens, tokens windows, windows batches, fixed by the documents alone.
+"""Plans a corpus from its documents alone: texts become tokens, tokens windows, windows batches.
 
     tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
     # the first scores all its tokens, the next those after the overlap
@@ -25,7 +25,7 @@ from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.documents import Document
 
-# A shard is held in memory at once, and lost when a run is killed; batches are of like length if it is large.
+# A shard is held in memory at once, and lost when a run is killed; a large one makes batches of like length.
 SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000
 SPECIAL = ("bos", "tokenizer", "none")
 

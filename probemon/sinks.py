@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from probemon.core.checks import check_bool, check_count
+from probemon.core.extras import import_arrow
 from probemon.core.scores import COUNTS, PHASES, TokenBatch
-from probemon.errors import ConfigError, MissingExtra, SinkFailed
+from probemon.errors import ConfigError, SinkFailed
 
 
 class Sink(Protocol):
@@ -242,10 +243,7 @@ class ParquetSink(FileSink):
     max_unseen = 100_000
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra("ParquetSink needs pyarrow: pip install 'probemon[corpus]'") from error
+        import_arrow("ParquetSink")  # now, before any score is lost
         super().__init__(path, overwrite)
         self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
         self._columns: list[list[Any]] = []  # of each batch not yet written, its columns

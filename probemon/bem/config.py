@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import LARGEST, check_count, check_number, is_int, plain, shown
-from probemon.errors import ConfigError, UnknownSetting, closest
+from probemon.core.checks import LARGEST, check_count, check_number, check_settings, is_int, plain, shown
+from probemon.errors import ConfigError
 
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", *LEVELS)
@@ -89,10 +89,7 @@ class BemConfig:
             raise ConfigError(
                 f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them"
             )
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in settings:
-            if key not in known:
-                raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        check_settings(cls, settings)
         tuples: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
         }

@@ -18,7 +18,7 @@ import typer
 from probemon.cli import signals
 from probemon.cli.analyze import analyze
 from probemon.cli.calibrate import calibrate
-from probemon.cli.diff import diff
+from probemon.cli.diff_analyses import diff
 from probemon.cli.importing import importing
 from probemon.cli.inspect_pack import inspect
 from probemon.cli.packs import hierarchy, quantize

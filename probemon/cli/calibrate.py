@@ -118,7 +118,7 @@ def calibrate(
     from probemon.aggregate import Each, parse
     from probemon.engine.kernels import check_device
     from probemon.manager import DynamicProbeManager
-    from probemon.offline.calibrate import write_calibrated
+    from probemon.offline.calibrated_pack import write_calibrated
     from probemon.offline.documents import read_documents
     from probemon.packs.pack import ProbePack
 

@@ -292,7 +292,7 @@ def safetensors(
 
 def _labels(path: Path | None) -> dict[int, str] | None:
     """Read names of features from a JSON file. Raises `ConfigError`."""
-    from probemon.importers.sources import read_json
+    from probemon.importers.foreign_files import read_json
 
     if path is None:
         return None

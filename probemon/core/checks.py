@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.errors import ConfigError, ProbemonError
+from probemon.errors import ConfigError, ProbemonError, UnknownSetting, closest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +123,15 @@ def check_choice(name: str, value: object, choices: Collection[str], error: type
     if not isinstance(value, str) or value not in choices:
         raise error(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
     return value
+
+
+def check_settings(kind: type, names: Iterable[str], of: str = "") -> None:
+    """Raise `UnknownSetting` for a name that is no field of a dataclass; where it says `of` what, naming all fields."""
+    known = [field.name for field in fields(kind)]
+    for name in names:
+        if name not in known:
+            listed = f" of {of}{closest(name, known)}: there are {', '.join(known)}" if of else closest(name, known)
+            raise UnknownSetting(f"there is no setting {name!r}{listed}")
 
 
 def check_mapping(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Mapping[str, Any]:

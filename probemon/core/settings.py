@@ -5,13 +5,12 @@ CascadeConfig.of({"keep_top_k": 20})          # an unknown one is an UnknownSett
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import check_bool, check_count, check_number, is_int, shown
-from probemon.errors import ConfigError, UnknownSetting, closest
+from probemon.core.checks import check_bool, check_count, check_number, check_settings, is_int, shown
+from probemon.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,7 @@ class CascadeConfig:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CascadeConfig:
         """From keywords; an unknown one is an `UnknownSetting` that names the nearest."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in settings:
-            if key not in known:
-                raise UnknownSetting(f"there is no setting {key!r}{closest(key, known)}")
+        check_settings(cls, settings)
         for key in ("base_layers", "always_on"):
             if key in settings and (isinstance(settings[key], str) or not hasattr(settings[key], "__iter__")):
                 raise ConfigError(f"{key} is {settings[key]!r}: give a list, even of one")

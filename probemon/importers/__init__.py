@@ -1,4 +1,4 @@
-"""Other projects' probes into a pack, one module a source.
+"""Imports other projects' probes into packs, one module a source.
 
     from probemon.importers import hatcat
     pack, report = hatcat.import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")

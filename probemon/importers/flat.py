@@ -1,16 +1,15 @@
-"""A set of probes without a hierarchy, written as a pack: what every small importer ends with.
+"""Writes a set of probes without a hierarchy as a pack, as every small importer does in the end.
 
     probe = Classifier("deception", [(weight, bias)])               # [1, D], [1]: from the state to the logit
     write_flat("my-pack", [probe], source="my own", site="resid_post.15", normalize="none")
 
-A flat set is a pack of one level: every probe is a root and scored at every token. Probes of several shapes go into one
-pack: what is smaller is embedded exactly in the largest. Weights that are bf16 and taken as they are stay bf16; all
-else is folded in fp64 and becomes fp32.
+The pack has one level: every probe is a root and scored at every token. Probes of several shapes go into one pack: it
+widens smaller ones exactly. Weights that are bf16 and need no folding stay bf16; all others are folded in fp64 and
+become fp32.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
@@ -28,14 +27,14 @@ from probemon.core.checks import is_missing, is_number
 from probemon.core.probes import NORMS, Architecture, parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
-from probemon.importers.sources import as_path
+from probemon.importers.foreign_files import as_path
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
 from probemon.packs.widen import smallest_common, widen
-from probemon.packs.writer import check_target
 
 Layer = tuple[Tensor, Tensor]
-MAX_PACK_BYTES = 8 << 30  # of fp32 weights; what is stacked is held in memory a few times over
-# Of `write_stacked`, that an importer hands on, and what each is.
+MAX_PACK_BYTES = 8 << 30  # of fp32 weights; stacked ones are in memory a few times over
+# Options of `write_stacked` that importers pass on.
 OPTIONS: dict[str, Any] = {
     "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float,
     "adapters": list | tuple, "notes": list | tuple, "overwrite": bool,
@@ -48,10 +47,12 @@ _NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 class Classifier:
     """One probe as its source has it.
 
-    `layers`: weight `[out, in]` and bias `[out]` of each linear map from the state to the logit, ReLU between them; one
-    to three, the last of one row. `alert_threshold`: NaN where the source has none. `site`: where its state is read, ""
-    for that of the whole pack. `centre [D]`: a state typical of what it reads, where rounding the first weights shall
-    cost nothing. `fields`: more for its line of concepts.jsonl, `name` among it.
+    - `layers`: weight `[out, in]` and bias `[out]` of each linear map from the state to the logit, ReLU between them;
+      one to three, the last of one row.
+    - `alert_threshold`: NaN where the source has none.
+    - `site`: where its state is read, "" for that of the whole pack.
+    - `centre [D]`: a typical state, at which rounding the first weights costs nothing.
+    - `fields`: more for its line of concepts.jsonl, such as `name`.
     """
 
     id: str
@@ -94,10 +95,10 @@ class Classifier:
                     f"{self.id}: weights and biases of shapes {shapes} do not follow one another: expected [out, in]"
                     " and [out], each `in` the `out` before it"
                 )
-            other = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
-            if other is not None:
+            dtype = next((tensor.dtype for tensor in (weight, bias) if tensor.dtype not in _FLOATS), None)
+            if dtype is not None:
                 raise ImportRefused(
-                    f"{self.id}: a weight or bias is {other}, expected float16, bfloat16, float32 or float64: convert"
+                    f"{self.id}: a weight or bias is {dtype}, expected float16, bfloat16, float32 or float64: convert"
                     " it first, a quantised one with its scale"
                 )
             if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
@@ -114,18 +115,15 @@ class Classifier:
 
     @property
     def hidden_size(self) -> int:
-        """Values of the state it reads."""
+        """How many values it reads of a state."""
         return int(self.layers[0][0].shape[1])
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Widths of its hidden layers."""
         return tuple(len(weight) for weight, _ in self.layers[:-1])
 
     def standardised(self, mean: Tensor, scale: Tensor) -> Classifier:
-        """The same probe for states before `(state - mean) / scale`, both `[D]`: folded into the first layer in
-        fp64.
-        """
+        """Fold `(state - mean) / scale`, both `[D]`, into the first layer, in fp64: the probe for states before it."""
         (weight, bias), *rest = self.layers
         mean, scale = mean.double(), scale.double()
         for name, values in (("mean", mean), ("scale", scale)):
@@ -144,25 +142,18 @@ class Classifier:
 
 
 def linear(id: str, weight: Tensor, bias: Tensor | float, **more: Any) -> Classifier:
-    """A linear probe: weight `[D]` or `[1, D]`, bias a number or `[1]`; `more` of `Classifier`. Raises
-    `ImportRefused`.
-    """
+    """Make a linear probe: weight `[D]` or `[1, D]`, bias a number or `[1]`; `more` of `Classifier`."""
     row = weight.reshape(1, -1) if weight.dim() == 1 else weight
-    return Classifier(
-        id,
-        [(row, torch.as_tensor(bias, dtype=None if isinstance(bias, Tensor) else torch.float64).reshape(-1))],
-        **more,
-    )
+    shift = bias if isinstance(bias, Tensor) else torch.as_tensor(bias, dtype=torch.float64)
+    return Classifier(id, [(row, shift.reshape(-1))], **more)
 
 
 def check_total(probes: Sequence[Classifier]) -> None:
-    """Raise `ImportRefused` where probes are more than `MAX_PACK_BYTES` together, as a small file can make them that
-    names one tensor many times.
-    """
-    _bounded(sum(weight.numel() for probe in probes for weight, _ in probe.layers))
+    """Raise `ImportRefused` where probes have over `MAX_PACK_BYTES`: a small file can name one tensor many times."""
+    _check_size(sum(weight.numel() for probe in probes for weight, _ in probe.layers))
 
 
-def _bounded(n_weights: int) -> None:
+def _check_size(n_weights: int) -> None:
     if 4 * n_weights > MAX_PACK_BYTES:
         raise ImportRefused(
             f"the probes have {n_weights} weights, {4 * n_weights} bytes; at most {MAX_PACK_BYTES} bytes are imported"
@@ -171,9 +162,7 @@ def _bounded(n_weights: int) -> None:
 
 
 def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
-    """Stacked tensors `[P, ...]` of probes of one hidden size, smaller ones embedded in the largest
-    (`probemon.packs.widen`). Raises `ImportRefused`.
-    """
+    """Stack probes of one hidden size into tensors `[P, ...]`, smaller ones widened. Raises `ImportRefused`."""
     if not probes:
         raise ImportRefused("there is no probe to import: the source is empty")
     for probe in probes:
@@ -182,12 +171,12 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
                 f"{probes[0].id} reads {probes[0].hidden_size} values, {probe.id} {probe.hidden_size}: probes of"
                 " different hosts go into different packs"
             )
-    to = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
-    _bounded(len(probes) * to.parameters_per_probe())
-    kept = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
+    architecture = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
+    _check_size(len(probes) * architecture.parameters_per_probe())
+    is_bf16 = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
     stacked: dict[str, Tensor] = {}
     for i, probe in enumerate(probes):
-        for name, values in widen(_alone(probe, torch.bfloat16 if kept else torch.float32), to).items():
+        for name, values in widen(_alone(probe, torch.bfloat16 if is_bf16 else torch.float32), architecture).items():
             if i == 0:
                 stacked[name] = values.new_empty(len(probes), *values.shape[1:])
             stacked[name][i] = values[0]
@@ -200,7 +189,7 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
 
 
 def _alone(probe: Classifier, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors `[1, ...]` of one probe at its own shape."""
+    """Return tensors `[1, ...]` of one probe at its own shape."""
     names = ("1",) if not probe.hidden else ("1", "3") if len(probe.hidden) == 1 else ("1", "2", "3")
     tensors: dict[str, Tensor] = {}
     for name, (weight, bias) in zip(names, probe.layers, strict=True):
@@ -221,17 +210,13 @@ def check_options(
     normalize: str | None = "none",
     without: Sequence[str] = (),
 ) -> None:
-    """What can be said of an importer's arguments before anything is read: `about` are `OPTIONS`, but for those that it
-    sets itself (`without`).
+    """Check an importer's arguments before anything is read: `about` are `OPTIONS`, but for those that it sets itself
+    (`without`).
 
-    Raises `UnknownSetting` naming all that it takes, `ImportRefused` for a normalisation that was not given or that
-    there is not.
+    Raises `UnknownSetting` naming all that it takes, `ImportRefused` for a missing or unknown normalisation.
     """
-    takes = [
-        name
-        for name, parameter in inspect.signature(importer).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
+    parameters = inspect.signature(importer).parameters.values()
+    takes = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     takes += [name for name in OPTIONS if name not in without]
     for name, value in about.items():
         if name not in takes:
@@ -269,8 +254,7 @@ def write_flat(
     """Write probes as a pack and open it.
 
     `source`: which project they are from. `site`: where the state is read (`resid_post.N`), of probes that do not say.
-    `about`: of `write_stacked`. Raises `ImportRefused`, `ConfigError` for a site, `PackError` where the target is there
-    or cannot be written.
+    `about`: of `write_stacked`, which also says what is raised.
     """
     weights = stack(probes)
     places = [probe.site or site for probe in probes]
@@ -303,10 +287,14 @@ def write_stacked(
 ) -> ProbePack:
     """Write stacked weights as a pack of one level and open it.
 
-    `sites`: of each probe. `normalize`: what is done to the state first, `none`, `layernorm` or `rmsnorm`, without
-    affine part, with `eps`. `name`: of the pack (default: of the folder). `licence`, `model` (a hub name), `n_layers`,
-    `adapters`: of the host, as far as known. `notes`: what a user must know, for the card. `files`: sha256 by name, and
-    `stated`: what the source says of itself; both for the manifest. Raises `ImportRefused`, `ConfigError`, `PackError`.
+    - `sites`: of each probe.
+    - `normalize`: what is done to the state first, `none`, `layernorm` or `rmsnorm`, without affine part, with `eps`.
+    - `name`: of the pack (default: of the folder).
+    - `model` (a hub name), `n_layers`, `adapters`: of the host, as far as known.
+    - `notes`: what a user must know, for the card.
+    - `files`: sha256 by name, and `stated`: what the source says of itself; both for the manifest.
+
+    Raises `ImportRefused`, `ConfigError` for a site, `PackError` where the target is there or cannot be written.
     """
     target = as_path(target, "the pack's folder")
     _check_norm(normalize)
@@ -378,9 +366,3 @@ def _card(name: str, source: str, n: int, imported: Mapping[str, Any], model: st
         *(f"- {note}" for note in imported["notes"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file, for the manifest."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Weights of one's own as a pack: from memory, or from a safetensors file with a small mapping beside it.
+"""Imports your own weights, from memory or from a safetensors file with a mapping beside it.
 
     from probemon.importers.generic import import_safetensors, import_weights
     pack = import_weights({"deception": (weight, bias)}, "my-pack", site="resid_post.15", normalize="none")
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.files import sha256
 from probemon.core.probes import NORMS
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, read_json, read_safetensors, tensor_of
+from probemon.importers.flat import Classifier, Layer, check_options, check_total, linear, write_flat
+from probemon.importers.foreign_files import as_path, field, read_json, read_safetensors, tensor_of
 from probemon.packs.pack import ProbePack
 
 Pair = tuple[Any, Any]
@@ -83,9 +84,9 @@ def import_safetensors(
 ) -> ProbePack:
     """Write the probes of a safetensors file as a pack, as a mapping says (a JSON file, or a dict of the same form).
 
-    `row` takes one row of a weight and bias that hold several probes. A missing bias is 0. `standardize` names tensors
-    `[D]`: the probes read `(state - mean) / scale`. `site`, `normalize` and `about` (`OPTIONS` of
-    `probemon.importers.flat`) come before what the mapping says; `site` and `normalize` must be in one of the two.
+    In the mapping, `row` takes one row of a weight and bias that hold several probes, a missing bias is 0, and
+    `standardize` names tensors `[D]`: the probes read `(state - mean) / scale`. The arguments `site`, `normalize` and
+    `about` (as in `import_weights`) override the mapping, which must give `site` and `normalize` where they do not.
     Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
@@ -186,6 +187,5 @@ def _only(entry: Any, known: Sequence[str], where: object) -> None:
 def _tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
-    return torch.as_tensor(
-        values, dtype=torch.complex128 if np.iscomplexobj(values) else torch.float64
-    )  # complex ones are refused, not cut
+    # Complex numbers are refused later, not cut.
+    return torch.as_tensor(values, dtype=torch.complex128 if np.iscomplexobj(values) else torch.float64)

@@ -1,12 +1,12 @@
-"""A hallucination head (obalcells' hallucination_probes) as a pack of one probe.
+"""Imports a hallucination head (obalcells' hallucination_probes) as a pack of one probe.
 
     from probemon.importers.hallucination import import_head
     pack = import_head("llama3_1_8b_linear/", "my-pack", normalize="none", model="meta-llama/Llama-3.1-8B-Instruct")
 
 The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one
-logit), and, where the head was trained together with a LoRA, adapter_config.json. The head then reads the states of a
-host with that adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained` does. The pack
-records it, and attaching to a host without it warns.
+logit), and, where the head was trained together with a LoRA, adapter_config.json. The head then reads a host with that
+adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained` does. Attaching the pack to a host
+without it warns.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import check_options, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, only_tensors, tensor_of
+from probemon.importers.flat import check_options, linear, write_flat
+from probemon.importers.foreign_files import as_path, field, only_tensors, tensor_of
 from probemon.importers.weights import Folder, load_state_dict
 from probemon.packs.pack import ProbePack
 
@@ -33,9 +34,11 @@ def import_head(
 ) -> ProbePack:
     """Write the head in a folder as a pack with one concept, read at the layer that the folder states.
 
-    `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer
-    gives, `layernorm`, `rmsnorm`), which no file says and must be given. `about`: `OPTIONS` of
-    `probemon.importers.flat` (name, licence, model, overwrite, ...). Raises `ImportRefused`, `UnknownSetting`.
+    - `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer
+      gives, `layernorm`, `rmsnorm`). No file says it: it must be given.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, overwrite, ...).
+
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_head, about, normalize=normalize, without=("adapters", "notes"))
     source = Folder(as_path(folder, "the folder of the head"))

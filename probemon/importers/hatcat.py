@@ -1,13 +1,13 @@
-"""HatCat lens and probe packs into a probe pack: thousands of files, streamed one by one.
+"""Imports HatCat's lens and probe packs: thousands of files, streamed one by one.
 
     pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
     print(report)  # counts, and every kind of trouble with examples
 
-Every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of their
-own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. Three-way "tripole" heads are listed
-and left out: they are no sigmoid of one logit. The files record neither the host's layer nor whether states were
-standardised: `site` and `normalize` say it, and are kept. Nothing in a file is executed; what is read of one is bounded
-(`importers.weights`). In memory is one file at a time.
+It reads every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of
+their own, linear probes; fp32 and bf16; with `hierarchy.json` or with layer files alone. The report lists three-way
+"tripole" heads, which are no sigmoid of one logit and are left out. The files record neither the host's layer nor
+whether states were standardised: `site` and `normalize` say it. One file at a time is in memory; `importers.weights`
+bounds what is read of it, and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,67 +27,33 @@ from probemon.core.probes import parse_site
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, ImportRefused
 from probemon.importers.hatcat_files import ProbeFolder, Stored
+from probemon.importers.hatcat_hierarchy import choose_hierarchy
 from probemon.importers.hatcat_probe import NORM_EPS, Inputs, Kind, Unusable, check_finite, embed, evaluate, widest
-from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, hierarchies, key_of, read_graph
+from probemon.importers.hatcat_report import (
+    KINDS,
+    N_STATES,
+    card_text,
+    count_probes,
+    note_conversions,
+    origin_of,
+    unreached,
+)
+from probemon.importers.hatcat_tree import Graph, Node, PlacedNode, key_of
 from probemon.importers.report import ImportReport, Notes
 from probemon.importers.weights import MAX_BYTES, Folder, load_bank, load_state_dict
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
-from probemon.packs.writer import PackWriter, check_target
+from probemon.packs.writer import PackWriter
 
 Progress = Callable[[int, int], None]
 NORMALIZE = ("none", "layernorm")
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_MOST_UNLISTED = 0.2  # of the probes: a hierarchy that does not name more is another one's
-_STATES = 2  # random ones, on which what was written is compared with what was read
-KINDS = {
-    "unreachable": "concepts that no descent from the base level comes to",
-    "unfit": "hierarchy files that are not the one of these probes: another was taken",
-    "flattened": "edges left out, as asked: every level is a base level, and every probe is scored at every token",
-    "tripole": "three-way heads, no sigmoid of one logit: not imported",
-    "unknown": "files whose tensors are no probe of this format: not imported",
-    "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
-    "not_finite": "probes with weights that are not finite: not imported",
-    "width": "probes that read states of another size than the others: not imported",
-    "missing": "concepts of the hierarchy without a probe",
-    "bridged": "concepts whose parent has no probe: put under the nearest concept above that has one",
-    "unlisted": "probes of concepts that the hierarchy does not name: roots on their level",
-    "cycle": "edges of a cycle left out, as asked",
-    "several_parents": "concepts with several parents, all kept",
-    "not_down": "edges that do not go down a level: kept, and the levels too",
-    "repeated": "names on several levels, each a concept of its own",
-    "ambiguous": "flat files of a name on several levels: taken for the first without a probe",
-    "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
-    "stale_edges": "edges that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
-    "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",
-    "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
-    "dangling": "edges to names that no layer file has: left out",
-    "malformed": 'keys that are no "Name:level": left out',
-    "bank_edges": "edges that only banks and their index state: taken",
-    "bank_elsewhere": "probes of banks that the hierarchy does not put under the bank's parent: the hierarchy counts",
-    "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
-    "bank_unlisted": "probes of banks that bank_index.json does not list: taken",
-    "twice": "probes stored twice: the first is taken",
-    "rounded": "probes of a wider dtype than was asked for: rounded to it",
-    "widened": "probes of a narrower dtype than the pack's: kept exactly, in more bytes",
-    "concatenated": (
-        "probes that read several layers side by side: no host gives such a state at one site, give it to"
-        " score_tokens by hand"
-    ),
-    "uncalibrated": "probes that calibration.json does not name",
-    "calibration_unknown": "entries of calibration.json for no imported probe",
-    "unusable": "numbers of the pack's JSON that cannot be: not used",
-    "unread": "files that are no .pt (text probes, centroids): not read",
-    "elsewhere": (
-        "files of weights where this format keeps no probes: not read; move them, or import their folder by itself"
-    ),
-}
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread of torch: a probe is too small to share, and on a busy machine threads that wait for one another take
-    many times as long.
-    """
+    """Give torch one thread."""
+    # A probe is too small to share, and on a busy machine threads that wait for one another take many times as long.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,9 +82,7 @@ def import_pack(
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> tuple[ProbePack, ImportReport]:
-    """Write the probes of a folder as a pack; return the opened pack and a report.
-
-    The report, which lists every kind of trouble, is in the pack's manifest and card too.
+    """Write the probes of a folder as a pack; return the pack and a report, which its manifest and card hold too.
 
     - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
     - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or
@@ -132,7 +96,7 @@ def import_pack(
       it.
     - `model`: the host's hub name (default: what the files say).
     - `max_bytes`: of one file.
-    - `progress(done, total)`: probes read, each twice: once to look, once to write.
+    - `progress(done, total)`: called as probes are read, each twice: once to check, once to write.
 
     A concept's id is "Name:level", and its level is kept. Of hierarchy.json and the layer files in one folder, the
     first is taken, unless it does not fit the probes and the others do. Alert thresholds are not set: the fire rates of
@@ -167,21 +131,21 @@ def import_pack(
             f"{folder.path}: the pack says that its host has {probe_folder.n_layers} layers (num_layers), 0 to"
             f" {probe_folder.n_layers - 1}: none is read at site {site!r}"
         )
-    graph, stored, notes = _fit_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
+    graph, stored, notes = choose_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
     n_edges = sum(map(len, graph.parents.values()))
     counter = _Progress(progress, 2 * len(stored))
-    kinds = _look(stored, folder, probe_folder, notes, max_bytes, counter)
+    kinds = _check_probes(stored, folder, probe_folder, notes, max_bytes, counter)
     base = sorted({level for _, level in kinds})[: None if flat else 1]
     placed = graph.over(kinds, notes, break_cycles=break_cycles, base=base)
     calibration = _calibration(folder, placed, notes)
     architecture, widest_dtype = widest(list(kinds.values()))
-    kept = _DTYPES[dtype] or widest_dtype
-    _note_conversions({node: kinds[node] for node in placed}, kept, notes)
+    pack_dtype = _DTYPES[dtype] or widest_dtype
+    note_conversions({node: kinds[node] for node in placed}, pack_dtype, notes)
     nodes = sorted(placed, key=lambda node: (node[1], node))
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
-    counts = _count(nodes, stored, kinds, n_edges, len(calibration))
+    counts = count_probes(nodes, stored, kinds, n_edges, len(calibration))
     stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
-    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), _unreached(placed, base))
+    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), unreached(placed, base))
     model = model or probe_folder.model
     host = {
         "model_id": model,
@@ -189,12 +153,14 @@ def import_pack(
         **({"n_layers": probe_folder.n_layers} if probe_folder.n_layers else {}),
     }
     name = name or target.name
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn(N_STATES, 1, architecture.hidden_size, generator=random, dtype=torch.float32, device="cpu")
     writer = PackWriter(
         target,
         name=name,
         concepts=[_concept(node, placed[node], graph, calibration) for node in nodes],
         architecture=architecture,
-        dtype=kept,
+        dtype=pack_dtype,
         score_rule="independent",
         inputs=[spec.as_dict() for spec in specs.values()],
         input_index=torch.tensor([list(specs).index(kinds[node].normed) for node in nodes], device="cpu"),
@@ -203,30 +169,15 @@ def import_pack(
         card="",
         recommended=_recommended(placed, base),
         overwrite=overwrite,
-        golden_hidden=torch.randn(
-            _STATES,
-            1,
-            architecture.hidden_size,
-            generator=torch.Generator().manual_seed(0),
-            dtype=torch.float32,
-            device="cpu",
-        ),
+        golden_hidden=states,
         provenance={
             "import": report.as_dict(),
             "versions": {"probemon": version("probemon"), "torch": torch.__version__},
-            "source": _about(probe_folder.info),
+            "source": origin_of(probe_folder.info),
         },
     )
     at = {node: i for i, node in enumerate(nodes)}
     worst = 0.0
-    states = torch.randn(
-        _STATES,
-        1,
-        architecture.hidden_size,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float32,
-        device="cpu",
-    )[:, 0]
     with writer:
         for node, state in _read({node: stored[node] for node in nodes}, max_bytes):
             kind = kinds[node]
@@ -234,12 +185,12 @@ def import_pack(
                 raise ImportRefused(
                     f"{stored[node].path} changed while it was read: import again when nobody writes to it"
                 )
-            written = writer.put(at[node], embed(state, kind, architecture, kept, inputs))
+            written = writer.put(at[node], embed(state, kind, architecture, pack_dtype, inputs))
             assert written is not None
-            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states, inputs)).abs().max()))
+            worst = max(worst, float((written[:, 0] - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
             counter.count_one()
-        writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": _STATES}}
-        writer.card = _card(name, report, placed, worst, model, licence)
+        writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": N_STATES}}
+        writer.card = card_text(name, report, placed, worst, model, licence)
     return ProbePack.of(writer.opened), report
 
 
@@ -254,39 +205,7 @@ def _check_inputs(site: str, normalize: str, eps: float) -> Inputs:
     return inputs
 
 
-def _note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Notes) -> None:
-    """Note each probe whose weights are rounded or widened to the pack's dtype."""
-    for node, kind in kinds.items():
-        if kind.dtype != dtype:
-            narrower = torch.promote_types(kind.dtype, dtype) == dtype
-            notes.add(
-                "widened" if narrower else "rounded",
-                f"{key_of(node)} ({kind.dtype} to {dtype})".replace("torch.", ""),
-            )
-
-
-def _count(
-    nodes: Sequence[Node],
-    stored: Mapping[Node, Stored],
-    kinds: Mapping[Node, Kind],
-    n_edges: int,
-    n_calibrated: int,
-) -> dict[str, Any]:
-    """Count the probes by variant and dtype, their files and edges, for the report."""
-    variants = Counter(kind.variant for kind in kinds.values())
-    dtypes = Counter(kind.dtype for kind in kinds.values())
-    return {
-        "probes": len(nodes),
-        "files": len({place.path for place in stored.values()}),
-        "edges": n_edges,
-        **{f"{variant} probes": n for variant, n in variants.items()},
-        **{f"in {str(dtype).removeprefix('torch.')}": n for dtype, n in dtypes.items()},
-        **({"calibrated": n_calibrated} if n_calibrated else {}),
-    }
-
-
 def _check_kinds(**arguments: Any) -> None:
-    """Raise `ConfigError` for an argument of another kind."""
     path: tuple[Any, str] = (str | PathLike, "a path")
     kinds = {
         "source": path,
@@ -306,7 +225,7 @@ def _check_kinds(**arguments: Any) -> None:
 
 
 def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node, dict[str, Tensor]]]:
-    """State dicts in the order of their files, each file read once."""
+    """Read state dicts in the order of their files, each file once."""
     by_file: dict[Path, list[tuple[Node, str | None]]] = {}
     for node, place in stored.items():
         by_file.setdefault(place.path, []).append((node, place.key))
@@ -321,7 +240,7 @@ def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node,
                 yield node, bank[key]
 
 
-def _look(
+def _check_probes(
     stored: Mapping[Node, Stored],
     folder: Folder,
     probe_folder: ProbeFolder,
@@ -329,7 +248,7 @@ def _look(
     max_bytes: int,
     counter: _Progress,
 ) -> dict[Node, Kind]:
-    """What each probe is, of those that can be imported; the others are noted, all by name."""
+    """Return the kinds of the probes that can be imported; note the others, all by name."""
     kinds: dict[Node, Kind] = {}
     for node, state in _read(stored, max_bytes):
         try:
@@ -366,7 +285,7 @@ def _look(
 
 
 def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
-    """A line of concepts.jsonl. `reachable: false` marks what no descent from the base level comes to."""
+    """Make a line of concepts.jsonl; `reachable: false` marks what no descent from the base level reaches."""
     concept = {
         "id": key_of(node),
         "name": node[0],
@@ -382,9 +301,7 @@ def _concept(node: Node, place: PlacedNode, graph: Graph, calibration: Mapping[N
 
 
 def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes) -> dict[Node, dict[str, Any]]:
-    """What calibration.json says of each imported probe; a number that is not finite becomes null in the pack, where
-    JSON has none.
-    """
+    """Read calibration.json, by probe; numbers that are not finite are null, as JSON has none."""
     content = folder.json("calibration.json")
     if content is None:
         return {}
@@ -405,7 +322,7 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
 
 
 def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict[str, Any]:
-    """Settings without which a manager would have nothing to begin with, or no room to descend."""
+    """Recommend settings without which a manager has nothing to begin with, or no room to descend."""
     n_base = sum(level in base for _, level in placed)
     n_children = sum(
         node[1] not in base and any(up[1] in base for up in place.parents) for node, place in placed.items()
@@ -417,155 +334,7 @@ def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> dict
     return recommended
 
 
-def _unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
-    """What to read first of a pack some of whose probes are never come to, or ""."""
-    lost = [node for node, place in placed.items() if not place.reachable]
-    if not lost:
-        return ""
-    example = ", ".join(key_of(node) for node in sorted(lost, key=lambda node: (node[1], node[0]))[:3])
-    return (
-        f"{len(lost):,} of {len(placed):,} probes are never scored ({example}{', ...' if len(lost) > 3 else ''}): no"
-        f" edge leads to them from level {base[0]}. To have them scored, name their levels in base_layers, make them"
-        " always on (the pack's card has the lines), or import again with the hierarchy that has them (--hierarchy"
-        " FILE) or with --flat"
-    )
-
-
-def _fit_hierarchy(
-    probe_folder: ProbeFolder, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
-) -> tuple[Graph, dict[Node, Stored], Notes]:
-    """Return the hierarchy that names the probes, the probes by it, and the notes.
-
-    Raises `ImportRefused` with what to do where none fits.
-    """
-    path = probe_folder.folder.path if hierarchy is None else Path(hierarchy)
-    if hierarchy is not None and not path.exists():
-        raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
-    if path.is_file() and path.suffix != ".json":
-        raise ImportRefused(
-            f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files"
-        )
-    folder = probe_folder.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
-    files = [path.name] if path.is_file() else hierarchies(folder)
-    tried: list[tuple[str, Graph, dict[Node, Stored], Notes, list[Node]]] = []
-    for file in files or ["hierarchy.json"]:
-        noted = notes.copy()
-        graph = read_graph(folder, noted, file)
-        if hierarchy is not None and not graph.parents:
-            raise ImportRefused(
-                f"{path} holds no concepts: give the folder of hierarchy.json, or of layer0.json and so on"
-            )
-        is_stated = bool(graph.parents)
-        stored = probe_folder.place(graph, noted)
-        unlisted = [node for node in stored if node not in graph.parents] if is_stated else []
-        tried.append((file, graph, stored, noted, unlisted))
-        if len(unlisted) <= _MOST_UNLISTED * len(stored):
-            break
-    file, graph, stored, noted, unlisted = min(tried, key=lambda one: len(one[4]) / len(one[2]))
-    for other, _, other_stored, _, other_unlisted in tried:
-        if other != file:
-            noted.add(
-                "unfit",
-                f"{other} names {len(other_stored) - len(other_unlisted):,} of {len(other_stored):,} probes, {file}"
-                f" {len(stored) - len(unlisted):,}",
-                listed=True,
-            )
-    if flat:
-        graph.flatten(noted)
-        return graph, stored, noted
-    has_levels = len({level for _, level in stored}) > 1
-    if has_levels and not any(graph.parents.values()):
-        why = (
-            f"its {len(stored):,} probes are on several levels, and"
-            f" {'nothing says' if not files else f'{file} does not say'} what is above what, so that only the lowest"
-            " level would ever be scored"
-        )
-    elif len(unlisted) > _MOST_UNLISTED * len(stored):
-        shown = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
-        why = (
-            f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({shown}, ...): it is"
-            " the hierarchy of others"
-        )
-    else:
-        return graph, stored, noted
-    if allow_unlisted:
-        return graph, stored, noted
-    beside = probe_folder.folder.path.absolute().parent / "hierarchy.json"
-    known = probe_folder.info.get("concept_pack")
-    pack = probe_folder.info.get("source_pack") or (known.get("pack_id") if isinstance(known, dict) else None)
-    place = f"HatCat keeps it in the concept pack{f' {pack!r:.80}' if isinstance(pack, str) else ''}"
-    if beside.is_file() and hierarchy is None:
-        place += f"; {beside} may be it"
-    raise ImportRefused(
-        f"{probe_folder.folder.path}: {why}. Give the hierarchy that these probes were trained with: --hierarchy FILE"
-        f" (hierarchy=); {place}. Or have every probe scored at every token: --flat (flat=True). Or take it as it is:"
-        " --allow-unlisted (allow_unlisted=True)"
-    )
-
-
-def _about(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source says of its origin."""
-    known = (
-        "source_pack",
-        "pack_version",
-        "probe_pack_id",
-        "lens_pack_id",
-        "version",
-        "model",
-        "model_info",
-        "concept_pack",
-        "trained_layers",
-        "training_config",
-        "training_info",
-    )
-    return {key: info[key] for key in known if key in info}
-
-
-def _card(
-    name: str, report: ImportReport, placed: Mapping[Node, PlacedNode], worst: float, model: str | None, licence: str
-) -> str:
-    lost = sum(not place.reachable for place in placed.values())
-    lines = [
-        f"# {name}",
-        "",
-        f"{len(placed):,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
-        "",
-        (
-            f"On {_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were"
-            " saved, evaluated in fp32."
-        ),
-        "",
-        (
-            "No alert thresholds are set: what the source records of its calibration (kept in `concepts.jsonl`) does"
-            " not say which threshold gives which rate of false alarms."
-        ),
-        "`probemon calibrate` sets them. Quality was not measured.",
-    ]
-    if lost:
-        lines += [
-            "",
-            "## Not reached",
-            "",
-            (
-                f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a"
-                " token's silence says nothing of them; its coverage counts them as `not_reached`. Those that are"
-                " roots can be made always on, at their cost, and bring what is below them:"
-            ),
-            "",
-            "```python",
-            'orphans = [c["id"] for c in pack.concepts if c.get("reachable") is False and not c["parents"]]',
-            (
-                "manager = DynamicProbeManager(pack, always_on=orphans,"
-                ' max_loaded_probes=pack.recommended.get("max_loaded_probes", 500) + len(orphans))'
-            ),
-            "```",
-        ]
-    return "\n".join(lines) + "\n" + report.section()
-
-
 class _Progress:
-    """Calls `progress` as probes are done."""
-
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 

@@ -1,13 +1,16 @@
-"""Where a HatCat pack keeps its probes: every generation of its folders.
+"""Finds the probes in a HatCat pack's folder, of every generation of the format.
 
     probe_folder = ProbeFolder(Folder("lens_packs/mine"), notes)
     # of pack_info.json, lens_pack.json or pack.json, where they say it
     probe_folder.model, probe_folder.hidden_dim, probe_folder.n_layers
     probe_folder.place(graph, notes)                   # {node: Stored}: the file of every probe, and its name in a bank
 
-Layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level. Banked: `banks/layer{L}/Parent.bank.pt`, a state dict
-for each child, and `individual/layer{L}/`. Flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON
-names, and the folder itself; a flat file says no level. Weights anywhere else in the folder are noted, not read.
+- layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level
+- banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`
+- flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file
+  says no level
+
+Weights anywhere else in the folder are noted, not read.
 """
 
 from __future__ import annotations
@@ -41,11 +44,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Bank:
-    """A file of the probes of one parent's children.
-
-    - `level`: of those whose level nothing states.
-    - `listed`: what an index says is in it, or None.
-    """
+    """A file of one parent's children: at `level` where nothing else says it; an index has `listed` them, or None."""
 
     parent: Node
     level: int
@@ -82,20 +81,20 @@ class ProbeFolder:
 
     def _read_info(self) -> dict[str, Any]:
         """Merge the pack's JSON files; the newest wins."""
-        whole: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for name in _INFO:
             content = self.folder.json(name)
             if content is not None and not isinstance(content, dict):
                 raise ImportRefused(f"{self.folder.path / name} is no object: fetch it again")
-            whole = {**(content or {}), **whole}
-        return whole
+            merged = {**(content or {}), **merged}
+        return merged
 
     def _of_model(self, key: str) -> Any:
-        about = self.info.get("model_info")
-        return about.get(key) if isinstance(about, dict) else None
+        model_info = self.info.get("model_info")
+        return model_info.get(key) if isinstance(model_info, dict) else None
 
     def _count(self, key: str, notes: Notes) -> int | None:
-        """Return a count from the pack's JSON or from its model_info; note one that cannot be."""
+        """Return a count from the pack's JSON or its model_info; note one that cannot be."""
         count = self.info.get(key, self._of_model(key))
         if count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 1 << 31):
             return count
@@ -144,7 +143,7 @@ class ProbeFolder:
         index = self.folder.json("bank_index.json")
         if index is not None and not isinstance(index, dict):
             raise ImportRefused(f"{self.folder.path / 'bank_index.json'} is no object: fetch it again")
-        known = set()
+        indexed = set()
         for key, entry in sorted((index or {}).items()):
             parent = node_of(key)
             place = entry.get("bank_path") if isinstance(entry, dict) else None
@@ -153,22 +152,19 @@ class ProbeFolder:
                     f'{self.folder.path / "bank_index.json"}: {key!r:.80}: expected "Parent:level" with its bank_path'
                 )
             path = self.folder.inside(place)
-            listed = entry.get("concepts")
-            if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+            names = entry.get("concepts")
+            if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                 raise ImportRefused(
-                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {listed!r:.80}, expected a"
+                    f"{self.folder.path / 'bank_index.json'}: {key!r:.80}: its concepts are {names!r:.80}, expected a"
                     " list of names"
                 )
-            self._banks.append(_Bank(parent, parent[1] + 1, path, None if listed is None else tuple(listed)))
-            known.add(path.resolve())
+            self._banks.append(_Bank(parent, parent[1] + 1, path, None if names is None else tuple(names)))
+            indexed.add(path.resolve())
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
-                if path.resolve() not in known:  # of no index: its name is the parent's
-                    self._banks.append(
-                        _Bank(
-                            (path.name.removesuffix(".bank.pt"), level - 1), level, path, None if index is None else ()
-                        )
-                    )
+                if path.resolve() not in indexed:  # of no index: its name is the parent's
+                    parent = (path.name.removesuffix(".bank.pt"), level - 1)
+                    self._banks.append(_Bank(parent, level, path, None if index is None else ()))
 
     def _note_elsewhere(self, notes: Notes) -> None:
         """Note the weights where this format keeps no probes: in a folder that is no level, in one within a level.
@@ -195,10 +191,9 @@ class ProbeFolder:
                 return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """Return the file of every probe.
+        """Return the file of every probe; a graph without edges is given those that banks state.
 
         Of a probe stored twice, which is noted, the first is taken: a file of its own, then a bank, then a flat file.
-        Where the graph has no edges, it is given those that banks state.
         """
         stored: dict[Node, Stored] = {}
 
@@ -220,39 +215,32 @@ class ProbeFolder:
             below = {name: level for name, level in reversed(children.get(bank.parent, []))}
             bank_probes = load_bank(bank.path, self._max_bytes)
             where = f"of {bank.path.relative_to(self.folder.path).as_posix()}"
-            listed = dict.fromkeys(bank.listed or ())
-            for name in listed:
+            listed_names = dict.fromkeys(bank.listed or ())
+            for name in listed_names:
                 if name not in bank_probes:
                     notes.add("bank_lacks", f"{name} {where}")
             for name in bank_probes:
-                if bank.listed is not None and name not in listed:
+                if bank.listed is not None and name not in listed_names:
                     notes.add("bank_unlisted", f"{name} {where}")
                 # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
-                known = (
+                child_level = (
                     below.get(name)
                     if has_edges
                     else next((level for level in levels.get(name, []) if level > bank.parent[1]), None)
                 )
-                node = (name, bank.level if known is None else known)
+                node = (name, bank.level if child_level is None else child_level)
                 put(node, Stored(bank.path, name))
                 if not has_edges and bank.parent[1] >= 0:
                     graph.link(bank.parent, node)
                     notes.add("bank_edges", f"{key_of(bank.parent)} > {key_of(node)}")
                 if has_edges and name not in below:
                     notes.add("bank_elsewhere", f"{name} {where}")
-        taken = {name for name, _ in stored}
+        stored_names = {name for name, _ in stored}
         for name, path in self._flat:
             free = [level for level in levels.get(name, []) if (name, level) not in stored]
-            if not free and name in taken:
-                put(
-                    (
-                        name,
-                        next(
-                            level for level in (*levels.get(name, []), *range(MAX_LEVEL + 1)) if (name, level) in stored
-                        ),
-                    ),
-                    Stored(path),
-                )
+            if not free and name in stored_names:
+                known_first = (*levels.get(name, []), *range(MAX_LEVEL + 1))
+                put((name, next(level for level in known_first if (name, level) in stored)), Stored(path))
                 continue
             if len(levels.get(name, [])) > 1:
                 notes.add(
@@ -261,7 +249,7 @@ class ProbeFolder:
                     f" {', '.join(map(str, levels[name]))}",
                 )
             put((name, free[0] if free else 0), Stored(path))
-            taken.add(name)
+            stored_names.add(name)
         if not stored:
             raise ImportRefused(
                 f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or"
@@ -271,5 +259,4 @@ class ProbeFolder:
 
 
 def _name(path: Path) -> str:
-    """The concept of a file."""
     return path.stem.removesuffix(_SUFFIX) or path.stem

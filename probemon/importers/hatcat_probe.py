@@ -1,12 +1,11 @@
-"""One probe of a HatCat pack: which of the format's variants its state dict is, and the same probe in a pack's tensors.
+"""Reads a probe of a HatCat pack: which variant of the format its state dict is, and its tensors in a pack.
 
     kind = Kind.of(state)                              # or Unusable, with the reason
     tensors = embed(state, kind, architecture, dtype, inputs)
     score = evaluate(state, kind, hidden, inputs)      # the state dict as it was meant, for comparison
 
-Variants: a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe; three-way
-"tripole" heads are none, being no sigmoid of one logit. Embedding in a larger shape is exact (`probemon.packs.widen`).
-A LayerNorm's affine part goes into the first layer in fp32, before rounding.
+The variants are a perceptron of two hidden layers, the same behind a LayerNorm of its own, and a linear probe. A
+LayerNorm's affine part goes into the first layer in fp32, before rounding.
 """
 
 from __future__ import annotations
@@ -24,16 +23,12 @@ from probemon.packs.widen import smallest_common, widen
 
 NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LAYERS = {
-    (0, 3, 6): False,
-    (0, 1, 4, 7): True,
-}  # places in the Sequential, ReLU and dropout between: whether the first is a LayerNorm
+# Places in the Sequential, ReLU and dropout between them: whether the first is a LayerNorm.
+_LAYERS = {(0, 3, 6): False, (0, 1, 4, 7): True}
 
 
 class Unusable(Exception):
-    """A state dict that is no probe of this format: `reason` is one of the report's kinds of refusal, the text says
-    more.
-    """
+    """A state dict that is no probe of this format; `reason` is a kind of note."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -42,8 +37,8 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a state dict is: the widths of its hidden layers, whether it begins with a LayerNorm, what it reads, and its
-    dtype.
+    """What a state dict is: the size of its input, the widths of its hidden layers, `normed` where it begins with a
+    LayerNorm, its dtype.
     """
 
     hidden_size: int
@@ -53,12 +48,12 @@ class Kind:
 
     @property
     def variant(self) -> str:
-        """In a word."""
+        """Name the variant in a word."""
         return "linear" if not self.hidden else "LayerNorm" if self.normed else "plain"
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Kind:
-        """Raises `Unusable`."""
+        """Tell what a state dict is. Raises `Unusable`."""
         names = {name.removeprefix("net.") for name in state}
         if "log_margins" in names or (
             "linear.weight" in state and state["linear.weight"].dim() == 2 and len(state["linear.weight"]) == 3
@@ -89,7 +84,7 @@ class Kind:
 
 
 def check_finite(state: Mapping[str, Tensor]) -> None:
-    """Raises `Unusable` naming the first tensor that has a number that is not finite."""
+    """Raise `Unusable` naming the first tensor with a number that is not finite."""
     for name, tensor in state.items():
         # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
         if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
@@ -97,9 +92,7 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
 
 
 def _parts(state: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable` for names that the format
-    does not have.
-    """
+    """Return whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable`."""
     bare = {name.removeprefix("net."): tensor for name, tensor in state.items()}
     if len(bare) < len(state):
         raise Unusable("unknown", "tensors with and without 'net.'")
@@ -117,16 +110,14 @@ def _shapes(state: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What probes read at a site: a state as it is, or standardised by a LayerNorm without affine part (`normalize`,
-    with `eps`) before anything else.
-    """
+    """What probes read at a site: the state, or (`normalize`) what a LayerNorm of `eps` without affine part gives."""
 
     site: str
     normalize: str
     eps: float = NORM_EPS
 
     def spec(self, normed: bool) -> InputSpec:
-        """The pack's input for a probe, `normed` where it begins with a LayerNorm.
+        """Return the pack's input for a probe, `normed` where it begins with a LayerNorm.
 
         The LayerNorm e1 of a LayerNorm e0 is one of eps e0 e1 / (1 + e1), times 1 / sqrt(1 + e1), exactly: with the
         variance v of the state, what comes out of the first has v / (v + e0), and (v + e0) (v / (v + e0) + e1) = (1 +
@@ -138,14 +129,14 @@ class Inputs:
 
     @property
     def gain(self) -> float:
-        """What a LayerNorm of the probe's own multiplies beyond `spec(True)`."""
+        """The factor of a probe's own LayerNorm beyond `spec(True)`."""
         return 1.0 if self.normalize == "none" else 1 / math.sqrt(1 + NORM_EPS)
 
 
 def embed(
     state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: Inputs
 ) -> dict[str, Tensor]:
-    """The probe's tensors in a pack of this architecture and dtype: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
+    """Return the probe's tensors in a pack: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
 
     A probe whose dtype is the pack's keeps its weights bit for bit, but for a first layer that takes in a LayerNorm's
     affine part.
@@ -164,9 +155,7 @@ def embed(
 
 
 def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
-    """The smallest architecture and dtype that holds every one of the probes, which all read states of one size,
-    exactly.
-    """
+    """Return the smallest architecture and dtype that hold all probes, of one hidden size, exactly."""
     dtype = kinds[0].dtype
     for kind in kinds:
         dtype = torch.promote_types(dtype, kind.dtype)
@@ -174,9 +163,7 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
 
 
 def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: Inputs) -> Tensor:
-    """Scores `[G]` fp32 of states `[G, D]` by the state dict as it was saved: layer after layer in fp32, ReLU between,
-    a sigmoid at the end.
-    """
+    """Score states `[G, D]` by the state dict as it was saved, layer after layer in fp32; return `[G]`."""
     _, weights, biases = _parts(state)
     weights, biases = [weight.to(torch.float32) for weight in weights], [bias.to(torch.float32) for bias in biases]
     x = hidden.to(torch.float32)

@@ -1,7 +1,7 @@
-"""The hierarchy of a HatCat pack: read, checked, and laid over the concepts that have a probe.
+"""Reads the hierarchy of a HatCat pack, checks it, and lays it over the concepts that have a probe.
 
     graph = read_graph(folder, notes)                          # hierarchy.json, or else layer0.json, layer1.json, ...
-    concepts = graph.over(stored, notes, break_cycles=False)   # {node: Placed}, parents among the stored ones
+    placed = graph.over(stored, notes, break_cycles=False)     # {node: PlacedNode}, parents among the stored ones
 
 A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Its level is kept, whatever its parents' are. What
 is wrong with the files is counted in `notes`; a cycle is an error, unless it may be broken.
@@ -30,7 +30,7 @@ def key_of(node: Node) -> str:
 
 
 def node_of(key: object) -> Node | None:
-    """The node of a key, split at its last colon, or None where it is none."""
+    """Return the node of a key, split at its last colon, or None where it is none."""
     if not isinstance(key, str):
         return None
     name, _, level = key.rpartition(":")
@@ -39,9 +39,7 @@ def node_of(key: object) -> Node | None:
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A concept with a probe: the nearest concepts above it that have one, and whether a descent from the base levels
-    can come to it.
-    """
+    """The nearest concepts with a probe above one, and whether a descent from the base levels can reach it."""
 
     parents: tuple[Node, ...]
     reachable: bool
@@ -49,9 +47,7 @@ class PlacedNode:
 
 @dataclass
 class Graph:
-    """Concepts and the edges between them, as the files state them. `about`: fields of a concept (definition,
-    synsets).
-    """
+    """Concepts and the edges between them, as the files state them; `about`: definition and synsets of a concept."""
 
     parents: dict[Node, dict[Node, None]] = field(default_factory=dict)
     about: dict[Node, dict[str, Any]] = field(default_factory=dict)
@@ -65,22 +61,21 @@ class Graph:
         self.parents[child][parent] = None
 
     def children(self) -> dict[Node, list[Node]]:
-        """Children of every node, by level and name."""
+        """Return the children of every node, by level and name."""
         down: dict[Node, list[Node]] = {node: [] for node in self.parents}
         for child, above in self.parents.items():
             for parent in above:
                 down[parent].append(child)
-        return {node: sorted(found, key=_order) for node, found in down.items()}
+        return {node: sorted(below, key=_order) for node, below in down.items()}
 
     def levels_of(self) -> dict[str, list[int]]:
-        """The levels that each name occurs on, ascending."""
+        """Return the levels that each name occurs on, ascending."""
         levels: dict[str, list[int]] = {}
         for name, level in sorted(self.parents, key=_order):
             levels.setdefault(name, []).append(level)
         return levels
 
     def flatten(self, notes: Notes) -> None:
-        """Leave all edges out."""
         for node in sorted(self.parents, key=_order):
             for parent in self.parents[node]:
                 notes.add("flattened", f"{key_of(parent)} > {key_of(node)}")
@@ -89,15 +84,16 @@ class Graph:
     def over(
         self, stored: Collection[Node], notes: Notes, *, break_cycles: bool, base: Collection[int] = ()
     ) -> dict[Node, PlacedNode]:
-        """Every stored node with its place; `base`: the levels that a descent begins with (default: the lowest). Raises
-        `HierarchyError` for a cycle, unless it may be broken.
+        """Place every stored node; `base`: the levels that a descent begins with (default: the lowest).
+
+        Raises `HierarchyError` for a cycle, unless it may be broken.
         """
-        known = set(self.parents)
-        for node in sorted(set(stored) - known, key=_order):
-            if known:
+        named_nodes = set(self.parents)
+        for node in sorted(set(stored) - named_nodes, key=_order):
+            if named_nodes:
                 notes.add("unlisted", key_of(node))
             self.add(node)
-        for node in sorted(known - set(stored), key=_order):
+        for node in sorted(named_nodes - set(stored), key=_order):
             notes.add("missing", key_of(node))
         for name, levels in self.levels_of().items():
             if len(levels) > 1:
@@ -109,19 +105,19 @@ class Graph:
                     f"{key_of(node)} under {', '.join(key_of(parent) for parent in list(self.parents[node])[:4])}",
                 )
         self._break_cycles(notes, break_cycles)
-        have = set(stored)
+        with_probe = set(stored)
         above: dict[Node, dict[Node, None]] = {}
-        base = base or {min((level for _, level in have), default=0)}
+        base = base or {min((level for _, level in with_probe), default=0)}
         placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
-            # Of a concept without a probe, what is above it stands in for it.
+            # What is above a concept without a probe stands in for it.
             nearest = dict.fromkeys(
-                up for parent in self.parents[node] for up in ([parent] if parent in have else above[parent])
+                up for parent in self.parents[node] for up in ([parent] if parent in with_probe else above[parent])
             )
             above[node] = nearest
-            if node not in have:
+            if node not in with_probe:
                 continue
-            if any(parent not in have for parent in self.parents[node]):
+            if any(parent not in with_probe for parent in self.parents[node]):
                 notes.add(
                     "bridged", f"{key_of(node)} under {', '.join(key_of(up) for up in list(nearest)[:4]) or 'nothing'}"
                 )
@@ -135,9 +131,7 @@ class Graph:
         return placed
 
     def _break_cycles(self, notes: Notes, allowed: bool) -> None:
-        """Walk down from level 0 and take away every edge that leads back to a concept above it on the way. Method:
-        depth-first search, its back edges.
-        """
+        """Take away the back edges of a depth-first search from level 0."""
         down = self.children()
         done: set[Node] = set()
         for start in sorted(down, key=_order):
@@ -165,14 +159,14 @@ class Graph:
                     trail[child] = iter(down[child])
 
     def _top_down(self) -> list[Node]:
-        """Every node after its parents."""
+        """Return every node after its parents."""
         down, waiting = self.children(), {node: len(above) for node, above in self.parents.items()}
         ready = sorted((node for node, count in waiting.items() if not count), key=_order, reverse=True)
         order = []
         while ready:
-            here = ready.pop()
-            order.append(here)
-            for child in reversed(down[here]):
+            node = ready.pop()
+            order.append(node)
+            for child in reversed(down[node]):
                 waiting[child] -= 1
                 if not waiting[child]:
                     ready.append(child)
@@ -184,37 +178,35 @@ def _order(node: Node) -> tuple[int, str]:
 
 
 def hierarchies(folder: Folder) -> list[str]:
-    """What in a folder states a hierarchy, the first to be tried first: hierarchy.json, and the first of the layer
-    files.
-    """
+    """List what in a folder states a hierarchy, to be tried in order: hierarchy.json, the first of the layer files."""
     matches = [match for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))]
     layers = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
-    return [
-        name for name in ("hierarchy.json",) if any(path.name == name for path in folder.files(suffix=name))
-    ] + layers[:1]
+    whole = [path.name for path in folder.files(suffix="hierarchy.json") if path.name == "hierarchy.json"]
+    return whole + layers[:1]
 
 
 def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Graph:
-    """From a file such as `hierarchy.json`, or from the layer files where there is none, or `file` is one of them.
+    """Read a file such as `hierarchy.json`; or the layer files, where there is none or `file` is one of them.
+
     Raises `ImportRefused` for JSON of another kind.
     """
     layers = {
-        int(found[1]): path.name for path in folder.files(suffix=".json") if (found := _LAYER_FILE.fullmatch(path.name))
+        int(match[1]): path.name for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))
     }
-    stated = _layers(folder, layers)
-    whole = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
-    if whole is None:
-        return _graph_of_layers(stated, notes)
-    graph = _graph_of_hierarchy(folder.path / file, whole, notes)
-    for node, _ in stated:
+    concepts = _layers(folder, layers)
+    content = None if _LAYER_FILE.fullmatch(file) else folder.json(file)
+    if content is None:
+        return _graph_of_layers(concepts, notes)
+    graph = _graph_of_hierarchy(folder.path / file, content, notes)
+    for node, _ in concepts:
         if node not in graph.parents:
             notes.add("stale", f"{key_of(node)} is in layer{node[1]}.json alone")
-    stated_nodes = {node for node, _ in stated}
-    for node in sorted(graph.parents, key=_order) if stated else ():
+    stated_nodes = {node for node, _ in concepts}
+    for node in sorted(graph.parents, key=_order) if concepts else ():
         if node[1] in layers and node not in stated_nodes:
             notes.add("stale", f"{key_of(node)} is in hierarchy.json alone")
-    _compare_edges(graph, stated, notes)
-    graph.about = {node: _about(concept) for node, concept in stated if node in graph.parents}
+    _compare_edges(graph, concepts, notes)
+    graph.about = {node: _definition(concept) for node, concept in concepts if node in graph.parents}
     return graph
 
 
@@ -227,7 +219,7 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
     downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
     if not isinstance(downward, dict) or not isinstance(upward, dict):
         raise ImportRefused(f'{path}: parent_to_children and child_to_parent are objects of "Name:level"')
-    # A key that lists nothing is a concept all the same: a root without children, say.
+    # A key that lists nothing is a concept too: a root without children, say.
     without_edges = [key for edges in (downward, upward) for key, others in edges.items() if not _list(others)]
     for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts")), *without_edges]:
         if (node := node_of(key)) is None:
@@ -250,26 +242,25 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
 
 
 def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
-    """Tell the concepts that root_concepts and leaf_concepts, where the file has them, list otherwise than its
-    edges.
-    """
+    """Note the concepts that root_concepts and leaf_concepts list otherwise than the edges."""
     for key, linked, word in (("root_concepts", graph.parents, "under"), ("leaf_concepts", graph.children(), "above")):
         if whole.get(key) is None:
             continue
-        listed = {node_of(one) for one in _list(whole[key])}
+        listed_nodes = {node_of(key_listed) for key_listed in _list(whole[key])}
         for node in sorted(graph.parents, key=_order):
-            if (node in listed) == bool(linked[node]):
-                others = [key_of(other) for other in linked[node]]
+            if (node in listed_nodes) == bool(linked[node]):
+                linked_keys = [key_of(linked_node) for linked_node in linked[node]]
                 notes.add(
                     "contradicted",
-                    f"{key_of(node)} is {'' if node in listed else 'not '}in {key}, and {word}"
-                    f" {', '.join(others[:4]) or 'nothing'}",
+                    f"{key_of(node)} is {'' if node in listed_nodes else 'not '}in {key}, and {word}"
+                    f" {', '.join(linked_keys[:4]) or 'nothing'}",
                 )
 
 
 def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> None:
-    """Tell the edges that only hierarchy.json or only the layer files have. A layer file names the other end without
-    its level; one that lists none says nothing.
+    """Note the edges that only hierarchy.json or only the layer files have.
+
+    A layer file names the other end without its level; one that lists none says nothing.
     """
     below: dict[Node, set[str]] = {}
     above: dict[Node, set[str]] = {}
@@ -280,14 +271,14 @@ def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], 
                     name if isinstance(name, str) else f"{name!r:.60}" for name in _list(concept[key])
                 )
     children = graph.children()
-    noted = set()
+    noted_edges = set()
     for node, names_of in below.items():
         for name in sorted(names_of - {child[0] for child in children.get(node, [])}):
-            noted.add((node[0], name))
+            noted_edges.add((node[0], name))
             notes.add("stale_edges", f"{key_of(node)} > {name} is in the layer files alone")
     for node, names_of in above.items():
         for name in sorted(names_of - {parent[0] for parent in graph.parents.get(node, {})}):
-            if (name, node[0]) not in noted:
+            if (name, node[0]) not in noted_edges:
                 notes.add("stale_edges", f"{name} > {key_of(node)} is in the layer files alone")
     for child in sorted(graph.parents, key=_order):
         for parent in graph.parents[child]:
@@ -305,7 +296,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[str, Any]]]:
-    """Every concept of the layer files, in their order."""
     concepts_of = []
     for layer, file in sorted(files.items()):
         content = folder.json(file)
@@ -328,14 +318,12 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
 
 
 def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
-    """Edges by bare names: a child is the nearest level of its name below the concept, a parent the nearest
-    above it.
-    """
+    """Link bare names: a child is at the nearest level of its name below, a parent at the nearest above."""
     stated = list(stated)
     graph = Graph()
     for node, concept in stated:
         graph.add(node)
-        graph.about.setdefault(node, _about(concept))
+        graph.about.setdefault(node, _definition(concept))
     levels = graph.levels_of()
     for node, concept in stated:
         for name in _list(concept.get("category_children")):
@@ -355,8 +343,8 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
     return graph
 
 
-def _about(concept: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer file says of a concept beyond its place, where it is what it should be."""
+def _definition(concept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a concept's definition and synsets, where they are what they should be."""
     fields: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
     synsets = concept.get("synsets")
     return fields | (

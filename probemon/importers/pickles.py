@@ -1,9 +1,9 @@
-"""The pickle of a state dict, read as data.
+"""Reads the pickle of a state dict as data.
 
     state = Machine(path, storage, tensor).run(data)       # dicts, lists, tuples, texts, numbers and tensors
 
 A few instructions build plain values. Any other instruction, and any global but those of a state dict, is refused by
-name: nothing is unpickled, so nothing in a file can be called.
+name: nothing in a file can be called.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _is_known(name: str) -> bool:
 
 
 class Machine:
-    """Runs the instructions that a state dict needs. Method: the opcodes' documentation in Python's pickletools.
+    """Runs the instructions that a state dict needs, as Python's pickletools documents them.
 
-    `storage` turns a persistent id into a `Storage`; `tensor`, the arguments of `_rebuild_tensor_v2` into a tensor.
+    `storage` turns a persistent id into a `Storage`, `tensor` the arguments of `_rebuild_tensor_v2` into a tensor.
     """
 
     def __init__(self, path: Path, storage: Callable[[Any], Any], tensor: Any = None) -> None:
@@ -140,9 +140,7 @@ class Machine:
                 )
 
     def _check_plain(self, content: Any) -> None:
-        """A pickle can hold a value in itself, or twice in each of many that hold one another: whoever compares or
-        prints such a thing never ends.
-        """
+        """Refuse a value that holds itself, or holds values twice at many depths: to print it would never end."""
         n, waiting = 0, [(content, 0)]
         while waiting:
             value, depth = waiting.pop()

@@ -1,4 +1,4 @@
-"""probekit's linear probes as a pack: from memory, or from the JSON of their `to_dict()`.
+"""Imports probekit's linear probes, from memory or from the JSON of their `to_dict()`.
 
     from probemon.importers.probekit import import_collection, import_file, import_probes
     read = {"site": "resid_post.15", "normalize": "none"}
@@ -7,8 +7,7 @@
     pack = import_file("probes.json", "my-pack", **read)                        # {"deception": probe.to_dict(), ...}
 
 Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its
-normalisation (a mean and a standard deviation, one of at most 1e-12 counting as 1) is folded into the weights. probekit
-writes no files; the JSON is what `json.dump` makes of `to_dict()`.
+normalisation (a mean and a standard deviation, one of at most 1e-12 counting as 1) is folded into the weights.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import as_path, field, read_json
+from probemon.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.importers.foreign_files import as_path, field, read_json
 from probemon.packs.pack import ProbePack
 
 _KEYS = ("weights", "bias", "normalization", "metadata")

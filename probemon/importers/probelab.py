@@ -1,4 +1,4 @@
-"""probelab's probes (what their `save` writes) as a pack.
+"""Imports probelab's probes (what their `save` writes).
 
     from probemon.importers.probelab import import_files
     # *.pt of a folder, by their names
@@ -6,9 +6,8 @@
     pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15", normalize="none")
 
 Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last
-exit, which is what its `predict` gives). Standardisation by the file's own mean and deviation is folded in. Attention
-over tokens and other forms are refused by name. Scores are those of `predict` on one state, in fp32. The files are read
-as data: nothing in them is unpickled.
+exit, as its `predict` gives). The file's own standardisation is folded in. Scores are those of `predict` on one state,
+in fp32.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import MAX_BYTES, field, named_files, only_tensors, tensor_of
+from probemon.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.importers.foreign_files import MAX_BYTES, field, named_files, only_tensors, tensor_of
 from probemon.importers.weights import load_plain
 from probemon.packs.pack import ProbePack
 
@@ -65,7 +65,6 @@ def import_files(
 
 
 def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
-    """Read one probe, and what its file says of itself."""
     saved = load_plain(path, MAX_BYTES)
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:

@@ -1,4 +1,4 @@
-"""What an import met: counts, and examples of every kind of trouble, never silently left out.
+"""Reports what an import met: counts, and examples of every kind of trouble.
 
 notes = Notes({"tripole": "three-way heads, which are no sigmoid of one logit: not imported"})
 notes.add("tripole", "Deception:3", listed=True)
@@ -55,17 +55,11 @@ class Notes:
             self._examples[kind].append(example)
 
     def copy(self) -> Notes:
-        """Return a copy, which goes on by itself."""
+        """Return an independent copy."""
         other = Notes(self._what)
-        other._counts, other._examples = (
-            dict(self._counts),
-            {kind: list(examples) for kind, examples in self._examples.items()},
-        )
+        other._counts = dict(self._counts)
+        other._examples = {kind: list(examples) for kind, examples in self._examples.items()}
         return other
-
-    def count(self, kind: str) -> int:
-        """Return how many of a kind there are so far."""
-        return self._counts[kind]
 
     def all(self) -> tuple[Note, ...]:
         """Return a note for each kind that occurred."""
@@ -113,7 +107,6 @@ class ImportReport:
         }
 
     def __str__(self) -> str:
-        """Return the warning, if there is one, then `lines()`."""
         return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
 
     def lines(self) -> list[str]:
@@ -132,18 +125,8 @@ class ImportReport:
         """Return the report as a part of a pack's card, in Markdown."""
         first, *others = self.lines()
         warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
-        return "\n".join(
-            [
-                "",
-                "## Where it is from",
-                "",
-                *warning,
-                f"Imported from {first}.",
-                "",
-                *(f"- {line}" for line in others),
-                "",
-            ]
-        )
+        listed = [f"- {line}" for line in others]
+        return "\n".join(["", "## Where it is from", "", *warning, f"Imported from {first}.", "", *listed, ""])
 
 
 def _printable(line: str) -> str:

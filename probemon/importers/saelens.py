@@ -1,4 +1,4 @@
-"""Features of a sparse autoencoder that SAELens saved, as probes that fire where the feature is active.
+"""Imports features of a sparse autoencoder that SAELens saved, as probes that fire where the feature is active.
 
     from probemon.importers.saelens import import_sae
     pack = import_sae("sae/", "my-pack", features=[17, 4021], names={17: "cats", 4021: "legal text"})
@@ -6,12 +6,11 @@
 `sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation -
 threshold), the threshold 0 for a ReLU and the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe
 fires where the encoder's activation is above 0. The activation itself is logit(score) + threshold (`sae_threshold` in
-concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much; strong ones all
-score near 1, which `sharpness` below 1 keeps apart without moving where they fire.
+concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much. Strong features
+all score near 1: `sharpness` below 1 tells them apart and does not move where they fire.
 
-What the encoder does to the state first is folded into rows and biases: the subtraction of b_dec, a gate.
-`constant_norm_rescale` and `layer_norm` become the pack's normalisation. An encoder that keeps the best k of all
-features decides no feature by itself, and is refused.
+The subtraction of b_dec and a gate are folded into rows and biases; `constant_norm_rescale` and `layer_norm` become the
+pack's normalisation. An encoder that keeps the best k of all features decides no feature by itself, and is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_number
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import check_options, sha256, write_stacked
-from probemon.importers.sources import as_path, field, read_safetensors, site_of, tensor_of
+from probemon.importers.flat import check_options, write_stacked
+from probemon.importers.foreign_files import as_path, field, read_safetensors, site_of, tensor_of
 from probemon.importers.weights import Folder
 from probemon.packs.pack import ProbePack
 
@@ -44,17 +44,14 @@ _NORMS = {
 }
 _RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
 _PART = re.compile(r"blocks\.(\d{1,4})\.hook_(attn_out|mlp_out)")
-# Hosts, by how their names begin, that add to the stream what attention and feed-forward give, and hosts that normalise
-# it first. TransformerLens's hook is what is added, a site of probemon what the module gives (`probemon.host.model`):
-# the same only for the first.
+# How the names of hosts begin that add what attention and feed-forward give to the stream, and of those that normalise
+# it first. TransformerLens's hook is what is added, a site of probemon what the module gives: only the first are alike.
 _ADDED_AS_GIVEN = re.compile(
     r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE
 )
 _NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
-_FACTORS = {
-    "sharpness": (1e-3, 1e3),
-    "activation_scale": (1e-6, 1e6),
-}  # beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1
+# Beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1.
+_FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}
 _TINY = 1e-12  # an eps that only keeps a state of zeros from being divided by 0
 _SLICE = 4096  # features folded at a time, in fp64
 
@@ -112,16 +109,15 @@ def import_sae(
     # Before version 6 all was in one place.
     settings = {**config, **(field(config, "metadata", dict, where, None) or {})}
     place = site_of(_site(settings, site, where), site, where)
-    norm = _check_norm(settings, architecture, where)
+    norm = _normalisation(settings, architecture, where)
     if (norm == "expected_average_only_in") is not (activation_scale is not None):
         raise ImportRefused(
             f"{where}: activations were normalised by {norm!r}: activation_scale= is the factor on states of"
             " 'expected_average_only_in', which no file holds, and only of that"
         )
     centered = norm != "layer_norm" and _centered(settings, centered, where)
-    normalize = (
-        "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]
-    )  # the root mean square of a centred state is its deviation
+    # The root mean square of a centred state is its deviation.
+    normalize = "layernorm" if centered and norm == "constant_norm_rescale" else _NORMS[norm]
     path = source.inside(WEIGHTS)
     tensors, _ = read_safetensors(path, lambda name: name not in ("W_dec", "W_skip"))
     encoder, bias, threshold = _encoder(tensors, architecture, path)
@@ -136,20 +132,16 @@ def import_sae(
         factor *= math.sqrt((len(encoder) - 1) / len(encoder))
     changed = factor != 1 or (centered and normalize == "none")
     dtype = torch.bfloat16 if encoder.dtype == torch.bfloat16 and not changed else torch.float32
-    w1, b1 = (
-        torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu"),
-        torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu"),
-    )
+    w1 = torch.empty(len(wanted), 1, len(encoder), dtype=dtype, device="cpu")
+    b1 = torch.empty(len(wanted), 1, dtype=torch.float32, device="cpu")
     for begin in range(0, len(wanted), _SLICE):
         at = torch.tensor(wanted[begin : begin + _SLICE], device="cpu")
         rows = encoder[:, at].T.double()
         shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
         if centered and normalize == "none":
             rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
-        w1[begin : begin + len(at), 0], b1[begin : begin + len(at), 0] = (
-            (factor * rows).to(dtype),
-            (sharpness * shift).float(),
-        )
+        w1[begin : begin + len(at), 0] = (factor * rows).to(dtype)
+        b1[begin : begin + len(at), 0] = (sharpness * shift).float()
     if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
         raise ImportRefused(
             f"{path}: an encoder row or bias is not a finite number: the file is damaged, or training diverged"
@@ -198,7 +190,7 @@ def import_sae(
     )
 
 
-def _check_norm(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
+def _normalisation(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
     """Return how activations were normalised.
 
     Raises `ImportRefused` for an encoder whose features are no probes of one state.
@@ -224,11 +216,10 @@ def _check_norm(settings: Mapping[str, Any], architecture: str, where: Path) -> 
 
 
 def _centered(settings: Mapping[str, Any], centered: bool | None, where: Path) -> bool:
-    """Whether states had their mean subtracted: what the file says of how the host was loaded, else what was given."""
+    """Return whether states had their mean subtracted: what the file says of the host, else what was given."""
     loaded = settings.get("model_from_pretrained_kwargs")
-    stated = (
-        bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
-    )  # SAELens loads without processing
+    # SAELens loads without processing.
+    stated = bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
     if stated is None and centered is None:
         raise ImportRefused(
             f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens"
@@ -280,35 +271,26 @@ def _site(settings: Mapping[str, Any], site: str | None, where: Path) -> str | N
 
 
 def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Encoder `[D, F]`, bias `[F]` and threshold `[F]`: feature f is active where state @ encoder[:, f] + bias[f] >
-    threshold[f].
-    """
+    """Return encoder `[D, F]`, bias, threshold `[F]`: features are active where state @ encoder + bias > threshold."""
     encoder = tensor_of(tensors, "W_enc", path)
     if encoder.dim() != 2 or not encoder.numel():
         raise ImportRefused(f"{path}: W_enc has shape {tuple(encoder.shape)}, expected [D, features]")
-    needed = (
-        ["b_gate", "b_mag", "r_mag"]
-        if architecture == "gated"
-        else ["b_enc", *(["threshold"] if architecture in _THRESHOLDED else [])]
-    )
-    for name, size in [
-        *((name, encoder.shape[1]) for name in needed),
-        *([] if "transcoder" in architecture else [("b_dec", len(encoder))]),
-    ]:
+    needed = ["b_gate", "b_mag", "r_mag"] if architecture == "gated" else ["b_enc"]
+    if architecture in _THRESHOLDED:
+        needed.append("threshold")
+    sizes = dict.fromkeys(needed, encoder.shape[1])
+    if "transcoder" not in architecture:
+        sizes["b_dec"] = len(encoder)
+    for name, size in sizes.items():
         tensor = tensor_of(tensors, name, path)
         if tuple(tensor.shape) != (size,):
             raise ImportRefused(f"{path}: {name} has shape {tuple(tensor.shape)}, expected ({size},)")
     zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
         # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
-        return (
-            encoder,
-            torch.minimum(
-                tensors["b_gate"].double(), tensors["b_mag"].double() * torch.exp(-tensors["r_mag"].double())
-            ),
-            zero,
-        )
-    # An activation is also cut at 0, so that a threshold below is none.
+        gate, magnitude = tensors["b_gate"].double(), tensors["b_mag"].double()
+        return encoder, torch.minimum(gate, magnitude * torch.exp(-tensors["r_mag"].double())), zero
+    # An activation is cut at 0, so that a lower threshold is none.
     threshold = tensors["threshold"].double().clamp(min=0) if architecture in _THRESHOLDED else zero
     return encoder, tensors["b_enc"], threshold
 
@@ -329,7 +311,7 @@ def _wanted(features: Iterable[int] | None, names: Mapping[int, str], n: int) ->
     for i in names:
         checked(i)
     wanted: dict[int, None] = {}
-    for i in range(n) if features is None else features:  # one by one: what was given may be longer than memory
+    for i in range(n) if features is None else features:  # may be longer than memory
         number = checked(i)
         if number in wanted:
             raise ImportRefused(f"features names {number} twice")

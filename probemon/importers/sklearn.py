@@ -1,19 +1,18 @@
-"""scikit-learn estimators, in memory, as a pack.
+"""Imports scikit-learn estimators from memory.
 
     from probemon.importers.sklearn import import_estimators
     estimators = {"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}
     pack = import_estimators(estimators, "my-pack", site="resid_post.15", normalize="none")
 
 Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become
-several concepts, each the score of its own classifier: of one-vs-rest before it is divided by the sum of all, which no
-probe alone can know. A softmax over three classes or more is not a sigmoid of one logit and is refused, and so is
-whatever else is no probe; each refusal says what to fit instead. scikit-learn itself is never imported, and files that
-it was pickled to are never opened: loading those runs what is in them.
+several concepts, each with the score of its own classifier (of one-vs-rest: before the division by the sum of all).
+What is no sigmoid of one logit, such as a softmax over three classes, is refused; each refusal says what to fit
+instead. This never imports scikit-learn and never opens pickles, since loading those runs what is in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from probemon.errors import ImportRefused
 from probemon.importers.flat import Classifier, Layer, check_options, write_flat
 from probemon.packs.pack import ProbePack
 
-# Those whose decision function is linear, and of these the ones whose probability is its sigmoid.
+# Estimators with a linear decision function, and those of them whose probability is its sigmoid.
 _LINEAR = (
     "LogisticRegression",
     "LogisticRegressionCV",
@@ -42,6 +41,7 @@ _LINEAR = (
 _LOGISTIC = ("LogisticRegression", "LogisticRegressionCV", "SGDClassifier", "LinearDiscriminantAnalysis")
 _SCALERS = ("StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler")
 _SEARCHES = ("GridSearchCV", "RandomizedSearchCV", "HalvingGridSearchCV", "HalvingRandomSearchCV")
+_WRAPPERS = ("Pipeline", "FrozenEstimator", *_SEARCHES)
 _PLATT = "CalibratedClassifierCV(..., method='sigmoid', ensemble=False)"
 _REST = "OneVsRestClassifier(...), which fits a probe for each class"
 
@@ -52,13 +52,15 @@ def import_estimators(
     """Write fitted estimators as a pack; the name of each is its concept, or begins those of its classes
     (`name/class`).
 
-    `site`: where the states in `X` were read. `normalize`: what was done to each state before it became a row of `X`,
-    beside the estimator's own pipeline: `none`, `layernorm` or `rmsnorm`; no estimator says it, so it must be given.
-    `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...). Supported: logistic
-    regression, linear discriminant analysis and SGD with the log loss; linear support vector machines and others with
-    Platt scaling (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two hidden layers; one-vs-rest
-    and several labels; all of these after scalers and PCA in a Pipeline. Raises `ImportRefused` naming the estimator,
-    `UnknownSetting`.
+    - `site`: where the states in `X` were read.
+    - `normalize`: what was done to each state before it became a row of `X`, beside the estimator's own pipeline:
+      `none`, `layernorm` or `rmsnorm`. No estimator says it: it must be given.
+    - `about`: `OPTIONS` of `probemon.importers.flat` (name, licence, model, eps, overwrite, ...).
+
+    Supported are logistic regression, linear discriminant analysis and SGD with the log loss; linear support vector
+    machines and others with Platt scaling (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two
+    hidden layers; one-vs-rest and several labels; all of these after scalers and PCA in a Pipeline. Raises
+    `ImportRefused` naming the estimator, `UnknownSetting`.
     """
     check_options(import_estimators, about, normalize=normalize)
     if not isinstance(estimators, Mapping):
@@ -80,15 +82,9 @@ def import_estimators(
 
 
 def _probes(name: str, estimator: Any) -> list[Classifier]:
-    """The probes of one estimator."""
     kind = _kind(name, estimator)
-    if kind == "Pipeline":
-        steps = [step for _, step in estimator.steps]
-        return _after(name, steps[:-1], _probes(name, steps[-1]))
-    if kind == "FrozenEstimator":
-        return _probes(name, estimator.estimator)
-    if kind in _SEARCHES:
-        return _probes(name, _fitted(name, estimator, "best_estimator_"))
+    if kind in _WRAPPERS:
+        return _unwrapped(name, kind, estimator, _probes)
     if kind == "OneVsRestClassifier":
         fitted = _fitted(name, estimator, "estimators_")
         labels = [name] if len(fitted) == 1 else [f"{name}/{label}" for label in _fitted(name, estimator, "classes_")]
@@ -125,8 +121,15 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
     return [_scaled(row, 2.0) for row in rows] if twice else rows
 
 
+def _unwrapped(name: str, kind: str, estimator: Any, read: Callable[[str, Any], list[Classifier]]) -> list[Classifier]:
+    """Read the estimator within another one."""
+    if kind == "Pipeline":
+        steps = [step for _, step in estimator.steps]
+        return _after(name, steps[:-1], read(name, steps[-1]))
+    return read(name, estimator.estimator if kind == "FrozenEstimator" else _fitted(name, estimator, "best_estimator_"))
+
+
 def _single(name: str, estimator: Any) -> Classifier:
-    """The one probe of an estimator of two classes."""
     probes = _probes(name, estimator)
     if len(probes) != 1:
         raise ImportRefused(
@@ -136,15 +139,10 @@ def _single(name: str, estimator: Any) -> Classifier:
 
 
 def _decision(name: str, estimator: Any) -> list[Classifier]:
-    """The logits of a linear decision function: one for two classes, else one for each."""
+    """Return the logits of a linear decision function: one for two classes, else one for each."""
     kind = _kind(name, estimator)
-    if kind == "Pipeline":
-        steps = [step for _, step in estimator.steps]
-        return _after(name, steps[:-1], _decision(name, steps[-1]))
-    if kind == "FrozenEstimator":
-        return _decision(name, estimator.estimator)
-    if kind in _SEARCHES:
-        return _decision(name, _fitted(name, estimator, "best_estimator_"))
+    if kind in _WRAPPERS:
+        return _unwrapped(name, kind, estimator, _decision)
     if kind not in _LINEAR:
         raise ImportRefused(
             f"{name}: {kind} has no linear decision function that is known here: fit one of {', '.join(_LINEAR)}"
@@ -174,7 +172,7 @@ def _decision(name: str, estimator: Any) -> list[Classifier]:
 
 
 def _calibrated(name: str, estimator: Any) -> list[Classifier]:
-    """Platt scaling: probability = sigmoid(-(a f + b)) of the decision function f (Platt 1999)."""
+    """Undo Platt scaling: probability = sigmoid(-(a f + b)) of the decision function f (Platt 1999)."""
     fitted = _fitted(name, estimator, "calibrated_classifiers_")
     if len(fitted) != 1:
         raise ImportRefused(
@@ -215,7 +213,7 @@ def _mlp(name: str, estimator: Any) -> list[Classifier]:
 
 
 def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Classifier]:
-    """The probes for states before the steps of a pipeline, folded from the last to the first."""
+    """Fold the steps of a pipeline into the probes behind them, from the last to the first."""
     for step in reversed(steps):
         if step is None or step == "passthrough":
             continue
@@ -235,11 +233,7 @@ def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Cl
 
 
 def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor, Tensor]:
-    """What a scaler subtracts, then divides by; `[D]` fp64. A scaler without one of them has None."""
-    zero, one = (
-        torch.zeros(size, dtype=torch.float64, device="cpu"),
-        torch.ones(size, dtype=torch.float64, device="cpu"),
-    )
+    """Return what a scaler subtracts, then divides by; `[D]` fp64."""
     if getattr(step, "clip", False):
         raise ImportRefused(f"{name}: {kind} with clip=True is not affine: fit it with clip=False")
     if kind == "MinMaxScaler":
@@ -250,13 +244,11 @@ def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor,
         _fitted(name, step, "n_samples_seen_")
         centre = centre if step.with_mean else None
     scale = _fitted(name, step, "scale_")
-    return zero if centre is None else _tensor(centre), one if scale is None else _tensor(scale)
+    return _tensor(np.zeros(size) if centre is None else centre), _tensor(np.ones(size) if scale is None else scale)
 
 
 def _rotated(probe: Classifier, pca: Any) -> Classifier:
-    """Before a PCA: components `[K, D]`, mean `[D]`, and the deviations that whitening divides by, clipped as
-    scikit-learn does.
-    """
+    """Fold a PCA into a probe: components `[K, D]`, mean `[D]`, the deviations of whitening, clipped as there."""
     (weight, bias), *rest = probe.layers
     components, mean = _tensor(_fitted(probe.id, pca, "components_")), _tensor(pca.mean_)
     weight = weight.double()
@@ -268,13 +260,12 @@ def _rotated(probe: Classifier, pca: Any) -> Classifier:
 
 
 def _scaled(probe: Classifier, factor: float, shift: float = 0.0) -> Classifier:
-    """The probe of logit `factor * logit + shift`."""
     *rest, (weight, bias) = probe.layers
     return replace(probe, layers=[*rest, (factor * weight.double(), factor * bias.double() + shift)])
 
 
 def _kind(name: str, estimator: Any) -> str:
-    """Class name of an estimator of scikit-learn's own: of another's, only its author knows what it computes."""
+    """Return the class name of an estimator. Raises `ImportRefused` where it is not scikit-learn's own."""
     kind = type(estimator)
     if kind.__module__.split(".")[0] != "sklearn":
         raise ImportRefused(
@@ -295,14 +286,8 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _outline(estimator: Any) -> list[str]:
-    """Class names from the outside in, for the record."""
-    return list(_outlined(estimator))
-
-
-def _outlined(estimator: Any) -> Iterator[str]:
-    yield type(estimator).__name__
-    for step in getattr(estimator, "steps", ()):
-        yield from _outlined(step[1])
+    """List class names from the outside in."""
+    parts = [step[1] for step in getattr(estimator, "steps", ())]
     inner = getattr(estimator, "estimator", None)
-    if inner is not None:
-        yield from _outlined(inner)
+    parts += [] if inner is None else [inner]
+    return [type(estimator).__name__, *(name for part in parts for name in _outline(part))]

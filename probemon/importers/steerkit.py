@@ -1,17 +1,16 @@
-"""steerkit's probes (safetensors files) as a pack.
+"""Imports steerkit's probes (safetensors files).
 
     from probemon.importers.steerkit import import_files
     pack = import_files("probes/", "my-pack", scale={"refusal": 3.2})        # *.safetensors of a folder, by their names
     pack = import_files({"refusal": "refusal_l15.safetensors"}, "my-pack", scale=1.0, bias=False)
 
-A file holds each direction at length 1, but the bias of the fit before its coefficients were shortened: the length is
-in no file, and without it the probability of the fit cannot be had again. `scale` is that length (the norm of the
-`coef_` that steerkit fitted): scores are then those of the fit. Where it is lost, `scale=1.0, bias=False` ranks tokens
-as steerkit's `score_tokens` does; the scores mean nothing else until `probemon calibrate` has set thresholds.
+A file holds each direction at length 1, but the bias of the fit before its coefficients were shortened. No file holds
+their length: `scale` is it (the norm of the `coef_` that steerkit fitted), and with it scores are those of the fit.
+Where it is lost, `scale=1.0, bias=False` ranks tokens as steerkit's `score_tokens` does; the scores mean nothing else
+until `probemon calibrate` has set thresholds.
 
-Layer and host are recorded in the file: several layers go into one pack. The states are those of TransformerLens, which
-may subtract each state's mean from it; a direction that was fitted to such states does so itself, having no component
-along the mean.
+Files record layer and host: several layers go into one pack. TransformerLens may subtract each state's mean from it; a
+direction that was fitted to such states does so itself, having no component along the mean.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.checks import check_number
+from probemon.core.files import sha256
 from probemon.errors import ImportRefused
-from probemon.importers.flat import Classifier, check_options, linear, sha256, write_flat
-from probemon.importers.sources import field, named_files, parse_json, read_safetensors, site_of, tensor_of
+from probemon.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.importers.foreign_files import field, named_files, parse_json, read_safetensors, site_of, tensor_of
 from probemon.packs.pack import ProbePack
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")
@@ -93,7 +93,6 @@ def import_files(
 def _read(
     name: str, path: Path, scale: float, method: str | None, with_bias: bool, site: str | None
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Read one probe, and what its file says of itself."""
     remedy = "give the length of the fitted coefficients, a positive number"
     scale = check_number(
         f"{name}: scale", scale, low=0, high=1e30, open_low=True, open_high=True, remedy=remedy, error=ImportRefused

@@ -1,15 +1,14 @@
-"""Weights that others saved, read without running anything that is in the file.
+"""Reads weights that others saved, and runs nothing that is in the file.
 
     state = load_state_dict(path)                          # {name: tensor} of a .pt (torch.save) or .safetensors file
     bank = load_bank(path)                                 # {concept: {name: tensor}}
     folder = Folder("lens_packs/mine"); folder.file("layer0", "Entity.pt"); folder.json("hierarchy.json")
 
-A `.pt` is a zip of stored bytes and one pickle, which is read as data (`importers.pickles`): nothing in a file can be
-called. Bounds: a file has at most `MAX_BYTES` (checked before
-it is opened), and its tensors state no more bytes than the file has: in memory are at most the file, the storages in it
-and the tensors, so three times its size, and some 150 MB for its pickle (2 MiB of instructions) and its table of
-members. JSON has at most `MAX_JSON_BYTES`, which may take thirty times that while it is read. Files from before torch
-1.6, which are no zip, are refused.
+A `.pt` is a zip of stored bytes and one pickle, which is read as data (`importers.pickles`). A file has at most
+`MAX_BYTES`, checked before it is opened, and its tensors state no more bytes than it has. So memory holds at most the
+file, its storages and its tensors, three times its size, and some 150 MB for its pickle (2 MiB of instructions) and its
+table of members. JSON has at most `MAX_JSON_BYTES`, and may take thirty times that while it is read. Files from before
+torch 1.6, which are no zip, are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,11 +43,7 @@ def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, T
     state dict.
     """
     state = load_plain(path, max_bytes)
-    if (
-        not isinstance(state, dict)
-        or not state
-        or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items())
-    ):
+    if not _are_tensors(state) or not state:
         raise ImportRefused(f"{path} holds {_describe(state)}, not tensors by name: save module.state_dict()")
     return state
 
@@ -62,11 +57,7 @@ def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[st
         )
     n_bytes = 0
     for name, state in bank.items():
-        if (
-            not isinstance(name, str)
-            or not isinstance(state, dict)
-            or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items())
-        ):
+        if not isinstance(name, str) or not _are_tensors(state):
             raise ImportRefused(
                 f"{path}: {name!r} holds {_describe(state)}, not tensors by name: save {{concept: module.state_dict()}}"
             )
@@ -77,6 +68,12 @@ def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[st
                 " no bank of probes"
             )
     return bank
+
+
+def _are_tensors(state: Any) -> TypeGuard[dict[str, Tensor]]:
+    return isinstance(state, dict) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    )
 
 
 def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
@@ -102,7 +99,7 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
             return _Reader(path, file, size).read()
     except ImportRefused:
         raise
-    except Exception as error:  # what a forged file can break is endless: one error that names the file
+    except Exception as error:  # a forged file can break anything
         first = (str(error).splitlines() or [""])[0][:200]
         raise ImportRefused(f"{path} cannot be read ({type(error).__name__}: {first}): {AGAIN}") from error
 
@@ -152,7 +149,7 @@ class Folder:
     def _check(self, path: Path) -> Path:
         try:
             real = path.resolve()
-            path.exists()  # a name that is too long for a file system, say
+            path.exists()  # raises for a name that is too long, say
         except (OSError, RuntimeError, ValueError) as error:
             raise ImportRefused(f"{path} cannot be followed ({error})") from None
         if not real.is_relative_to(self._real):
@@ -243,7 +240,7 @@ class _Reader:
         return Machine(self.path, self.storage, self.tensor).run(self.file.read(info))
 
     def storage(self, pid: Any) -> Storage:
-        """The bytes that a persistent id `("storage", kind, key, location, numel)` means."""
+        """Return the bytes that a persistent id `("storage", kind, key, location, numel)` means."""
         tag, kind, key, _, numel = pid
         name = kind.name.removeprefix("torch ") if isinstance(kind, Global) else None
         if tag != "storage" or name not in STORAGES or not isinstance(key, str) or not _is_count(numel):
@@ -263,7 +260,7 @@ class _Reader:
         return storage
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-        """A contiguous tensor of a storage; what is not the whole of it is copied."""
+        """Make a contiguous tensor of a storage; a part of it is copied."""
         if (
             not isinstance(storage, Storage)
             or not _is_count(offset)

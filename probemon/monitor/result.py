@@ -21,10 +21,11 @@ from torch import Tensor
 
 from probemon.aggregate import Aggregator, Doubles, named, over
 from probemon.core.checks import check_count
+from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import PHASES, Coverage, HostState, Scores
 from probemon.engine.audit import Audit
-from probemon.errors import AlignmentError, ConfigError, MissingExtra
+from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.tracking.hand_loop import described
 from probemon.tracking.recording import FORGOTTEN, Recording, Tokens
@@ -234,10 +235,7 @@ class Result:
         Columns row, position, token_id, phase, concept, level, score. Tokens without scores have no line: what
         was not seen stands in the schema's metadata, under `probemon`, beside the totals of the coverage.
         """
-        try:
-            import pyarrow as pa
-        except ImportError as error:
-            raise MissingExtra("to_arrow needs pyarrow: pip install 'probemon[corpus]'") from error
+        pa = import_arrow("to_arrow")
         token = self.scores.state_of
         ids = pa.array([concept["id"] for concept in self.pack.concepts])
         unseen = [

@@ -1,12 +1,12 @@
-"""The folder that an analysis of a corpus leaves, written and read: parquet tables by shard, and a manifest.
+"""The folder of an analysis: parquet tables, the scores of each shard apart, and a manifest.
 
     analysis = Analysis.open("scores/")
     analysis.manifest, analysis.complete
     analysis.documents(), analysis.summary(), analysis.concepts()       # pyarrow tables
     analysis.scores(document=17)                                        # rows of one document; without it, of all
 
-Format: docs/analysis_format.md. A shard is there when its `.json` is, which is renamed into its place last, after the
-tables it lists; so a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
+docs/analysis_format.md describes the format. A shard's `.json` is written after the tables that it lists, and only
+then the shard counts: a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -16,118 +16,49 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from probemon.core.checks import check_count
-from probemon.errors import ConfigError, MissingExtra, SinkFailed
+from probemon.errors import ConfigError, SinkFailed
+from probemon.offline.analysis_files import (
+    ROWS_PER_GROUP,
+    TABLES,
+    arrow,
+    read_json,
+    read_table,
+    replacing,
+    schemas,
+    write_json,
+    write_table,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT, FORMAT_VERSION = "probemon-analysis", 1
 MANIFEST, SHARDS = "manifest.json", "shards"
-TABLES = ("scores", "documents", "summary", "concepts")
-MERGED = ("documents", "summary", "concepts")  # of all shards, at the end; scores stay in theirs
-COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late")
-_ROWS_PER_GROUP = 1 << 18
-
-
-def arrow() -> Any:
-    """pyarrow with parquet. Raises `MissingExtra`."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtra(
-            "an analysis is kept in parquet, which needs pyarrow: pip install 'probemon[corpus]'"
-        ) from error
-    return pa
-
-
-def schemas() -> dict[str, pa.Schema]:
-    """The columns of each table, in order."""
-    pa = arrow()
-    i64, i32, i16, f32, f64, text = pa.int64(), pa.int32(), pa.int16(), pa.float32(), pa.float64(), pa.string()
-    name = pa.dictionary(i32, text)
-    per_document = {"document": i64, "doc_id": name}
-    return {
-        table: pa.schema(columns)
-        for table, columns in {
-            "scores": (
-                per_document
-                | {
-                    "position": i32,
-                    "start": i32,
-                    "end": i32,
-                    "token_id": i32,
-                    "token": name,
-                    "concept": name,
-                    "level": i16,
-                    "score": f32,
-                }
-            ),
-            "documents": (
-                {
-                    "document": i64,
-                    "doc_id": text,
-                    "reason": text,
-                    "n_chars": i64,
-                    "n_tokens": i64,
-                    "n_unseen": i64,
-                    "n_rows": i64,
-                }
-                | dict.fromkeys(COUNTED, i64)
-                | {"text": text}
-            ),
-            "summary": (
-                per_document
-                | {
-                    "concept": name,
-                    "level": i16,
-                    "n_tokens": i32,
-                    "max_score": f32,
-                    "max_position": i32,
-                    "mean_score": f64,
-                }
-            ),
-            "concepts": {
-                "concept": text,
-                "name": text,
-                "level": i16,
-                "parents": pa.list_(text),
-                "path": pa.list_(text),
-                "alert_threshold": f32,
-                "n_documents": i64,
-                "n_tokens": i64,
-                "max_score": f32,
-                "score_sum": f64,
-            },
-        }.items()
-    }
 
 
 class Analysis:
-    """An analysis of a corpus in a folder. Read with `open`; `begin`, `write_shard` and `finish` are for what makes
-    one.
-    """
+    """An analysis of a corpus in a folder: `open` reads one; `begin`, `write_shard` and `finish` make one."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], elsewhere: Sequence[str] = ()) -> None:
         self.directory, self.manifest = directory, manifest
-        self._elsewhere = elsewhere  # what of its environment is another one now
+        self._elsewhere = elsewhere  # how the environment differs from that in which it was begun
 
     # -- reading ---------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, unfinished: bool = False) -> Analysis:
-        """Open the analysis in a folder. Raises `ConfigError` where there is none, or it is not finished (unless
+        """Open the analysis in a folder. Raises `ConfigError` where there is none, or one not finished (unless
         `unfinished`).
         """
         path = Path(directory)
-        manifest = _read_json(path / MANIFEST)
+        manifest = read_json(path / MANIFEST)
         if manifest is None or manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} holds no analysis: give the folder that `probemon analyze` wrote")
         if manifest.get("format_version") != FORMAT_VERSION:
@@ -144,25 +75,23 @@ class Analysis:
 
     @property
     def complete(self) -> bool:
-        """Whether every document of the input is in it."""
+        """Whether it holds every document of the input."""
         return bool(self.manifest.get("complete"))
 
     def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """One row a document: tokens, coverage, and the reason of a bad one."""
-        return _read(self.directory / "documents.parquet", columns)
+        """Return a row for each document: tokens, coverage, and the reason of a bad one."""
+        return read_table(self.directory / "documents.parquet", columns)
 
     def summary(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """One row a document and concept that was over the floor in it."""
-        return _read(self.directory / "summary.parquet", columns)
+        """Return a row for each document and concept that was over the floor in it."""
+        return read_table(self.directory / "summary.parquet", columns)
 
     def concepts(self) -> pa.Table:
-        """One row a concept of the pack, also those that were never over the floor."""
-        return _read(self.directory / "concepts.parquet", None)
+        """Return a row for each concept of the pack, also those that were never over the floor."""
+        return read_table(self.directory / "concepts.parquet")
 
     def scores(self, document: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError` where there is no
-        such document.
-        """
+        """Return the rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError`."""
         pa = arrow()
         shards = self.manifest["shards"]
         if document is not None:
@@ -181,7 +110,7 @@ class Analysis:
                     f"document {document}: the analysis has documents 0..{self.manifest['totals']['documents'] - 1}"
                 )
         wanted = None if document is None else [("document", "=", document)]
-        tables = [_read(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
+        tables = [read_table(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
         return pa.concat_tables(tables).unify_dictionaries() if tables else schemas()["scores"].empty_table()
 
     # -- writing ---------------------------------------------------------------------------------
@@ -195,53 +124,49 @@ class Analysis:
         *,
         resume: bool,
     ) -> Analysis:
-        """Make a folder for an analysis, or go on in one whose `identity` is the same. Raises `ConfigError` saying what
-        differs.
-        """
-        path, stated = Path(directory), json.loads(json.dumps(identity))
-        # What a run that was killed at its very start leaves is nobody's. Looked at first, since another process may
-        # begin it at the same time.
-        others = path.exists() and (
+        """Begin an analysis, or go on with one of the same `identity`. Raises `ConfigError` saying what differs."""
+        path, identity_json = Path(directory), json.loads(json.dumps(identity))
+        # Hidden files may be left of a run that was killed at its very start. This looks first, since another process
+        # may begin the analysis at the same time.
+        is_taken = path.exists() and (
             not path.is_dir()
             or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
         )
-        known = _read_json(path / MANIFEST)
-        if known is None:
-            if others:
+        begun = read_json(path / MANIFEST)
+        if begun is None:
+            if is_taken:
                 raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
             manifest = {
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
-                "identity": stated,
+                "identity": identity_json,
                 "environment": dict(environment),
                 "complete": False,
             }
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 with cls(path, manifest)._lock("begin", fcntl.LOCK_EX):
-                    known = _read_json(path / MANIFEST)
-                    if known is None:
-                        _write_json(path / MANIFEST, manifest)
+                    begun = read_json(path / MANIFEST)
+                    if begun is None:
+                        write_json(path / MANIFEST, manifest)
                         return cls(path, manifest)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
         if not resume:
             raise ConfigError(f"{path} holds an analysis: pass resume=True to go on with it, or give another folder")
-        if (known.get("format"), known.get("format_version")) != (FORMAT, FORMAT_VERSION):
+        if (begun.get("format"), begun.get("format_version")) != (FORMAT, FORMAT_VERSION):
             raise ConfigError(f"{path / MANIFEST} is not of an analysis of this format: give another folder")
-        if known["identity"] != stated:
-            differs = "; ".join(_differences(known["identity"], stated))
+        if begun["identity"] != identity_json:
+            differs = "; ".join(differences(begun["identity"], identity_json))
             raise ConfigError(
                 f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give"
                 " another folder"
             )
-        return cls(path, known, _differences(known.get("environment"), dict(environment)))
+        return cls(path, begun, differences(begun.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-        """Hold the folder, or one rank's part of it, against other processes. Raises `ConfigError` where another holds
-        it.
-        """
+        """Lock the folder, or one rank's part of it. Raises `ConfigError` where another process holds it."""
         with (
             self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB),
             self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB),
@@ -250,7 +175,7 @@ class Analysis:
 
     @contextmanager
     def _lock(self, name: str, how: int) -> Iterator[None]:
-        """The lock goes with the process, however it ends."""
+        """Hold a lock, which goes with the process, however it ends."""
         try:
             stream = (self.directory / f".lock-{name}").open("w")
         except OSError as error:
@@ -271,13 +196,13 @@ class Analysis:
             yield
 
     def shard(self, index: int) -> dict[str, Any] | None:
-        """What is known of a shard that is whole; None where it is still to be made."""
-        about = _read_json(self._path(index, "json"))
-        whole = about is not None and all(
-            (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == about["bytes"][name]
+        """Return what is known of a shard that is whole; None where it is still to be made."""
+        record = read_json(self._path(index, "json"))
+        is_whole = record is not None and all(
+            (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == record["bytes"][name]
             for name in TABLES
         )
-        return about if whole else None
+        return record if is_whole else None
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
         """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
@@ -290,31 +215,32 @@ class Analysis:
             )
             self._elsewhere = ()
         with self._writing():
-            if self.complete:  # its input has grown: until that is in it, it is not
+            if self.complete:  # its input has grown
                 self.manifest = {
                     name: value for name, value in self.manifest.items() if name not in ("totals", "shards")
                 } | {"complete": False}
-                _write_json(self.directory / MANIFEST, self.manifest)
+                write_json(self.directory / MANIFEST, self.manifest)
             (self.directory / SHARDS).mkdir(exist_ok=True)
-            sizes = {name: _write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
-            _write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
+            sizes = {name: write_table(self._path(index, f"{name}.parquet"), tables[name]) for name in TABLES}
+            write_json(self._path(index, "json"), {**about, "index": index, "bytes": sizes})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # pyarrow's are such, too
+        except OSError as error:  # pyarrow's are OSErrors too
             raise SinkFailed(
                 f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same"
                 " again when there is room"
             ) from error
 
     def finish(self, digests: Sequence[str]) -> bool:
-        """Merge the tables of all shards, whose documents have these digests, and mark the analysis as complete; False
-        where other processes have shards to write still.
+        """Merge the tables of all shards and mark the analysis as complete; return False where other processes still
+        have shards to write.
 
-        Where several end at once each does it, one after another, with the same result. Raises `ConfigError` where a
-        shard is of other documents than this process was given: each has to be given all of them, in one order.
+        `digests` are those of the shards that this process was given; each process has to be given all documents, in
+        one order, else this raises `ConfigError`. Where several processes end at once each merges, one after another,
+        with the same result.
         """
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
             return self._finish(digests)
@@ -339,123 +265,62 @@ class Analysis:
             )
         for name in ("documents", "summary"):
             self._merge(name, n_shards)
-        _write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
-        totals = _added([shard["totals"] for shard in shards])  # type: ignore[index]
+        write_table(self.directory / "concepts.parquet", self._all_concepts(n_shards))
+        totals = _sum_counts([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
-        for left in (
-            *self.directory.glob(".*.partial-*"),
-            *self.directory.glob(f"{SHARDS}/.*.partial-*"),
-        ):  # of processes that were killed
-            left.unlink(missing_ok=True)
-        _write_json(self.directory / MANIFEST, self.manifest)
+        for folder in (self.directory, self.directory / SHARDS):
+            for partial in folder.glob(".*.partial-*"):  # of processes that were killed
+                partial.unlink(missing_ok=True)
+        write_json(self.directory / MANIFEST, self.manifest)
         return True
 
     def _path(self, index: int, suffix: str) -> Path:
         return self.directory / SHARDS / f"{index:05d}.{suffix}"
 
     def _merge(self, name: str, n_shards: int) -> None:
-        import pyarrow.parquet as pq
-
         with (
-            _replacing(self.directory / f"{name}.parquet") as stream,
-            pq.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
+            replacing(self.directory / f"{name}.parquet") as stream,
+            arrow().parquet.ParquetWriter(stream, schemas()[name], compression="zstd") as writer,
         ):
             for index in range(n_shards):
-                writer.write_table(_read(self._path(index, f"{name}.parquet"), None), row_group_size=_ROWS_PER_GROUP)
+                writer.write_table(read_table(self._path(index, f"{name}.parquet")), row_group_size=ROWS_PER_GROUP)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
-        """Counts of the shards added in their order, so that sums are the same however often the run was
-        interrupted.
-        """
+        """Add the counts of the shards in their order, so that sums do not depend on interruptions."""
         pa = arrow()
-        whole, sums = None, dict[str, Any]()
+        table, sums = None, dict[str, Any]()
         for index in range(n_shards):
-            part = _read(self._path(index, "concepts.parquet"), None)
+            part = read_table(self._path(index, "concepts.parquet"))
             for name in ("n_documents", "n_tokens", "score_sum"):
                 sums[name] = sums.get(name, 0) + part.column(name).to_numpy()
-            best = part.column("max_score").to_numpy()
-            sums["max_score"] = np.maximum(sums.get("max_score", best), best)
-            whole = part if whole is None else whole
-        assert whole is not None
+            highest = part.column("max_score").to_numpy()
+            sums["max_score"] = np.maximum(sums.get("max_score", highest), highest)
+            table = part if table is None else table
+        assert table is not None
         for name, values in sums.items():
-            at = whole.schema.get_field_index(name)
-            whole = whole.set_column(at, whole.schema.field(at), pa.array(values, whole.schema.field(at).type))
-        return whole
+            at = table.schema.get_field_index(name)
+            table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+        return table
 
 
-def _added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts added by name, and so those within them; what every part has the same (`n_probes`) stays."""
-    found: dict[str, Any] = {}
+def _sum_counts(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add counts by name, nested ones too; `n_probes` is the same in every part, and stays."""
+    sums: dict[str, Any] = {}
     for part in totals:
         for name, value in part.items():
             if isinstance(value, Mapping):
-                found[name] = _added([found.get(name, {}), value])
+                sums[name] = _sum_counts([sums.get(name, {}), value])
             else:
-                found[name] = value if name == "n_probes" else found.get(name, 0) + value
-    return found
+                sums[name] = value if name == "n_probes" else sums.get(name, 0) + value
+    return sums
 
 
-def _differences(one: Any, other: Any, where: str = "") -> list[str]:
+def differences(one: Any, other: Any, where: str = "", words: str = "{} was {!r}, now {!r}") -> list[str]:
+    """Say where two dicts of dicts differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
             text
             for key in {**one, **other}
-            for text in _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))
+            for text in differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."), words)
         ]
-    return [] if one == other else [f"{where} was {one!r}, now {other!r}"]
-
-
-def _read(path: Path, columns: Sequence[str] | None, filters: Any = None) -> pa.Table:
-    pa = arrow()
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{path} is missing or damaged ({str(error).splitlines()[0]}): make the analysis again"
-        ) from error
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well. Its name until then is of this process alone: several may
-    write the same.
-    """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _write_table(path: Path, table: pa.Table) -> int:
-    """Its size in bytes."""
-    import pyarrow.parquet as pq
-
-    with _replacing(path) as stream:
-        pq.write_table(table, stream, compression="zstd", row_group_size=_ROWS_PER_GROUP)
-        return stream.tell()
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): make the analysis again in another folder") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not an object: make the analysis again in another folder")
-    return content
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with _replacing(path) as stream:
-        stream.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    return [] if one == other else [words.format(where, one, other)]

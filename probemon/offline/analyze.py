@@ -1,11 +1,11 @@
-"""Analysis of a corpus: every document through host and cascade, into parquet shards that a killed run goes on from.
+"""Analyses a corpus: scores every document, and writes parquet shards that a killed run goes on from.
 
     analysis = analyze(manager, model, tokenizer, "mails.jsonl", out="scores/", resume=True)
     analysis.concepts().to_pandas()
 
-A row is a document, a token and a concept above the floor. What a shard holds is fixed by the documents and the
-settings alone, so a run that was interrupted ends with the same rows as one that was not; so do several that share the
-work (`rank`, `world_size`).
+A row is a document, a token and a concept above the floor. The documents and the settings alone fix what a shard
+holds, so a run that was interrupted ends with the same rows as one that was not, and so do several that share the work
+(`rank`, `world_size`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.host.model import host_state
-from probemon.offline.analysis_folder import COUNTED, MANIFEST, Analysis, arrow, schemas
+from probemon.offline.analysis_files import COUNTED, arrow, schemas
+from probemon.offline.analysis_folder import MANIFEST, Analysis
 from probemon.offline.corpus import CorpusScorer, ScoredShard
 from probemon.offline.documents import MAX_CHARS, Source, read_documents
 from probemon.offline.windows import Reading, Shard, shards
@@ -58,13 +59,17 @@ def analyze(
     world_size: int = 1,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Score every token of `documents` (see `probemon.offline.documents`) and write what is above the floor to the
-    folder `out`.
+    """Score every token of `documents` and write what is above the floor to the folder `out`.
 
-    `floor`: a score, or "fired" for each concept's alert threshold. `resume=True` goes on with what is there; it has to
-    be of the same documents and settings. With `world_size` processes on one file system each takes every so-manieth
-    shard from `rank` on, and the one that ends last completes the analysis. `progress(n_documents, n_tokens)` is told
-    of more of both. Raises `ConfigError`; a bad document does not raise.
+    - `documents`, `text_field`, `id_field`, `max_chars`: as in `probemon.offline.documents`.
+    - `resume`: go on with what is there, which has to be of the same documents and settings.
+    - `floor`: a score, or "fired" for each concept's alert threshold.
+    - `keep_text`: whether texts and tokens are written.
+    - `rank`, `world_size`: of several processes on one file system. Each takes every `world_size`-th shard; the one
+      that ends last completes the analysis.
+    - `progress(n_documents, n_tokens)`: called with how many more of both are done.
+
+    Raises `ConfigError`; a bad document does not raise.
     """
     arrow()
     if not is_int(rank) or not is_int(world_size) or not 0 <= rank < world_size:
@@ -73,7 +78,7 @@ def analyze(
             " 0 to one less"
         )
     check_apart(documents, out)
-    read = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    corpus = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
     check_bool("resume", resume)
     table = Tables(manager.pack, floor, keep_text)
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
@@ -82,7 +87,7 @@ def analyze(
         digests: list[str] = []
 
         def missing() -> Iterator[Shard]:
-            for shard in shards(read):
+            for shard in shards(corpus):
                 digests.append(shard.digest)
                 known = check_known(analysis, shard)
                 if known is None and shard.index % world_size == rank:
@@ -97,9 +102,7 @@ def analyze(
 
 
 def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """The kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same; nothing
-    where there is none.
-    """
+    """Return the kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same."""
     begun = (Path(out) / MANIFEST).is_file()
     kernel = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if begun else {}
     return {name: kernel[name] for name in ("impl", "strategy") if name in kernel}
@@ -116,21 +119,19 @@ def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
 
 
 def check_known(analysis: Analysis, shard: Shard) -> dict[str, Any] | None:
-    """What is known of a shard that is there already; None where it is still to be made. Raises `ConfigError` where it
-    is of other documents.
-    """
-    known = analysis.shard(shard.index)
-    if known is not None and known["digest"] != shard.digest:
-        last = known["first"] + max(known["n_documents"], len(shard.documents)) - 1
+    """Return `analysis.shard`. Raises `ConfigError` where the shard that is there is of other documents."""
+    record = analysis.shard(shard.index)
+    if record is not None and record["digest"] != shard.digest:
+        last = record["first"] + max(record["n_documents"], len(shard.documents)) - 1
         raise ConfigError(
-            f"documents {known['first']} to {last} have changed since {analysis.directory} was begun: give another"
+            f"documents {record['first']} to {last} have changed since {analysis.directory} was begun: give another"
             " folder"
         )
-    return known
+    return record
 
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
-    """Put a shard into the folder."""
+    """Write a shard to the folder."""
     first = scored.shard.documents[0].index if scored.documents else 0
     tables, totals = table.of(scored)
     analysis.write_shard(
@@ -142,9 +143,8 @@ def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
 
 
 def give_back() -> None:
-    """Free memory to the system. The C library keeps pieces of what each shard took, and over hours their gaps add up
-    to gigabytes.
-    """
+    """Give freed memory back to the system."""
+    # The C library keeps pieces of what each shard took, and over hours their gaps add up to gigabytes.
     arrow().default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
@@ -152,7 +152,7 @@ def give_back() -> None:
 
 
 def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
-    """All that a row depends on beside the documents: two analyses with the same are one analysis."""
+    """Return all that a row depends on beside the documents."""
     manager, host, reading = scorer.manager, scorer.host, scorer.reading
     state, config = host_state(host), manager.config
     return {
@@ -201,18 +201,18 @@ def _described(tokenizer: Any) -> str:
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
         return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
-    files, read = pack.manifest["files"], [dataclasses.asdict(spec) for spec in pack.inputs]
+    files = pack.manifest["files"]
     return {
         "name": pack.name,
         "concepts": files[CONCEPTS]["sha256"],
         "probes": files[PROBES]["sha256"],
-        "inputs": read,
+        "inputs": [dataclasses.asdict(spec) for spec in pack.inputs],
         "score_rule": pack.score_rule,
     }
 
 
 def environment() -> dict[str, Any]:
-    """What the last bits of a score may depend on, and a row should not."""
+    """Return what only the last bits of a score may depend on."""
     import tokenizers
     import torch
     import transformers
@@ -230,7 +230,7 @@ def environment() -> dict[str, Any]:
 
 
 class Tables:
-    """The tables of a scored shard, for a pack and a floor. Raises `ConfigError` for a floor that is none."""
+    """Makes the tables of scored shards, for a pack and a floor. Raises `ConfigError` for the floor."""
 
     def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool) -> None:
         if not isinstance(floor, str) or floor != "fired":
@@ -250,7 +250,7 @@ class Tables:
         self._concepts = [concept["id"] for concept in pack.concepts]
 
     def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The four tables of a shard by name, and its totals."""
+        """Return the four tables of a shard by name, and its totals."""
         scores, p = scored.scores, self.pack.n_probes
         n_documents, lengths = len(scored.documents), np.diff(scored.ptr)
         place = np.repeat(np.arange(n_documents), lengths)  # of each token, its document in the shard
@@ -268,7 +268,7 @@ class Tables:
         total = np.bincount(
             place[pair_of] * p + scores.probes, weights=scores.values.astype(np.float64), minlength=n_documents * p
         ).reshape(n_documents, p)
-        # By document and concept, the best first, then the earliest: its first row is the maximum.
+        # By document and concept, the best first, then the earliest: the first row of each is its maximum.
         order = np.lexsort((position[token], -value, probe, place[token]))
         key = (place[token] * p + probe)[order]
         begin = np.flatnonzero(np.diff(key, prepend=-1))
@@ -294,7 +294,7 @@ class Tables:
             "concepts": self._whole(of_concept, n_above, value[best], total.sum(axis=0)),
         }
         pa = arrow()
-        made = {
+        arrow_tables = {
             name: pa.Table.from_arrays(
                 [
                     column if isinstance(column, pa.Array) else pa.array(column, field.type)
@@ -312,7 +312,7 @@ class Tables:
             "rows": len(token),
             **{name: int(values.sum()) for name, values in counts.items()},
         }
-        return made, totals | {"audit": Audit.of(scores.coverage).as_dict()}
+        return arrow_tables, totals | {"audit": Audit.of(scores.coverage).as_dict()}
 
     def _scores(
         self, scored: ScoredShard, place: Any, position: Any, token: Any, probe: Any, value: Any
@@ -394,9 +394,7 @@ class Tables:
 
 
 def _dictionary(at: Any, texts: Sequence[str]) -> Any:
-    """Texts by number, each kept once. Only those in use, in the order of their texts, so that a file does not depend
-    on what else there was.
-    """
+    """Return texts by number as an Arrow dictionary of those in use, sorted: a file depends on nothing else."""
     pa = arrow()
     names, to = (
         np.unique(np.asarray(texts, dtype=object), return_inverse=True)

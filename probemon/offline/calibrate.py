@@ -1,71 +1,49 @@
-"""Alert thresholds to a false-positive rate, after aggregation, and the pack that holds them.
+"""Calibrates alert thresholds to a false-positive rate, after aggregation.
 
     # scores [T, K] of K watched concepts
     alerts = calibrate_alerts(benign, fpr=0.01, aggregate=Ema(0.3), positives=[(scores, None), ...])
     alerts.threshold, alerts.documents.high, alerts.positive_documents.rate
-    calibrated = write_calibrated(pack, "my-pack-calibrated", watched=[17, 20], alerts=alerts)
 
 Of n benign units at most k may exceed a threshold: k is the largest number whose upper bound (Clopper-Pearson) is
 within the rate asked for, and the threshold is the (k + 1)-th largest value. For independent units the rate is then
 within what was asked, whatever the distribution of the scores, but for a chance of 1 - confidence (a tolerance limit:
-Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). That chance is shared
-among the K concepts, so that all thresholds hold together (Bonferroni).
+Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). The K concepts share
+that chance, so that all thresholds hold together (Bonferroni).
 
-A unit is a token or a document. Documents drawn alike are independent. Tokens of one document are not, so with
-`unit="token"` the bound is that of as many independent tokens, and is too narrow where few documents make many tokens:
-both rates are counted, so that this can be seen. A running score begins at a document's first token, that of a rule at
-the first token generated: calibrate on texts such as the model will generate.
+A unit is a token or a document. Documents drawn alike are independent; tokens of one document are not. So the bound of
+`unit="token"`, that of as many independent tokens, is too narrow where few documents make many tokens: both rates are
+counted, to show this. A running score begins at a document's first token, that of a rule at the first token generated:
+calibrate on texts such as the model will generate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from probemon.aggregate import Aggregator, Each, named, over
+from probemon.aggregate import Aggregator, named, over
 from probemon.core.checks import check_share
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import at_most, lower_bound, upper_bound
 from probemon.core.scores import Floats
 from probemon.errors import CalibrationError, ConfigError
-from probemon.packs.manifest import PROBES
-from probemon.packs.pack import ProbePack
-from probemon.packs.writer import PackWriter
-
-if TYPE_CHECKING:
-    from probemon.offline.expansion import Expansion
 
 UNITS = ("token", "document")
 _COLUMNS = 16  # concepts sorted at once: bounds the second copy of their values
-# What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
-_AT_THRESHOLD = (
-    "false_positive_rate",
-    "false_positive_rate_all_tokens",
-    "recall_at_threshold",
-    "precision_at_threshold",
-    "fired_per_token",
-    "firing_recall_exact",
-    "share_evaluated_exact",
-    "n_fired",
-    "n_fired_changed",
-)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`, with bounds `low` and `high`, each passed
-    with probability `risk` at most.
+    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`.
 
-    `least`: so many units the threshold was chosen to allow, where ties or rounding left fewer.
+    - `low`, `high`: bounds (Clopper-Pearson), each passed with probability `risk` at most.
+    - `least`: how many units the threshold was chosen to allow, where ties or rounding left fewer.
     """
 
     count: Ints
@@ -80,7 +58,6 @@ class Rates:
 
     @cached_property
     def low(self) -> npt.NDArray[np.float64]:
-        """Lower bounds (Clopper-Pearson)."""
         return np.asarray(lower_bound(self.count, self.n, 1 - self.risk))
 
     @cached_property
@@ -90,12 +67,12 @@ class Rates:
 
     @classmethod
     def of(cls, count: Any, n: Any, risk: float, least: int = 0) -> Rates:
-        """Of counts and a number of units, the same or one for each."""
+        """Make them of counts and a number of units, the same or one for each."""
         counts, units = np.broadcast_arrays(np.asarray(count, dtype=np.int64), np.asarray(n, dtype=np.int64))
         return cls(counts, units, risk, least)
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Of concept i, as JSON."""
+        """Return those of concept i, as JSON."""
         rate = float(self.rate[i])
         return {
             "count": int(self.count[i]),
@@ -108,13 +85,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Alerts:
-    """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; 1 is exceeded by none.
+    """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; none exceeds 1.
 
-    `tokens`, `documents`: benign units over the threshold at a token (in a document: at any token); `any_token`,
-    `any_document`: over that of any of the K (one entry); `positive_tokens`, `positive_documents`: of the positive
-    ones, by concept, None without positives. Each bound holds with probability 1 - (1 - confidence) / K, those of
-    `any_*` with `confidence`. Bounds of the unit that was not calibrated are of thresholds chosen on the same
-    documents.
+    - `tokens`, `documents`: benign tokens over the threshold, and documents with any such token.
+    - `any_token`, `any_document`: those over the threshold of any of the K (one entry).
+    - `positive_tokens`, `positive_documents`: the same of the positive ones; None without positives.
+
+    Each bound holds with probability 1 - (1 - confidence) / K, those of `any_*` with `confidence`. Bounds of the unit
+    that was not calibrated are of thresholds chosen on the same documents.
     """
 
     aggregator: Aggregator
@@ -134,7 +112,7 @@ class Alerts:
     positive_documents: Rates | None
 
     def stated(self) -> dict[str, Any]:
-        """What was asked for and from how much, as JSON."""
+        """Return what was asked for and from how much, as JSON."""
         return {
             "aggregator": str(self.aggregator),
             "unit": self.unit,
@@ -152,11 +130,11 @@ class Alerts:
         }
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Threshold and rates of concept i, as JSON."""
+        """Return threshold and rates of concept i, as JSON."""
         rates = {name: getattr(self, name) for name in ("tokens", "documents", "positive_tokens", "positive_documents")}
         return {
             "threshold": float(self.threshold[i]),
-            **{name: found.entry(i) for name, found in rates.items() if found is not None},
+            **{name: shares.entry(i) for name, shares in rates.items() if shares is not None},
         }
 
 
@@ -170,15 +148,18 @@ def calibrate_alerts(
     family: bool = False,
     positives: Iterable[tuple[Floats, Mask | None]] = (),
 ) -> Alerts:
-    """Thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K concepts
-    together.
+    """Choose thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K
+    concepts together.
 
-    `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
-    tokens that were not seen and are left out. `unit`: "token", the running score at every token, or "document", its
-    maximum over the document. `family`: the rate is that of any of the K concepts, shared evenly among them.
-    `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
-    the rate by tokens. Keeps 4 bytes a token and concept. Raises `CalibrationError` where the benign units are too few,
-    saying how many are needed.
+    - `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
+      tokens that were not seen and are left out.
+    - `unit`: "token", the running score at every token, or "document", its maximum over the document.
+    - `family`: the rate is that of any of the K concepts, shared evenly among them.
+    - `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
+      the rate by tokens.
+
+    This keeps 4 bytes for each token and concept. Raises `CalibrationError` where the benign units are too few, saying
+    how many are needed.
     """
     check_targets(fpr, confidence, unit)
     aggregator = named(aggregate)
@@ -229,7 +210,7 @@ def calibrate_alerts(
 
 
 def check_targets(fpr: float, confidence: float, unit: str) -> None:
-    """Raise `ConfigError` for a rate, a confidence or a unit that is none."""
+    """Raise `ConfigError` for a wrong rate, confidence or unit."""
     for name, value in (("fpr", fpr), ("confidence", confidence)):
         check_share(name, value, f"give more than 0 and less than 1, such as {0.01 if name == 'fpr' else 0.95}")
     if unit not in UNITS:
@@ -238,8 +219,8 @@ def check_targets(fpr: float, confidence: float, unit: str) -> None:
 
 @lru_cache(maxsize=64)
 def most_allowed(n: int, rate: float, risk: float) -> int:
-    """The most of n units that may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is within
-    `rate`; -1 if not even 0.
+    """Return how many of n units may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is
+    within `rate`, or -1.
     """
     # That bound is within the rate exactly where a rate of `rate` gives k or fewer with probability `risk` at most.
     low, high = -1, n
@@ -250,7 +231,7 @@ def most_allowed(n: int, rate: float, risk: float) -> int:
 
 
 def units_needed(rate: float, risk: float) -> int:
-    """The fewest units of which none may exceed the threshold: (1 - rate)^n <= risk."""
+    """Return the fewest units that suffice, if none may exceed the threshold: (1 - rate)^n <= risk."""
     needed = max(1, math.ceil(math.log(risk) / math.log1p(-rate)) - 1)
     while most_allowed(needed, rate, risk) < 0:  # the quotient may be a rounding off
         needed += 1
@@ -258,22 +239,23 @@ def units_needed(rate: float, risk: float) -> int:
 
 
 def _running(aggregator: Aggregator, scores: Floats) -> Floats:
-    """Running scores `[T, K]` of the tokens that were seen, rounded up to fp32: one exceeds an fp32 threshold exactly
-    where it did before.
+    """Return the running scores `[T, K]` of the tokens that were seen.
+
+    They are rounded up to fp32, so that one exceeds an fp32 threshold exactly where it did before.
     """
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
     unseen = np.isnan(scores).all(axis=1)
-    kept = scores[~unseen] if unseen.any() else scores
-    if ((kept < 0) | (kept > 1)).any():
+    seen = scores[~unseen] if unseen.any() else scores
+    if ((seen < 0) | (seen > 1)).any():
         raise ConfigError("scores are not between 0 and 1: give what probes score, no logits")
-    values = over(aggregator, kept)
+    values = over(aggregator, seen)
     rounded = values.astype(np.float32)
     return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
 def _kth_largest(parts: Sequence[Floats], n: int, k: int) -> Floats:
-    """The (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
+    """Return the (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
     thresholds = []
     for at in range(0, parts[0].shape[1], _COLUMNS):
         columns = np.concatenate([part[:, at : at + _COLUMNS] for part in parts])
@@ -286,192 +268,20 @@ def _positive(
 ) -> tuple[Rates, Rates] | None:
     tokens_over, tokens, documents_over, documents = np.zeros((4, len(threshold)), dtype=np.int64)
     has_positives = False
-    for scores, of in positives:
+    for scores, is_of in positives:
         has_positives = True
         values = _running(aggregator, scores)
         if values.shape[1] != len(threshold) or (
-            of is not None and (np.shape(of) != threshold.shape or np.asarray(of).dtype != bool)
+            is_of is not None and (np.shape(is_of) != threshold.shape or np.asarray(is_of).dtype != bool)
         ):
             raise ConfigError(
-                f"positive scores {values.shape}, of {of!r}: give scores [T, {len(threshold)}] and which of the"
+                f"positive scores {values.shape}, of {is_of!r}: give scores [T, {len(threshold)}] and which of the"
                 f" {len(threshold)} concepts, as booleans, or None"
             )
         exceeding = (values > threshold).sum(axis=0)
-        places = slice(None) if of is None else np.flatnonzero(of)
+        places = slice(None) if is_of is None else np.flatnonzero(is_of)
         tokens_over[places] += exceeding[places]
         tokens[places] += len(values)
         documents_over[places] += exceeding[places] > 0
         documents[places] += len(values) > 0
     return (Rates.of(tokens_over, tokens, risk), Rates.of(documents_over, documents, risk)) if has_positives else None
-
-
-# -- the pack ----------------------------------------------------------------------------------------
-
-
-def _bounds_of(pack: ProbePack, bounding: Sequence[int], alert: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
-    """Return expand thresholds under which bounds of the scores below stay bounds: each is compared with the smallest
-    of the new thresholds below it.
-    """
-    expand = expand.clone()
-    for probe in bounding:
-        below = alert[torch.from_numpy(pack.tree.children(probe))]
-        known = below[~below.isnan()]
-        if len(known):
-            expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
-    return expand
-
-
-def write_calibrated(
-    pack: ProbePack,
-    path: str | Path,
-    *,
-    watched: Sequence[int] = (),
-    alerts: Alerts | None = None,
-    expansion: Expansion | None = None,
-    inputs: Mapping[str, Any] | None = None,
-) -> ProbePack:
-    """Write a new version of a pack with calibrated thresholds and open it; the pack itself is left as it is.
-
-    `alerts`: of the probes `watched`, in this order; other probes keep their thresholds. `expansion`: see
-    `probemon.offline.expansion`. `inputs`: what the documents were, for the record. Expand thresholds that were
-    calibrated for other alert thresholds are cleared. `path` must not be there yet. Raises `PackError`, `ConfigError`.
-    """
-    if alerts is None and expansion is None:
-        raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
-    if alerts is not None and len(watched) != len(alerts.threshold):
-        raise ConfigError(
-            f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
-            " same order"
-        )
-    bounding = [probe for probe in watched if pack.concepts[probe].get("bounding")]
-    if bounding:
-        raise ConfigError(
-            f"{pack.concepts[bounding[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
-            " those out of watched"
-        )
-    source, recommended = pack.manifest, dict(pack.recommended)
-    alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
-    expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
-    changes = alerts is not None and alerts.aggregator == Each()
-    if alerts is not None:
-        target = alert if changes else torch.full_like(alert, float("nan"))
-        if str(alerts.aggregator) in aggregated:
-            target = aggregated[str(alerts.aggregator)].clone()
-        target[list(watched)] = torch.from_numpy(alerts.threshold)
-        if changes:
-            quality = _without(quality)
-        else:
-            aggregated[str(alerts.aggregator)] = target
-        quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
-    above = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
-    if changes and above:
-        expand = _bounds_of(pack, above, alert, expand)
-    cleared = changes and expansion is None and not above and not bool(expand.isnan().all())
-    if cleared:
-        expand = torch.full_like(expand, float("nan"))
-        quality.pop("expansion", None)
-        if recommended.get("load_threshold") == "calibrated":
-            del recommended["load_threshold"]
-    if expansion is not None:
-        expand = torch.from_numpy(expansion.expand_threshold)
-        quality["expansion"] = expansion.stated()
-        if not _is_exact(pack, alert, recommended):
-            recommended["load_threshold"] = "calibrated"
-    entry = {
-        **({} if alerts is None else alerts.stated()),
-        "watched": [pack.concepts[probe]["id"] for probe in watched] if alerts is not None else [],
-        "expansion": None if expansion is None else expansion.stated(),
-        "expand_thresholds_cleared": cleared,
-        "inputs": dict(inputs or {}),
-        "source": {"name": pack.name, "sha256": source["files"][PROBES]["sha256"]},
-        "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
-    }
-    provenance = dict(source.get("provenance") or {})
-    provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
-    card = pack.card_text()
-    with PackWriter(
-        path,
-        name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
-        concepts=pack.concepts,
-        architecture=pack.architecture,
-        dtype=pack.dtype,
-        score_rule=pack.score_rule,
-        inputs=[spec.as_dict() for spec in pack.inputs],
-        host=source["host"],
-        licence=source["licence"],
-        card=card + _note(alerts, expansion, changes, cleared),
-        input_index=pack.input_index,
-        alert_threshold=alert,
-        expand_threshold=expand,
-        aggregated=aggregated,
-        **_alert_sets(pack, changes),
-        golden_hidden=pack.golden_hidden,
-        recommended=recommended,
-        provenance=provenance,
-        quality=quality,
-    ) as writer:
-        for start, block in pack.blocks():
-            writer.put_slice(start, block)
-    return ProbePack.of(writer.opened)
-
-
-def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
-    """Return the sets of a new version: new thresholds of single tokens are a set of their own beside the pack's."""
-    if not changes or pack.alert_set is None:
-        return {"alert_set": pack.alert_set, "alert_sets": pack.other_alert_sets()}
-    before = {pack.alert_set: pack.alert_threshold, **pack.other_alert_sets()}
-    before.pop("calibrated", None)  # an earlier calibration is replaced, as where sets have no names
-    return {"alert_set": "calibrated", "alert_sets": before}
-
-
-def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
-    """Whether the pack's own descent finds every firing probe already, so that a calibrated one would only lose
-    some.
-    """
-    return (
-        pack.score_rule == "path"
-        and not bool(alert.isnan().any())
-        and recommended.get("load_threshold", "exact") == "exact"
-    )
-
-
-def _without(quality: Any) -> Any:
-    """Without what was measured at the thresholds before, at any depth."""
-    return (
-        {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD}
-        if isinstance(quality, Mapping)
-        else quality
-    )
-
-
-def _alert_quality(
-    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
-) -> dict[str, Any]:
-    """Rates by aggregator and concept; those of concepts calibrated earlier stay beside the new ones."""
-    name = str(alerts.aggregator)
-    concepts = dict((before.get(name) or {}).get("concepts") or {})
-    stated = {"unit": alerts.unit, "fpr": alerts.fpr, "confidence": alerts.confidence, "n_watched": len(watched)}
-    concepts |= {pack.concepts[probe]["id"]: {**alerts.entry(i), **stated} for i, probe in enumerate(watched)}
-    together = {"any_token": alerts.any_token.entry(0), "any_document": alerts.any_document.entry(0)}
-    return {**before, name: {**together, "concepts": concepts}}
-
-
-def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cleared: bool) -> str:
-    lines = ["", "## Calibration", ""]
-    if alerts is not None:
-        as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
-        what = "single tokens" if changes else f"`{alerts.aggregator}`"
-        lines.append(
-            f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most"
-            f" {alerts.fpr:g} by {alerts.unit}, with probability {alerts.confidence:g} for all of them together{as_if},"
-            f" from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
-        )
-    if changes:
-        lines.append(
-            "All other figures of this card that depend on alert thresholds are those of the thresholds before."
-        )
-    if cleared:
-        lines.append("Expand thresholds were calibrated for the thresholds before and are cleared.")
-    if expansion is not None:
-        lines.append(expansion.sentence())
-    return "\n".join(lines) + "\n"

@@ -1,16 +1,14 @@
-"""Which concepts differ between two corpora: effect sizes, bootstrap intervals over documents, and a false-discovery
-rate.
+"""Compares the concepts of two corpora: effect sizes, bootstrap intervals over documents, a false-discovery rate.
 
-    found = compare(Analysis.open("before/"), Analysis.open("after/"))
+    comparison = compare(Analysis.open("before/"), Analysis.open("after/"))
     # B minus A: positive where B has more
-    for row in found.differing: row.path, row.difference, row.cliffs_delta, row.q
-    found.to_arrow(), found.write("diff.parquet"), found.stated()
+    for row in comparison.differing: row.path, row.difference, row.cliffs_delta, row.q
+    comparison.to_arrow(), comparison.write("diff.parquet"), comparison.stated()
 
-The unit is the document, since the tokens of one depend on each other. Of a document and a concept one number is
-compared: `by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the
-floor (1 or 0), which also depends on how long documents are. Both are known exactly for every document as far as the
-descent reached what is over the floor: under the path rule all of it, but for what was dropped. Needs the extra
-`corpus`.
+The unit is the document, since the tokens of one depend on each other. Each document has one number for a concept:
+`by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or
+0), which also depends on how long documents are. Both are exact as far as the descent reached what is over the floor:
+under the path rule all of it, but for what was dropped. Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from probemon.core.checks import check_count, check_share
-from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
-from probemon.offline.analysis_folder import Analysis, arrow
+from probemon.offline.analysis_files import arrow
+from probemon.offline.analysis_folder import Analysis, differences
+from probemon.offline.document_samples import Corpus, Sample, dominance, resampled
 from probemon.offline.significance import Doubles, benjamini_hochberg, mann_whitney
 
 if TYPE_CHECKING:
@@ -39,36 +37,18 @@ if TYPE_CHECKING:
 BY = ("share", "max")
 # What a score depends on. Windows, batches and the kernel are how a corpus was read, not what was asked of it.
 _SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_tokens", "reading.parse_special")
-_CHUNK = 1 << 17  # resampled weights that are in hand at once: they should stay in the processor's cache
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """What was compared of an analysis: documents with seen tokens; `n_bad` and `n_unseen` documents are left out (not
-    scored; no token seen).
-
-    `n_tokens` seen in those compared, `median_tokens` of one, and how often a probe was dropped by a limit
-    (`n_dropped`), whose score is then unknown.
-    """
-
-    directory: str
-    n_documents: int
-    n_bad: int
-    n_unseen: int
-    n_tokens: int
-    median_tokens: float
-    n_dropped: int
 
 
 @dataclass(frozen=True)
 class ConceptDifference:
-    """One concept in two corpora, B compared with A. `n_a`, `n_b`: documents with it; `mean_a`, `mean_b`: of the
-    statistic over all documents.
+    """One concept in two corpora, B compared with A.
 
-    `difference` is mean_b - mean_a, `ratio` mean_b / mean_a (None where A has none). `cliffs_delta` is P(b > a) - P(b <
-    a) for a document of each, from -1 to 1; the probability of superiority is (delta + 1) / 2. `p`: `mann_whitney`,
-    `q`: `benjamini_hochberg` over all concepts tested. `explained_by`: the id of the narrower concept whose difference
-    this one's may be (see `compare`), or "".
+    - `n_a`, `n_b`: documents with it.
+    - `mean_a`, `mean_b`: of the statistic over all documents; `difference` is mean_b - mean_a, `ratio` mean_b / mean_a
+      (None where A has none).
+    - `cliffs_delta`: P(b > a) - P(b < a) for a document of each; the probability of superiority is (delta + 1) / 2.
+    - `p`: `mann_whitney`; `q`: `benjamini_hochberg` over all concepts tested.
+    - `explained_by`: the id of the narrower concept whose difference this one's may be (see `compare`), or "".
     """
 
     concept: str
@@ -93,8 +73,9 @@ class ConceptDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All concepts that were over the floor in either corpus, by q, then the largest effect; `n_never_over` were in
-    neither and are not tested.
+    """All concepts that were over the floor in either corpus, by q, then the largest effect.
+
+    `n_never_over` were over it in neither, and are not tested.
     """
 
     a: Corpus
@@ -110,15 +91,15 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[ConceptDifference, ...]:
-        """Those with q at most `fdr`: of them a share of at most `fdr` is expected not to differ."""
+        """The rows with q at most `fdr`: a share of at most `fdr` of them is expected not to differ."""
         return tuple(row for row in self.rows if row.q <= self.fdr)
 
     def stated(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         return self._head() | {"rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def to_arrow(self) -> pa.Table:
-        """A row a concept, in order; how it was compared is in the metadata `probemon`, as JSON."""
+        """Return a row for each concept, in order; the metadata `probemon` say, as JSON, how it was compared."""
         pa = arrow()
         kinds = {
             "str": pa.string(),
@@ -134,15 +115,11 @@ class Comparison:
         return pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists or cannot be
-        made.
-        """
+        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists, or cannot."""
         table, target = self.to_arrow(), check_new(path)
-        import pyarrow.parquet as pq
-
         partial = target.with_name(f".{target.name}-{os.getpid()}")
         try:
-            pq.write_table(table, partial, compression="zstd")
+            arrow().parquet.write_table(table, partial, compression="zstd")
             os.link(partial, target)  # unlike a rename, fails where the name was taken meanwhile
         except OSError as error:
             raise ConfigError(f"{target} cannot be made ({error.strerror}): give another name") from error
@@ -166,7 +143,7 @@ class Comparison:
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that is not there yet and has a folder to stand in. Raises `ConfigError`."""
+    """Return the path. Raises `ConfigError` where something is there already, or no folder for it."""
     target = Path(path)
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists: give another name")
@@ -189,20 +166,19 @@ def compare(
     """Compare the corpora of two analyses, concept by concept.
 
     Intervals are the percentile bootstrap's (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13):
-    each corpus is drawn `resamples` times from its own documents with replacement. They know nothing of what no
-    document shows: where a corpus has a concept in a few documents, they are too narrow. The p-values are of ranks, so
-    that an interval of the means may hold 0 where q is small. Neither the order of the documents nor which corpus is
-    called A changes anything but the sign, bit for bit.
+    each corpus is drawn `resamples` times from its own documents with replacement. Where a corpus has a concept in a
+    few documents, they are too narrow. The p-values are of ranks, so an interval of the means may hold 0 where q is
+    small. Neither the order of the documents nor which corpus is called A changes anything but the sign, bit for bit.
 
-    What is tested is that documents of both corpora are of one distribution. Short documents have other shares than
+    The hypothesis is that documents of both corpora are of one distribution. Short documents have other shares than
     long ones (more often 0, and more often large), so corpora of other lengths may differ by that alone: see
     `median_tokens`.
 
     A difference in a concept shows in its ancestors too. A concept that differs is `explained_by` a descendant that
     differs in the same direction with a Cliff's delta at least as far from 0: the farthest such, of equals the deepest.
-    What it cannot say is that the ancestor would not differ without it.
+    This does not say that the ancestor would not differ without it.
 
-    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made otherwise, or one has
+    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made differently, or one has
     nothing to compare.
     """
     least = math.ceil(2 / (1 - _share("confidence", confidence)) - 1e-9) - 1
@@ -213,20 +189,20 @@ def compare(
         needed = f" (what a confidence of {confidence} needs)" if name == "resamples" else ""
         check_count(name, value, least=lowest, remedy=f"give a whole number, {lowest} or more{needed}")
     _check_same(a, b)
-    samples = (_Sample.of(a, by), _Sample.of(b, by))
-    # In an order of their own, so that A and B exchanged give the same draws and the same roundings.
+    samples = (Sample.of(a, by), Sample.of(b, by))
+    # In a fixed order, so that A and B exchanged give the same draws and the same roundings.
     swapped = samples[0].documents > samples[1].documents
     first, second = samples[::-1] if swapped else samples
     n, m = first.n, second.n
     tested = np.flatnonzero((np.diff(first.ptr) > 0) | (np.diff(second.ptr) > 0)).tolist()
-    dominance, p = np.zeros(len(tested), dtype=np.int64), np.ones(len(tested))
+    dominances, p = np.zeros(len(tested), dtype=np.int64), np.ones(len(tested))
     for i, concept in enumerate(tested):
         x, y = first.values(concept), second.values(concept)
-        dominance[i] = _dominance(x, y, n, m)
+        dominances[i] = dominance(x, y, n, m)
         _, ties = np.unique(np.concatenate([x, y]), return_counts=True)
-        p[i] = mann_whitney(-int(dominance[i]), [n + m - len(x) - len(y), *ties.tolist()], n, m)
+        p[i] = mann_whitney(-int(dominances[i]), [n + m - len(x) - len(y), *ties.tolist()], n, m)
     means = [np.asarray([sample.values(concept).sum() / sample.n for concept in tested]) for sample in samples]
-    differences, deltas = _resampled(first, second, tested, resamples, seed, progress)
+    differences, deltas = resampled(first, second, tested, resamples, seed, progress)
     at = math.floor((resamples + 1) * (1 - confidence) / 2 + 1e-9) - 1
 
     def interval(draws: Doubles) -> tuple[Doubles, Doubles]:
@@ -240,32 +216,32 @@ def compare(
         "difference": means[1] - means[0],
         "difference_low": low,
         "difference_high": high,
-        "cliffs_delta": (0 - dominance if swapped else dominance) / (n * m),
+        "cliffs_delta": (0 - dominances if swapped else dominances) / (n * m),
         "delta_low": delta_low,
         "delta_high": delta_high,
         "p": p,
         "q": benjamini_hochberg(p),
     }
-    about = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
+    concepts = a.concepts().select(["concept", "name", "path", "level", "parents"]).to_pylist()
     n_a, n_b = (np.diff(sample.ptr) for sample in samples)
     rows = []
     for i, c in enumerate(tested):
-        stated, of = about[c], {name: float(values[i]) for name, values in numbers.items()}
+        fields, floats = concepts[c], {name: float(values[i]) for name, values in numbers.items()}
         rows.append(
             ConceptDifference(
-                concept=stated["concept"],
-                name=stated["name"],
-                path=tuple(stated["path"]),
-                level=stated["level"],
+                concept=fields["concept"],
+                name=fields["name"],
+                path=tuple(fields["path"]),
+                level=fields["level"],
                 n_a=int(n_a[c]),
                 n_b=int(n_b[c]),
-                ratio=of["mean_b"] / of["mean_a"] if of["mean_a"] else None,
+                ratio=floats["mean_b"] / floats["mean_a"] if floats["mean_a"] else None,
                 explained_by="",
-                **of,
+                **floats,
             )
         )
     explained = _explained(
-        [row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in about}
+        [row for row in rows if row.q <= fdr], {concept["concept"]: concept["parents"] for concept in concepts}
     )
     rows = [dataclasses.replace(row, explained_by=explained.get(row.concept, "")) for row in rows]
     rows.sort(key=lambda row: (row.q, -abs(row.cliffs_delta), row.concept))
@@ -279,140 +255,13 @@ def compare(
         resamples,
         confidence,
         seed,
-        len(about) - len(tested),
+        len(concepts) - len(tested),
         tuple(rows),
     )
 
 
-def _dominance(x: Doubles, y: Doubles, n_x: int, n_y: int) -> int:
-    """Pairs in which a document of y is larger, less those in which one of x is; x and y ascending, without the
-    documents that have 0.
-    """
-    larger = np.searchsorted(x, y, "left").sum() + np.searchsorted(x, y, "right").sum()
-    return int(larger + len(y) * n_x - len(x) * n_y - len(x) * len(y))
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The n documents of a corpus in an order of their own: of concept c, values `value[ptr[c]:ptr[c + 1]]` over 0,
-    ascending, of documents `document[...]`.
-    """
-
-    corpus: Corpus
-    documents: tuple[bytes, ...]  # what each shows: its tokens, and over the floor of which concepts
-    ptr: Ints
-    document: Ints
-    value: Doubles
-
-    @property
-    def n(self) -> int:
-        return len(self.documents)
-
-    def values(self, concept: int) -> Doubles:
-        return self.value[self.ptr[concept] : self.ptr[concept + 1]]
-
-    def documents_of(self, concept: int) -> Ints:
-        return self.document[self.ptr[concept] : self.ptr[concept + 1]]
-
-    @classmethod
-    def of(cls, analysis: Analysis, by: str) -> _Sample:
-        pa = arrow()
-        import pyarrow.compute as pc
-
-        columns = analysis.documents(["document", "reason", "n_tokens", "n_unseen", "dropped"])
-        number, n_seen = columns["document"].to_numpy(), columns["n_tokens"].to_numpy() - columns["n_unseen"].to_numpy()
-        scored = pc.equal(columns["reason"], "").to_numpy()
-        kept = np.flatnonzero(scored & (n_seen > 0))
-        if not len(kept):
-            raise ConfigError(
-                f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing"
-                " to compare"
-            )
-        seen = n_seen[kept]
-        names = analysis.concepts()["concept"]
-        rows = analysis.summary(["document", "concept", "n_tokens"])
-        document = np.searchsorted(number[kept], rows["document"].to_numpy())
-        concept = pc.index_in(rows["concept"].cast(pa.string()), names.combine_chunks()).to_numpy().astype(np.int64)
-        count = rows["n_tokens"].to_numpy()
-
-        order = np.lexsort((concept, document))
-        shown = np.stack([concept, count], axis=1)[order].astype(np.int32)
-        cut = np.searchsorted(document[order], np.arange(len(kept) + 1)).tolist()
-        keys = [f"{seen[i]} ".encode() + shown[cut[i] : cut[i + 1]].tobytes() for i in range(len(kept))]
-        place = np.asarray(sorted(range(len(kept)), key=keys.__getitem__))
-        document = np.argsort(place)[document]
-
-        # Division rounds correctly, so equal shares are equal numbers: 1 of 3 and 2 of 6.
-        value = count / seen[place][document] if by == "share" else np.ones(len(count))
-        order = np.lexsort((document, value, concept))
-        ptr = np.searchsorted(concept[order], np.arange(len(names) + 1))
-        corpus = Corpus(
-            str(analysis.directory),
-            len(kept),
-            int((~scored).sum()),
-            int((scored & (n_seen == 0)).sum()),
-            int(seen.sum()),
-            float(np.median(seen)),
-            int(columns["dropped"].to_numpy()[kept].sum()),
-        )
-        return cls(corpus, tuple(keys[i] for i in place), ptr, document[order], value[order])
-
-
-def _resampled(
-    first: _Sample,
-    second: _Sample,
-    tested: Sequence[int],
-    resamples: int,
-    seed: int,
-    progress: Callable[[int], object] | None,
-) -> tuple[Doubles, Doubles]:
-    """Differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
-    replacement: how often, is a weight.
-    """
-    sources = [(sample, np.random.default_rng([seed, side])) for side, sample in enumerate((first, second))]
-    columns = []
-    for c in tested:
-        x, y = first.values(c), second.values(c)
-        # Where each value of the second would stand among those of the first, before and after its equals.
-        columns.append(
-            (
-                first.documents_of(c),
-                x,
-                second.documents_of(c),
-                y,
-                np.searchsorted(x, y, "left"),
-                np.searchsorted(x, y, "right"),
-            )
-        )
-    n, m = first.n, second.n
-    differences, deltas = np.empty((resamples, len(tested))), np.empty((resamples, len(tested)))
-    size = max(1, _CHUNK // max(n, m))
-    for begin in range(0, resamples, size):
-        rows = slice(begin, min(begin + size, resamples))
-        weights = [_weights(random, rows.stop - begin, sample.n) for sample, random in sources]
-        for i, (x_at, x, y_at, y, left, right) in enumerate(columns):
-            w, v = weights[0].take(x_at, axis=1), weights[1].take(y_at, axis=1)
-            under = np.zeros((len(w), len(x) + 1), dtype=np.int32)
-            np.cumsum(w, axis=1, out=under[:, 1:])
-            n_x, n_y = under[:, -1].astype(np.int64), v.sum(axis=1, dtype=np.int64)
-            larger = (v * (under.take(left, axis=1) + under.take(right, axis=1))).sum(axis=1, dtype=np.int64)
-            deltas[rows, i] = (larger + n_y * n - n_x * m - n_x * n_y) / (n * m)
-            differences[rows, i] = v @ y / m - w @ x / n
-        if progress is not None:
-            progress(rows.stop - begin)
-    return differences, deltas
-
-
-def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.int32]:
-    """How often each of n documents is drawn, `[rows, n]`. int32: whole numbers, so that sums are exact, and half the
-    memory to go through.
-    """
-    drawn = random.integers(0, n, size=(rows, n)) + np.arange(rows)[:, None] * n
-    return np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.int32)
-
-
 def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Of each concept that differs, the descendant that explains it, if there is one."""
+    """Name the descendant that explains each concept that differs, if there is one."""
     known, explained_by = {row.concept: row for row in differing}, dict[str, str]()
     for row in sorted(differing, key=lambda row: (-abs(row.cliffs_delta), -row.level, row.concept)):
         above, todo = set[str](), list(parents[row.concept])
@@ -427,10 +276,9 @@ def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Seq
 
 
 def _check_same(a: Analysis, b: Analysis) -> None:
+    one, other = a.manifest["identity"], b.manifest["identity"]
     differs = [
-        text
-        for name in _SAME
-        for text in _differences(_at(a.manifest["identity"], name), _at(b.manifest["identity"], name), name)
+        text for name in _SAME for text in differences(_at(one, name), _at(other, name), name, "{} is {!r} and {!r}")
     ]
     if differs:
         raise ConfigError(
@@ -443,12 +291,6 @@ def _at(identity: Any, name: str) -> Any:
     for key in name.split("."):
         identity = identity.get(key) if isinstance(identity, dict) else None
     return identity
-
-
-def _differences(a: Any, b: Any, name: str) -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [text for key in {**a, **b} for text in _differences(a.get(key), b.get(key), f"{name}.{key}")]
-    return [] if a == b else [f"{name} is {a!r} and {b!r}"]
 
 
 def _share(name: str, value: float) -> float:

@@ -1,12 +1,11 @@
-"""A host reads documents and a manager scores their tokens: shard by shard, several batches under way, in the order of
-the input.
+"""Scores the tokens of documents, shard by shard, in the order of the input.
 
     for scored in score_documents(manager, model, tokenizer, read_documents("mails.jsonl")):
         scored.document.id, scored.tokens.ids, scored.scores.fired(3)
 
 Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling
-thread, tokenising and scoring in one thread each, all in an order that the documents fix; the next batch is run while
-one is scored. The host is stopped after the last layer that the pack reads: what comes after cannot change a score.
+thread; tokenising and scoring have one thread each, so that the next batch runs while one is scored. The documents
+alone fix the order of everything. A forward ends after the last layer that the pack reads.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ _IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is hel
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A document with the scores of its T tokens (`tokens`, `scores` None where it has a `document.reason`);
-    `everything` fp32 [T, P] if asked for.
+    """A document with the scores of its T tokens, and `everything` fp32 `[T, P]` if asked for.
+
+    `tokens` and `scores` are None where the document has a reason.
     """
 
     document: Document
@@ -62,9 +62,7 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """A shard's tokens, document by document: document i has the scores `ptr[i]` to `ptr[i + 1]`, and no tokens if it
-    has a reason.
-    """
+    """A shard's scores: document i has `ptr[i]` to `ptr[i + 1]`, and its tokens are None if it has a reason."""
 
     shard: Shard
     documents: tuple[Document, ...]
@@ -85,10 +83,8 @@ class ScoredShard:
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """A shard ready for the host: its documents (with the reasons that only the tokenizer could tell), their tokens,
-    its batches.
-    """
+class _ShardPlan:
+    """A shard ready for the host; its documents have the tokenizer's reasons too."""
 
     shard: Shard
     documents: tuple[Document, ...]
@@ -97,14 +93,12 @@ class _Planned:
     n_tokens: int
 
 
-class _Read(BaseException):
-    """Raised by a tap to end a forward that has shown all it has to; not an `Exception`, so that nothing on its way out
-    catches it.
-    """
+class _ForwardEnd(BaseException):
+    """Ends a forward that has shown all it has to; no `Exception`, so that nothing on its way out catches it."""
 
 
-class _Open(threading.local):
-    """What the forward of this thread that is ours has shown, by site; None while there is none."""
+class _OwnForward(threading.local):
+    """What this thread's own forward has shown, by site; None while there is none."""
 
     seen: dict[str, list[Tensor]] | None = None
 
@@ -120,22 +114,20 @@ def score_documents(
     strict: bool = False,
     progress: Callable[[float, int], object] | None = None,
 ) -> Iterator[ScoredDocument]:
-    """Documents with the scores of their tokens, in order. `exhaustive`: also every probe's score. Raises what
-    `CorpusScorer` does.
-    """
+    """Score documents, in order; `exhaustive`: also by every probe. Raises as `CorpusScorer`."""
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
     for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
         yield from scored
 
 
 class CorpusScorer:
-    """A manager, a host in eval mode and its tokenizer, ready to score shards of documents.
+    """Scores shards of documents by a manager, a host in eval mode and its tokenizer.
 
         scorer = CorpusScorer(manager, model, tokenizer, Reading())
         for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
 
     `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack is
-    for another host, `NotSupportedHost` for one with an encoder, `ConfigError` for one that is training.
+    for another host, `NotSupportedHost` where the host has an encoder, `ConfigError` where it is training.
     """
 
     def __init__(
@@ -176,11 +168,11 @@ class CorpusScorer:
         self._rehearses = rehearsal(host)
         self._width = hidden_size(host)  # the pack's, as check_host has seen
         self._known = False  # that a forward shows each site once
-        self._open = _Open()
+        self._open = _OwnForward()
         self._stop = False
 
     def around(self) -> dict[str, list[int]]:
-        """The special tokens before and after every window."""
+        """Return the special tokens before and after every window."""
         tokens = self._encoded("a")
         return {"before": list(tokens.prefix), "after": list(tokens.suffix)}
 
@@ -191,11 +183,11 @@ class CorpusScorer:
         exhaustive: bool = False,
         progress: Callable[[float, int], object] | None = None,
     ) -> Iterator[ScoredShard]:
-        """Score shards, in their order. `progress` is told of more documents (in parts) and tokens run."""
+        """Score shards, in order. `progress` is called with how many more documents (in parts) and tokens ran."""
         source = iter(shards)
         tap = Tap(self.host, self.manager.pack.sites, self._tapped)
         tokenising, scoring = ThreadPoolExecutor(1, "probemon-tokenise"), ThreadPoolExecutor(1, "probemon-score")
-        under_way: deque[tuple[bool, Future[Any]]] = deque()  # whether it is a shard's last, and what comes of it
+        under_way: deque[tuple[bool, Future[Any]]] = deque()  # whether it ends a shard, and its result
         try:
             with tap:
                 following = self._begin(tokenising, source)
@@ -216,19 +208,17 @@ class CorpusScorer:
                         if progress is not None:
                             n_tokens = sum(piece.stop - piece.scored for piece in rows)
                             progress(len(planned.documents) * n_tokens / planned.n_tokens, n_tokens)
-                        yield from _done(under_way, _IN_FLIGHT)
+                        yield from _finished_shards(under_way, _IN_FLIGHT)
                     if progress is not None and not planned.batches:
                         progress(len(planned.documents), 0)
-                    under_way.append((True, scoring.submit(_assembled, planned, parts, self.manager.pack.n_probes)))
-                yield from _done(under_way, 0)
+                    under_way.append((True, scoring.submit(_assemble, planned, parts, self.manager.pack.n_probes)))
+                yield from _finished_shards(under_way, 0)
         finally:
             for executor in (tokenising, scoring):
                 executor.shutdown(wait=True, cancel_futures=True)
 
     def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
-        """Documents that can be read, in order, with their tokens and hidden states `[T, D]` at the sites of the pack:
-        to train probes on.
-        """
+        """Return the documents that can be read, with their tokens and hidden states `[T, D]` at the pack's sites."""
         for shard in shards:
             planned = self.plan(shard)
             lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
@@ -246,12 +236,12 @@ class CorpusScorer:
                 if tokens is not None:
                     yield document, tokens, encoded
 
-    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_Planned] | None:
-        shard = next(source, None)  # in the caller's thread: an iterable of his may not like another
+    def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[Shard]) -> Future[_ShardPlan] | None:
+        shard = next(source, None)  # in the caller's thread, as their iterable may need
         return None if shard is None else tokenising.submit(self.plan, shard)
 
-    def plan(self, shard: Shard) -> _Planned:
-        """Tokens, pieces and batches of a shard."""
+    def plan(self, shard: Shard) -> _ShardPlan:
+        """Tokenise a shard, and plan its batches."""
         documents, tokens, pieces = list(shard.documents), [], []
         for place, document in enumerate(documents):
             encoded, reason = (None, document.reason) if document.reason else self._tokens(document.text)
@@ -262,7 +252,7 @@ class CorpusScorer:
         grouped = batches(
             pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
         )
-        return _Planned(
+        return _ShardPlan(
             shard,
             tuple(documents),
             tuple(tokens),
@@ -283,14 +273,12 @@ class CorpusScorer:
     def _tokens(self, text: str) -> tuple[Tokens | None, str]:
         try:
             encoded = self._encoded(text)
-        except Exception as error:  # of the tokenizer's own, over one text: the others are not to suffer
+        except Exception as error:  # one text must not cost the others
             return None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (encoded, "") if len(encoded) else (None, "no tokens")
 
     def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch as the host takes it, ids and mask `[B, L]` on its device, and where in `[B * L]` the tokens stand
-        that are scored in it.
-        """
+        """Return ids and mask `[B, L]` of a batch, on the host's device, and which of `[B * L]` are scored in it."""
         longest = max(map(len, rows))
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
         at: list[Ints] = []
@@ -298,23 +286,21 @@ class CorpusScorer:
             encoded = tokens[piece.place]
             assert encoded is not None
             ids[row, : len(piece)] = [*encoded.prefix, *encoded.ids[piece.begin : piece.stop], *encoded.suffix]
-            mask[row, : len(piece)] = (
-                1  # padding stands after the text, where no state of the text can see it: see _padded
-            )
+            mask[row, : len(piece)] = 1  # padding follows the text, where no state of it can see it: see _padded
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
         ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
         return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
 
     def _run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
-        """Run the host over a batch; the states `[N, D]` of the tokens scored in it, row by row, at every site."""
+        """Run the host over a batch; return the states `[N, D]` of the tokens scored in it, row by row, by site."""
         ids, mask, where = self.arrays(rows, tokens)
         seen: dict[str, list[Tensor]] = {site: [] for site in self.manager.pack.sites}
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
-            self._open.seen = seen  # of this thread alone: others may run the same model meanwhile
+            self._open.seen = seen  # of this thread: others may run the same model
             try:
-                with suppress(_Read):
+                with suppress(_ForwardEnd):
                     self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
             finally:
                 self._open.seen = None
@@ -335,10 +321,10 @@ class CorpusScorer:
         if seen is not None and not self._rehearses():  # else a forward of somebody else's
             seen[site].append(hidden)
             if self._stop and all(seen.values()):
-                raise _Read
+                raise _ForwardEnd
 
-    def _sampled(self, planned: _Planned, rows: Sequence[Piece]) -> Mask | None:
-        """Which tokens of a batch are audited: by document and position, so that a run that goes on draws the same."""
+    def _sampled(self, planned: _ShardPlan, rows: Sequence[Piece]) -> Mask | None:
+        """Draw the tokens that are audited, by document and position, so that a run that goes on draws the same."""
         if not self.manager.audit_rate:
             return None
         document = np.repeat(
@@ -365,15 +351,15 @@ class CorpusScorer:
 
 
 def may_be_left(host: Any) -> bool:
-    """Whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor where a
-    compiled layer is one piece.
+    """Return whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor
+    where a compiled layer is one piece.
     """
     moved = any(has_accelerate_hook(module) for module in host.modules())
     return not moved and not compiled_parts(host)
 
 
-def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
-    """Wait until at most so many are under way; the shards that are finished meanwhile."""
+def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
+    """Wait until at most `most` are under way; return the shards that are finished."""
     while len(under_way) > most or (under_way and under_way[0][1].done()):
         last, future = under_way.popleft()
         scored = future.result()
@@ -381,8 +367,10 @@ def _done(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[Sco
             yield scored
 
 
-def _assembled(planned: _Planned, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int) -> ScoredShard:
-    """The scores of a shard's batches, put into the order of its documents and their tokens."""
+def _assemble(
+    planned: _ShardPlan, parts: list[tuple[list[Piece], Scores, Tensor | None]], n_probes: int
+) -> ScoredShard:
+    """Put the scores of a shard's batches into the order of its documents and their tokens."""
     lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ranges = [

@@ -1,4 +1,4 @@
-"""A corpus over many machines: Ray Data hands out the shards, each worker holds model and pack. Needs the extra `ray`.
+"""Analyses a corpus on many machines: Ray Data hands out shards to workers. Needs the extra `ray`.
 
     ds = ray.data.read_parquet("s3://mails/")
     job = Job(model="demo", pack="probes/wordnet-smollm2-135m", out="/shared/scores")
@@ -6,8 +6,7 @@
 
 The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file
 system that all workers see; a worker reads a shard, scores it and writes it. So the rows are those of a local analysis,
-and what was interrupted is gone on with by the same call. Workers use as many threads as the driver, since the last
-bits of a host's states vary with them.
+and the same call goes on with one that was interrupted.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _SPOOL = ".spool"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs: names and paths that mean the same on every machine, and the settings of
-    `DynamicProbeManager` and `analyze`.
+    """What a worker needs: names and paths that mean the same on every machine, and the settings of `analyze`.
 
-    `pack`: one, or several ("NAME=pack" gives one a name of your own).
-    `load`: called without arguments in the worker, returns `(model, tokenizer)`, where `model` is not a name that
-    `probemon analyze` takes.
+    - `pack`: one, or several ("NAME=pack" gives one a name of your own).
+    - `load`: where `model` is no name that `probemon analyze` takes; a worker calls it, without arguments, for
+      `(model, tokenizer)`.
+    - `settings`: of `DynamicProbeManager`.
     """
 
     model: str
@@ -58,7 +57,6 @@ class Job:
     strict: bool = False
 
     def opened(self) -> AnyPack:
-        """The pack, or the group of several."""
         return open_packs([self.pack] if isinstance(self.pack, str) else self.pack)
 
 
@@ -73,10 +71,9 @@ def analyze_dataset(
     max_chars: int = MAX_CHARS,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Analyse a Ray dataset, in the order of its rows, or any other source of documents (`probemon.offline.documents`),
-    with `concurrency` workers.
+    """Analyse a Ray dataset, in the order of its rows, or any other source of documents, with `concurrency` workers.
 
-    Raises `MissingExtra`, `ConfigError`; what a worker raises is raised here.
+    Raises `MissingExtra`, `ConfigError`, and what a worker raises. Other arguments are those of `analyze`.
     """
     ray = _ray()
     from probemon.engine.scorer import Scorer
@@ -96,18 +93,18 @@ def analyze_dataset(
         raise ConfigError(f"{out} exists and holds no analysis: give a folder that is empty or not there yet")
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
-    # Chosen once, so that every worker's kernel is the same one.
+    # The kernel is chosen once, so that all workers have the same.
     settings = {**job.settings, **kernel_of(out)}
     manager = Scorer(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
-    Tables(manager.pack, job.floor, job.keep_text)  # a wrong floor is to be told before anything is started
-    read = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    Tables(manager.pack, job.floor, job.keep_text)  # raises for a wrong floor before anything is started
+    corpus = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be made ({error.strerror}): give another folder") from error
     with Analysis(out, {}).locked(), _spool_of(out):
-        return _spread(ray, job, out, settings, read, concurrency, progress)
+        return _spread(ray, job, out, settings, corpus, concurrency, progress)
 
 
 def _spread(
@@ -119,7 +116,7 @@ def _spread(
     concurrency: int,
     progress: Progress | None,
 ) -> Analysis:
-    """The shards that are missing, to workers; then what `analyze` does in the end."""
+    """Hand out the shards that are missing; then end as `analyze` does."""
     analysis, todo, digests = Analysis(out, {}), list[int](), list[str]()
     for shard in shards(documents):
         digests.append(shard.digest)
@@ -142,17 +139,15 @@ def _spread(
                 raise getattr(errors, row["error"])(row["message"])
             if progress is not None:
                 progress(row["documents"], row["tokens"])
-    found = Analysis.open(out, unfinished=True)
-    found.finish(digests)
-    return found
+    begun = Analysis.open(out, unfinished=True)
+    begun.finish(digests)
+    return begun
 
 
 class _Worker:
-    """An actor of Ray Data. It is made ready at the first call: what an actor's constructor raises only says that the
-    actor died.
-    """
+    """An actor of Ray Data."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:  # what this raised would only say that the actor died
         self._arguments, self._ready = arguments, False
 
     def _get_ready(self, job: Job, out: str, settings: Mapping[str, Any], threads: int) -> None:
@@ -160,7 +155,7 @@ class _Worker:
 
         from probemon.engine.scorer import Scorer
 
-        torch.set_num_threads(threads)  # Ray sets 1
+        torch.set_num_threads(threads)  # Ray sets 1, and the last bits of states vary with it
         model, tokenizer = (
             job.load()
             if job.load is not None
@@ -176,7 +171,7 @@ class _Worker:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         outcomes: dict[str, list[Any]] = {"documents": [], "tokens": [], "error": [], "message": []}
 
-        def tell(*values: Any) -> None:
+        def add_row(*values: Any) -> None:
             for column, value in zip(outcomes.values(), values, strict=True):
                 column.append(value)
 
@@ -186,9 +181,9 @@ class _Worker:
             for index in batch["index"].tolist():
                 for scored in self._scorer.score([_spooled(self._analysis.directory, index)]):
                     write(self._analysis, self._tables, scored)
-                    tell(len(scored.documents), int(scored.ptr[-1]), "", "")
-        except ProbemonError as error:  # as a row: of an exception Ray brings back the text alone
-            tell(0, 0, type(error).__name__, str(error))
+                    add_row(len(scored.documents), int(scored.ptr[-1]), "", "")
+        except ProbemonError as error:  # as a row, since Ray brings back the text alone of an exception
+            add_row(0, 0, type(error).__name__, str(error))
         return outcomes
 
 
@@ -203,7 +198,7 @@ def _ray() -> Any:
 
 @contextmanager
 def _spool_of(out: Path) -> Iterator[None]:
-    """A folder of texts that is gone afterwards, also where the block raises."""
+    """Remove the spooled texts when the block ends, also where it raises."""
     try:
         yield
     finally:

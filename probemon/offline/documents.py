@@ -1,19 +1,17 @@
-"""Documents of a corpus, from files, folders, standard input or any iterable; a bad one is told with its reason, never
-raised.
+"""Reads documents from files, folders, standard input or any iterable; a bad one has a reason and raises nothing.
 
     for document in read_documents("mails.jsonl"):  # also .txt, .parquet, a folder, "-", or an iterable of str or dict
         if not document.reason: ...document.id, document.text
 
 - a text file: one document a line, blank lines left out; `id` is `name:line`
 - `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
-- a folder: every file below it in the order of their paths, but for names that begin with a dot; text files are one
-  document each, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
+- a folder: every file below it in the order of their paths, but for names that begin with a dot; a text file is one
+  document, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
 - `.csv` and `.tsv` are refused, and so are arrays of JSON and files that begin as PDF, an archive or a document of an
   office does: their lines are no documents
 - `-`: standard input, JSON lines if the first character is `{`, else text
-- names that end in `.gz` are decompressed, to at most 200 times their size (or 64 MiB); so are the row groups of
-  parquet files
-Rows of an iterable that are dicts (a Hugging Face dataset gives such) have their fields by name; strings are texts.
+- names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
+- an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from probemon.core.checks import check_count
+from probemon.core.extras import import_arrow
 from probemon.core.strict_json import loads
-from probemon.errors import ConfigError, MissingExtra
+from probemon.errors import ConfigError
 
 MAX_CHARS = 2_000_000
-# What compressed files may become: texts are some ten times as long, what was made to fill a memory or a night a
-# thousand times.
+# What compressed files may become: texts are some ten times as long, a bomb a thousand times.
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
-# Of a parquet file's dictionary, compressed: it is read whole for a row group, and writers end it at a million bytes.
-# Of one over the smaller bound rows are read one by one.
+# The dictionary of a parquet column, compressed, is read whole for a row group, and writers end it at a million bytes.
+# Where it is over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
@@ -61,8 +59,11 @@ Source = str | os.PathLike[str] | Iterable[Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A document: `index` is its place in the input, from 0; `reason` is "" or why it cannot be scored; `fields`, what
-    else its row had.
+    """A document.
+
+    - `index`: its place in the input, from 0.
+    - `reason`: "" or why it cannot be scored.
+    - `fields`: what else its row had.
     """
 
     index: int
@@ -74,7 +75,7 @@ class Document:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a reader found: a text or a reason, and an id if the row stated one."""
+    """What a row holds: a text or a reason, and an id if it states one."""
 
     where: str
     text: Any = None
@@ -86,16 +87,12 @@ class _Row:
 def read_documents(
     source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS
 ) -> Iterator[Document]:
-    """Documents of a source, in order. Raises `ConfigError` where there is no such file, or no such column; a bad row
-    has a reason instead.
-    """
+    """Read the documents of a source, in order. Raises `ConfigError` where there is no such file or column."""
     max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
     fields = (text_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
-    elif hasattr(source, "columns") and hasattr(
-        source, "shape"
-    ):  # a data frame gives the names of its columns when it is gone through
+    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields the names of its columns
         raise ConfigError(
             f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas:"
             " df.to_dict('records'), polars: df.to_dicts())"
@@ -111,9 +108,7 @@ def read_documents(
 
 
 def count_documents(source: Source) -> int | None:
-    """About how many documents a source has, for a progress bar, without reading them; None where that is not known
-    before the end.
-    """
+    """Estimate how many documents a source has, without reading them, for a progress bar; None if that is unknown."""
     if not isinstance(source, (str, os.PathLike)):
         return len(source) if isinstance(source, Sized) else None
     path = Path(source)
@@ -137,7 +132,7 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
         reason = "not valid Unicode (a lone surrogate)"
     try:
         name = row.where if row.id is None else str(row.id)
-    except Exception as error:  # of an object of the user's, or a number too long to be written
+    except Exception as error:  # an object of the user's, or a number too long to write
         name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
     name = name if _encodable(name) else name.encode("utf-8", "backslashreplace").decode()
     return Document(index, name, "" if reason else text, reason, row.fields)
@@ -178,7 +173,7 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
     if refused:
         raise ConfigError(f"{path} is {refused}")
     if _kind(path) == "parquet":
-        _parquet_columns(path, fields)  # now, so that a wrong name is an error before a model is loaded
+        _parquet_columns(path, fields)  # a wrong name is an error before a model is loaded
     try:
         path.open("rb").close()
     except OSError as error:
@@ -187,7 +182,7 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Files below a folder, and what else stands there, with the reason why it is not read."""
+    """List the files below a folder, and what else is there, with the reason why it is not read."""
     paths, left_out = [], dict[Path, str]()
 
     def unreadable(error: OSError) -> None:
@@ -224,7 +219,6 @@ def _folder(
 
 
 def _whole(path: Path, where: str, max_chars: int) -> _Row:
-    """A text file as one document."""
     try:
         with _opened(path) as stream:
             data = stream.read(4 * max_chars + 1)
@@ -240,7 +234,7 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
             return
         with _opened(path) as stream:
             yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
-    except Exception as error:  # a damaged file fails in as many ways as there are readers; what came before it stays
+    except Exception as error:  # a damaged file fails in many ways; the rows before stay
         yield _Row(where, reason=f"cannot be read (further): {error}")
 
 
@@ -282,7 +276,7 @@ def _opened(path: Path) -> Any:
 
 
 class _Unzipped(io.RawIOBase):
-    """Decompressed bytes, as long as they are not too many for what they come from."""
+    """Decompressed bytes, up to the bound for the size that they come from."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
@@ -291,8 +285,8 @@ class _Unzipped(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises `ConfigError` where there is more than there may be."""
-        data = self._file.read1(len(buffer))  # what there is: of a damaged file, all that comes before the damage
+        """Raise `ConfigError` where there is more than there may be."""
+        data = self._file.read1(len(buffer))  # of a damaged file, all that comes before the damage
         buffer[: len(data)] = data
         self._left -= len(data)
         if self._left < 0:
@@ -338,7 +332,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
             yield _decoded(line.rstrip(b"\r\n"), at)
             continue
         try:
-            item = loads(line.decode(), halves=True)  # of texts it is told which cannot be scored
+            item = loads(line.decode(), halves=True)  # a text with half a character has a reason of its own
         except UnicodeDecodeError as error:
             yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
         except (ValueError, RecursionError) as error:
@@ -366,13 +360,9 @@ def _too_long(where: str, max_chars: int) -> _Row:
 
 
 def _parquet_file(path: Path) -> Any:
+    pa = import_arrow("reading parquet")
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtra("reading parquet needs pyarrow: pip install 'probemon[corpus]'") from error
-    try:
-        return pq.ParquetFile(path)
+        return pa.parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
 
@@ -410,7 +400,7 @@ def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
 
 
 def _too_large(chunk: Any) -> str:
-    """Why a column of a row group is not read, by what the file says of it; "" where it is."""
+    """Say why a column of a row group is not read, by the sizes that the file states; "" where it is read."""
     if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
         return (
             f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES}"
@@ -433,7 +423,7 @@ def _dictionary_bytes(chunk: Any) -> int:
 
 
 def _count_file(path: Path, alone: bool) -> int:
-    """Lines of a file, rows of a table; of a folder (`alone` false) text files are one each."""
+    """Count lines of a file or rows of a table; a text file in a folder (`alone` false) is one."""
     kind = _kind(path)
     if kind == "parquet":
         try:

@@ -1,5 +1,4 @@
-"""Expand thresholds to a stated recall: which probes the descent opens, so that at least such a share of the firing
-ones is reached.
+"""Calibrates expand thresholds to a recall: which probes a descent opens, to reach such a share of the firing ones.
 
     # scores of every probe [T, P], a document each
     reach = Reach(pack.tree, pack.score_rule, pack.alert_threshold.numpy())
@@ -8,14 +7,13 @@ ones is reached.
     measured = measure_expansion(reach, expansion.expand_threshold, held_out)
     measured.recall, measured.low, measured.high
 
-Documents are split in two. The first part shapes: it orders the thresholds in a family with one parameter, the slack,
-which raises them all along every path together: at slack s each probe may close over a share s of the tokens at which
-something below it fires. Below 0 it lowers them further than anything that was seen. The second part calibrates: the
-largest slack is taken at which the mean share of firing probes missed in a document, with one more document that misses
-all, is within 1 - recall (conformal risk control: Angelopoulos, Bates, Fisch, Lei & Schuster 2022, arXiv:2208.02814).
-The mean recall of a new document is then at least `recall`, if it is exchangeable with those that calibrate: drawn as
-they were. That is a mean over documents and over calibrations; a document with few firing probes counts as much as one
-with many.
+Documents are split in two. The first part shapes a family of thresholds with one parameter, the slack: at slack s each
+probe may close over a share s of the tokens at which something below it fires; a slack below 0 lowers thresholds
+further than anything that was seen. The second part calibrates: the slack is the largest at which the mean share of
+firing probes missed in a document, with one more document that misses all, is within 1 - recall (conformal risk
+control: Angelopoulos, Bates, Fisch, Lei & Schuster 2022, arXiv:2208.02814). The mean recall of a new document is then
+at least `recall`, if it is drawn as those that calibrate were (exchangeable). That is a mean over documents and over
+calibrations; a document with few firing probes counts as much as one with many.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from probemon.engine.cascade import apply_rule
 from probemon.errors import CalibrationError
 
 _FEW = 5  # fewer scores than this say nothing of how low a probe's may be
-# Tried from the last resort up, a grid fixed beforehand: closer together towards 0, where the losses of a long path add
-# up.
+# A grid fixed beforehand, from the last resort up: closer together towards 0, where the losses of a long path add up.
 SLACKS: tuple[float | None, ...] = (
     None,
     *(-i / 128 for i in range(128, 0, -1)),
@@ -51,9 +48,7 @@ _NORMAL = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class Missed:
-    """Of D documents, `[D]` each: firing (token, probe) pairs, those of them not reached, tokens, and probes active at
-    them.
-    """
+    """Counts of D documents, `[D]` each: firing (token, probe) pairs, those not reached, tokens, active pairs."""
 
     fired: Ints
     missed: Ints
@@ -63,21 +58,19 @@ class Missed:
 
     @property
     def losses(self) -> npt.NDArray[np.float64]:
-        """Share missed, of each document in which something fires."""
+        """The share missed, of each document in which something fires."""
         units = self.fired > 0
         return self.missed[units] / self.fired[units]
 
     @property
     def share_evaluated(self) -> float:
-        """Active probes, of all probes at all tokens."""
+        """The share of active probes, of all probes at all tokens."""
         return float(self.active.sum() / max(1, self.tokens.sum() * self.n_probes))
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a descent without retained sets, round limit or cap reaches: the hierarchy, the score rule, alert thresholds
-    `[P]`, and where it begins.
-    """
+    """What a descent without retained sets, round limit or cap reaches, given alert thresholds `alert [P]`."""
 
     tree: ConceptTree
     score_rule: str
@@ -86,9 +79,7 @@ class Reach:
     always_on: tuple[int, ...] = ()
 
     def missed(self, expand_threshold: Floats, documents: Sequence[Floats]) -> Missed:
-        """What the rule does not reach with these thresholds `[P]`, given the scores of every probe `[T, P]` of each
-        document.
-        """
+        """Count what the rule misses with thresholds `[P]`, given every probe's scores `[T, P]` of each document."""
         config = CascadeConfig(base_layers=self.base_layers, max_loaded_probes=max(1, self.tree.n))
         plan = CascadePlan.of(self.tree, self.score_rule, config, expand_threshold, self.always_on)
         counts = np.zeros((4, len(documents)), dtype=np.int64)
@@ -96,16 +87,16 @@ class Reach:
             scores = np.concatenate(documents[at:stop])
             active, fired = apply_rule(plan, scores, None).active, scores > self.alert
             document = np.repeat(np.arange(at, stop), [len(part) for part in documents[at:stop]])
-            for i, found in enumerate((fired, fired & ~active, np.ones((len(scores), 1)), active)):
-                counts[i] += np.bincount(document, weights=found.sum(axis=1), minlength=len(documents)).astype(np.int64)
+            for i, mask in enumerate((fired, fired & ~active, np.ones((len(scores), 1)), active)):
+                counts[i] += np.bincount(document, weights=mask.sum(axis=1), minlength=len(documents)).astype(np.int64)
         return Missed(counts[0], counts[1], counts[2], counts[3], self.tree.n)
 
     def exact(self) -> Floats:
-        """The smallest alert threshold below each probe `[P]`; +inf where nothing below it can fire."""
+        """Return the smallest alert threshold below each probe `[P]`; +inf where nothing below it can fire."""
         return self.tree.min_over_descendants(np.where(np.isnan(self.alert), np.float32(np.inf), self.alert))
 
     def below(self, scores: Floats) -> Mask:
-        """`[T, P]`: whether a probe strictly below fires."""
+        """Return whether a probe strictly below fires, `[T, P]`."""
         fires_below = np.zeros(scores.shape, dtype=bool)
         inner = self.tree.has_children
         if inner.any():
@@ -117,16 +108,15 @@ class Reach:
 
 
 class Family:
-    """Expand thresholds by slack, shaped on documents: none is higher at a smaller slack.
+    """Makes expand thresholds of a slack, shaped on documents: none is higher at a smaller slack.
 
         family = Family(reach, documents)
         family.at(0.01), family.at(0.0), family.at(-0.1), family.at(None)            # fp32 [P], NaN for leaves
 
-    At slack s a probe's threshold lies just under the score that a share s, at most, of its scores at tokens with
-    something firing below it are under. At 0 all of these pass, and below 0 so does what is lower by a factor: (1 +
-    s)^8 of that threshold. At None, the last resort, and where there are fewer than 5 of them, everything passes: -1,
-    or under the path rule the smallest alert threshold below, under which nothing can fire. No threshold is lower than
-    that.
+    Take a probe's scores at the tokens with something firing below it. At slack s its threshold lies just under a
+    score that a share s of them, at most, are under. At 0 all of them pass; below 0 that threshold is multiplied by
+    (1 + s)^8. At None, the last resort, and where there are fewer than 5 such scores, everything passes: the threshold
+    is -1, or under the path rule the smallest alert threshold below, under which nothing can fire. None is lower.
     """
 
     def __init__(self, reach: Reach, documents: Sequence[Floats]) -> None:
@@ -148,7 +138,7 @@ class Family:
         self.n_unknown = int(inner.sum()) - len(self._known)
 
     def at(self, slack: float | None) -> Floats:
-        """Thresholds `[P]` fp32 at a slack between -1 and 1, or the last resort."""
+        """Return thresholds `[P]` fp32 at a slack between -1 and 1, or at the last resort."""
         thresholds = self._lowest.copy()
         if slack is not None:
             # So many may fail; the threshold is just under the next one, so that equal scores pass together.
@@ -163,11 +153,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Expansion:
-    """Expand thresholds `[P]` fp32 (NaN for leaves) and how they were found.
+    """Expand thresholds `[P]` fp32 (NaN for leaves) and how they were chosen.
 
-    `slack`: -1 to 1, None for the last resort. `loss`: mean share missed over the `n_units` of the `n_calibration`
-    documents in which something fires; `share_evaluated`: active probes there, of all. `n_unknown`: probes with
-    children that are always expanded (path rule: exactly), for want of scores.
+    - `slack`: -1 to 1, None for the last resort.
+    - `loss`: the mean share missed over the `n_units` of the `n_calibration` documents in which something fires.
+    - `share_evaluated`: the share of probes that are active there.
+    - `n_unknown`: probes with children that are always expanded (path rule: exactly), for want of scores.
     """
 
     expand_threshold: Floats
@@ -182,7 +173,6 @@ class Expansion:
     base_layers: tuple[int, ...]
 
     def stated(self) -> dict[str, Any]:
-        """As JSON, without the thresholds."""
         names = ("recall", "slack", "n_shaping", "n_calibration", "n_units", "loss", "share_evaluated", "n_unknown")
         return {
             "method": "conformal risk control",
@@ -191,7 +181,7 @@ class Expansion:
         }
 
     def sentence(self) -> str:
-        """In words, for a card."""
+        """Say it in words, for a card."""
         return (
             'Expand thresholds (`load_threshold="calibrated"`): a document\'s firing probes are reached to'
             f" {self.recall:g} on average at least, by conformal risk control on {self.n_units} documents; there"
@@ -200,9 +190,7 @@ class Expansion:
 
 
 def split(n: int, *, share: float = 0.5, seed: int = 0) -> tuple[Ints, Ints]:
-    """Numbers of the n documents that shape and of those that calibrate, at random: files are often in an order of
-    their own.
-    """
+    """Draw which of n documents shape and which calibrate."""
     share = check_share("share", share, "the part of the documents that shapes, more than 0 and less than 1")
     seed = check_count("seed", seed)
     order = np.random.default_rng(seed).permutation(n)
@@ -211,7 +199,7 @@ def split(n: int, *, share: float = 0.5, seed: int = 0) -> tuple[Ints, Ints]:
 
 
 def documents_needed(recall: float) -> int:
-    """The fewest documents with something firing that can show a recall: 1 / (n + 1) <= 1 - recall."""
+    """Return the fewest documents with something firing that can show a recall: 1 / (n + 1) <= 1 - recall."""
     check_recall(recall)
     n = max(1, math.floor(1 / (1 - recall)) - 1)
     while not _within(0.0, n, recall):
@@ -220,20 +208,21 @@ def documents_needed(recall: float) -> int:
 
 
 def check_recall(recall: float) -> None:
-    """Raise `ConfigError` for what is no recall."""
     check_share("recall", recall, "give more than 0 and less than 1, such as 0.99 (1 cannot be shown from examples)")
 
 
 def calibrate_expansion(
     reach: Reach, documents: Sequence[Floats], *, recall: float, share: float = 0.5, seed: int = 0
 ) -> Expansion:
-    """Expand thresholds that reach `recall` of a new document's firing probes on average. `documents`: scores of every
-    probe `[T, P]` of each.
+    """Choose expand thresholds that reach `recall` of a new document's firing probes on average.
 
-    `share` of the documents, chosen by `seed`, shape the family; the others calibrate. The alert thresholds must not
-    come from the latter. Holds 4 bytes a token and probe (the documents given) and half as much again. Raises
-    `CalibrationError` where too few documents have something firing, saying how many are needed, or where even opening
-    every probe does not reach the recall.
+    - `documents`: scores of every probe `[T, P]` of each.
+    - `share` of the documents, drawn by `seed`, shape the family; the others calibrate. The alert thresholds must not
+      come from the latter.
+
+    This holds 4 bytes for each token and probe (the documents given) and half as much again. Raises `CalibrationError`
+    where too few documents have something firing, saying how many are needed, or where even opening every probe does
+    not reach the recall.
     """
     check_recall(recall)
     shaping, calibrating = split(len(documents), share=share, seed=seed)
@@ -241,20 +230,20 @@ def calibrate_expansion(
 
 
 def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[Floats], *, recall: float) -> Expansion:
-    """`calibrate_expansion` of documents that are split already."""
+    """Do as `calibrate_expansion`, of documents that are split already."""
     check_recall(recall)
     if np.isnan(reach.alert).all():
         raise CalibrationError("no probe has an alert threshold, so nothing fires: calibrate alerts first")
     family = Family(reach, shaping)
-    found: dict[int, Missed] = {}
+    missed: dict[int, Missed] = {}
 
     def holds(step: int) -> bool:
-        found[step] = reach.missed(family.at(SLACKS[step]), calibrating)
-        losses = found[step].losses
+        missed[step] = reach.missed(family.at(SLACKS[step]), calibrating)
+        losses = missed[step].losses
         return _within(float(losses.sum()), len(losses), recall)
 
     lowest_holds = holds(0)
-    n_units = len(found[0].losses)
+    n_units = len(missed[0].losses)
     if not _within(0.0, n_units, recall):
         raise CalibrationError(
             f"{n_units} documents with something firing are too few for a recall of {recall:g}:"
@@ -263,12 +252,12 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
         )
     if not lowest_holds:
         raise CalibrationError(
-            f"with every probe expanded {found[0].losses.mean():.3g} of a document's firing probes are missed, more"
+            f"with every probe expanded {missed[0].losses.mean():.3g} of a document's firing probes are missed, more"
             f" than a recall of {recall:g} allows: some have no parents and are not at a base level. Add their level to"
             " base_layers"
         )
     step = _last(holds, 0, len(SLACKS))
-    slack, result = SLACKS[step], found[step]
+    slack, result = SLACKS[step], missed[step]
     return Expansion(
         family.at(slack),
         recall,
@@ -285,8 +274,8 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
 
 @dataclass(frozen=True)
 class Measured:
-    """Recall of firing probes on documents: the mean over the `n_documents` in which something fires, with its
-    interval, and over all `n_fired` pairs.
+    """Recall of firing probes: the mean over the `n_documents` in which something fires, with its interval, and the
+    share of all `n_fired` pairs.
     """
 
     recall: float
@@ -301,12 +290,13 @@ class Measured:
 def measure_expansion(
     reach: Reach, expand_threshold: Floats, documents: Sequence[Floats], *, confidence: float = 0.95
 ) -> Measured:
-    """What thresholds reach on documents that they were not made from. The interval is Hoeffding's for means of numbers
-    between 0 and 1 (`probemon.core.intervals.mean_interval`): it holds for independent documents, however few. Raises
+    """Measure what thresholds reach on documents that they were not made from.
+
+    The interval is `probemon.core.intervals.mean_interval`: it holds for independent documents, however few. Raises
     `CalibrationError` where nothing fires.
     """
-    found = reach.missed(expand_threshold, documents)
-    losses, n_fired = found.losses, int(found.fired.sum())
+    missed = reach.missed(expand_threshold, documents)
+    losses, n_fired = missed.losses, int(missed.fired.sum())
     if not len(losses):
         raise CalibrationError(
             "nothing fires in these documents, so what is reached of it cannot be measured: give others, or more"
@@ -317,17 +307,15 @@ def measure_expansion(
         recall,
         float(low),
         float(high),
-        1 - int(found.missed.sum()) / n_fired,
+        1 - int(missed.missed.sum()) / n_fired,
         len(losses),
         n_fired,
-        found.share_evaluated,
+        missed.share_evaluated,
     )
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Documents in order, together as far as they are of `most` tokens, one at least: where each batch begins and
-    stops.
-    """
+    """Group documents in order, by `most` tokens or one document: where each batch begins and stops."""
     at = n = 0
     for i, length in enumerate(lengths):
         if i > at and n + length > most:
@@ -344,7 +332,7 @@ def _within(total: float, n: int, recall: float) -> bool:
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last step at which `holds`, true at `low` and false from some step on, `high` at the latest."""
+    """Return the last step at which it `holds`: true at `low`, false from some step on, `high` at the latest."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

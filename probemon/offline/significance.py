@@ -1,4 +1,4 @@
-"""p-values of two sets of documents, and what many of them together are worth.
+"""Computes p-values of two sets of documents, and corrects many of them together.
 
 p = mann_whitney(dominance, ties, n, m)         # one concept: are documents of one side larger?
 q = benjamini_hochberg(ps)                      # many: the false-discovery rate at which each would be listed
@@ -23,18 +23,20 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
 def mann_whitney(dominance: int, ties: Sequence[int], n: int, m: int) -> float:
-    """Two-sided p-value of n and m documents being of one distribution, by the rank sum (Mann & Whitney 1947, "On a
-    test of whether one of two random variables is stochastically larger than the other", Annals of Mathematical
-    Statistics 18).
+    """Return the two-sided p-value of n and m documents being of one distribution, by the rank sum.
 
-    `dominance`: pairs in which the document of one side is larger, less those in which it is smaller: n m times Cliff's
-    delta. `ties`: how many of all documents have each value, the lowest first; 0 is allowed.
+    Mann & Whitney 1947, "On a test of whether one of two random variables is stochastically larger than the other",
+    Annals of Mathematical Statistics 18.
 
-    Of few documents every way to deal them out is counted. Of more it is approximated. Most have one value, 0, and then
-    the textbook's normal approximation fails: 1 document of 100 against none of 5,000 would have p = 1e-12, where 0.04
-    is right. So how many of a side's documents have other values than the commonest has its exact (hypergeometric)
-    distribution, and only the rank sum of those, given their number, the normal one, with the variance that ties leave
-    it and a correction for continuity. Where only two values occur it is Fisher's exact test. The smaller tail is
+    - `dominance`: pairs in which the document of one side is larger, less those in which it is smaller: n m times
+      Cliff's delta.
+    - `ties`: how many of all documents have each value, the lowest first; 0 is allowed.
+
+    With few documents this counts every way to deal them out. With more it approximates. Most documents have one value,
+    0, where the textbook's normal approximation fails: it gives 1 document of 100 against none of 5,000 p = 1e-12,
+    where 0.04 is right. So the number of a side's documents with other values than the commonest has its exact
+    (hypergeometric) distribution; only their rank sum, given that number, has the normal one, with the variance that
+    ties leave and a correction for continuity. With two values in all this is Fisher's exact test. The smaller tail is
     doubled.
     """
     sizes = np.asarray([size for size in ties if size], dtype=np.int64)
@@ -61,7 +63,7 @@ def mann_whitney(dominance: int, ties: Sequence[int], n: int, m: int) -> float:
 
 
 def benjamini_hochberg(p: npt.ArrayLike) -> Doubles:
-    """q-values [K] of p-values [K]: the least false-discovery rate at which each is listed.
+    """Return q-values [K] of p-values [K]: the least false-discovery rate at which each is listed.
 
     Benjamini & Hochberg 1995, "Controlling the false discovery rate" (JRSS B 57). The rate holds for independent tests
     and for positively dependent ones (Benjamini & Yekutieli 2001, "The control of the false discovery rate in multiple
@@ -77,9 +79,8 @@ def benjamini_hochberg(p: npt.ArrayLike) -> Doubles:
 
 
 def _counted(ranks: list[int], n: int, dominance: int) -> float:
-    """The p of n of the documents that have these ranks, by all ways to choose n of them. In doubles: all terms are
-    positive, so sums are good to the last digits.
-    """
+    """Return the p-value by all ways to choose n of the documents with these ranks."""
+    # In doubles: all terms are positive, so sums are good to the last digits.
     ways = np.zeros((n + 1, 2 * n * len(ranks) + 1))  # to take so many documents with so large a sum
     ways[0, 0] = 1
     for rank in ranks:
@@ -89,8 +90,9 @@ def _counted(ranks: list[int], n: int, dominance: int) -> float:
 
 
 def _not_under(gap: Doubles, deviation: Doubles) -> Doubles:
-    """Probability that a whole number is not under another one, `gap` below its mean: by the normal distribution, one
-    half off a unit of the rank sum; for sure where it does not vary.
+    """Return the probability that a whole number is not under another one, which is `gap` below its mean.
+
+    It is the normal one, half a unit of the rank sum off, and certain where the number does not vary.
     """
     z = (gap + 1) / np.where(deviation > 0, deviation, 1)
     return np.where(deviation > 0, np.asarray(_erfc(-z / math.sqrt(2)), dtype=np.float64) / 2, gap > -0.5)

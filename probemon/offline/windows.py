@@ -1,4 +1,4 @@
-"""Texts to tokens, long ones to windows, windows to batches: the plan of a corpus, fixed by its documents alone.
+"""Plans a corpus from its documents alone: texts become tokens, tokens windows, windows batches.
 
     tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
     # the first scores all its tokens, the next those after the overlap
@@ -7,8 +7,8 @@
     for shard in shards(documents): shard.index, shard.documents, shard.digest
 
 Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a
-text begin every window and are not scored; those that it puts after a text end every window where a host's states
-depend on what follows, and are left out where none does.
+text begin every window and are not scored; those that it puts after a text end every window of a host whose states
+depend on what follows, and no other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.documents import Document
 
-# A shard is the unit of resuming. Large enough that batches of like length can be made, small enough to be lost.
-SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000  # what is held in memory at once, and lost at most when a run is killed
+# A shard is held in memory at once, and lost when a run is killed; a large one makes batches of like length.
+SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000
 SPECIAL = ("bos", "tokenizer", "none")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a text: `ids [T]`, characters `start` to `end` `[T]` of it (-1 where the tokenizer does not say), and
-    the special tokens before and after it.
+    """Tokens of a text.
+
+    - `ids [T]`; `start`, `end` `[T]`: their characters in the text, -1 where the tokenizer does not say.
+    - `prefix`, `suffix`: special tokens before and after it.
     """
 
     ids: Ints
@@ -48,9 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Window:
-    """Longest input of the host, in tokens with special ones, and by how many tokens the windows of a longer document
-    overlap.
-    """
+    """The longest input, in tokens with special ones, and by how many the windows of a longer document overlap."""
 
     n_tokens: int = 1024
     overlap: int = 128
@@ -69,11 +69,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents become batches. `window` None: of 1024 tokens, or what the host can take, an eighth of it
-    overlapping.
+    """How documents become batches.
 
-    `batch_tokens`: of a batch, with padding; `special_tokens`: what stands before a text, "bos", "tokenizer" or "none";
-    `parse_special`: whether special tokens written in a text are such.
+    - `window`: None for 1024 tokens, or what the host can take, an eighth of it overlapping.
+    - `batch_tokens`, `batch_rows`: of a batch at most, with padding.
+    - `special_tokens`: which stand before a text, "bos", "tokenizer" or "none" (see `encode`).
+    - `parse_special`: whether special tokens written in a text are such.
     """
 
     window: Window | None = None
@@ -89,9 +90,7 @@ class Reading:
             raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
 
     def window_for(self, name: str, longest: int | None) -> Window:
-        """The window for a host of a name that takes so many tokens. Raises `ConfigError` where that is less than was
-        asked for.
-        """
+        """Return the window for the host `name`, which takes `longest` tokens. Raises `ConfigError` if it is larger."""
         if self.window is None:
             n_tokens = min(1024, 1024 if longest is None else longest)
             return Window(n_tokens, n_tokens // 8)
@@ -102,9 +101,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Piece:
-    """One input of the host: tokens `begin` to `stop` of the shard's document `place`, of which those from `scored` on
-    are scored here.
-    """
+    """An input of the host: tokens `begin` to `stop` of the shard's document `place`, scored from `scored` on."""
 
     place: int
     begin: int
@@ -119,7 +116,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents that are analysed, written and resumed as one; `digest` is of their ids, texts and reasons."""
+    """Documents that are analysed, written and resumed as one; `digest` hashes their ids, texts and reasons."""
 
     index: int
     documents: tuple[Document, ...]
@@ -138,12 +135,12 @@ class Shard:
 def encode(
     tokenizer: Any, text: str, *, special_tokens: str = "bos", parse_special: bool = False, after: bool = False
 ) -> Tokens:
-    """Tokens of a text.
+    """Tokenise a text.
 
-    `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
-    adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
-    `parse_special`: the text's own "<|im_start|>" are special tokens, not characters. `after`: with those that the
-    tokenizer puts after it.
+    - `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
+      adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none".
+    - `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
+    - `after`: with those that the tokenizer puts after it.
     """
     fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
     encoding = tokenizer(
@@ -156,7 +153,7 @@ def encode(
         verbose=False,
     )
     ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-    before, behind = _added(tokenizer, text) if added else ((), ())
+    before, behind = _special_tokens(tokenizer, text) if added else ((), ())
     inside = slice(len(before), len(ids) - len(behind))
     if fast:
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -169,10 +166,9 @@ def encode(
     return Tokens(ids[inside], start, end, before, behind if after else ())
 
 
-def _added(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer puts before a text, and after it: seen on one that it does not leave out, as
-    it may do with letters that it has not.
-    """
+def _special_tokens(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens that a tokenizer puts before a text, and after it."""
+    # A tokenizer may leave out letters that it has not: the first sample that it keeps shows them.
     for sample in ("a", "A", "0", ".", text):
         bare, whole = (
             [
@@ -192,7 +188,7 @@ def _added(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
-    """The pieces of a document, in order; each of its tokens is scored in one of them."""
+    """Cut a document into pieces, in order; each of its tokens is scored in one of them."""
     n_prefix, n_suffix, n = len(tokens.prefix), len(tokens.suffix), len(tokens)
     room = window.n_tokens - n_prefix - n_suffix
     if room <= window.overlap:
@@ -209,30 +205,27 @@ def cut(tokens: Tokens, place: int, window: Window) -> list[Piece]:
 
 
 def batches(pieces: Sequence[Piece], *, max_tokens: int, max_rows: int, padded: bool = True) -> list[list[Piece]]:
-    """Pieces by length, the longest first, in batches of at most `max_tokens` with padding and `max_rows`; one that is
-    longer stands alone.
+    """Group pieces, the longest first, into batches of at most `max_tokens` with padding (or one piece) and `max_rows`.
 
     `padded`: whether pieces of different lengths may share a batch.
     """
-    found: list[list[Piece]] = []
+    grouped: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.place, piece.begin)):
         if (
-            not found
-            or len(found[-1]) == max_rows
-            or (len(found[-1]) + 1) * longest > max_tokens
+            not grouped
+            or len(grouped[-1]) == max_rows
+            or (len(grouped[-1]) + 1) * longest > max_tokens
             or not (padded or len(piece) == longest)
         ):
-            found.append([])
+            grouped.append([])
             longest = len(piece)
-        found[-1].append(piece)
-    return found
+        grouped[-1].append(piece)
+    return grouped
 
 
 def shards(documents: Iterable[Document]) -> Iterator[Shard]:
-    """Documents in shards, in order: `SHARD_DOCUMENTS`, or fewer where they have over `SHARD_CHARS` characters
-    together.
-    """
+    """Group documents into shards: `SHARD_DOCUMENTS` each, or fewer if they have over `SHARD_CHARS` characters."""
     index, held, n_chars = 0, list[Document](), 0
     for document in documents:
         if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.text) > SHARD_CHARS):

@@ -8,9 +8,11 @@ Much of it is free: a pack may state whatever else it likes, as deep as `MAX_DEP
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a set of alert thresholds
 MAX_DEPTH = 100  # of what is nested: it is walked by functions that call themselves
 _LARGEST = 10**15
 
@@ -18,8 +20,12 @@ Check = Callable[[str, Any], None]
 
 
 def check_claims(manifest: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance` that is of another kind than it
-    has to be."""
+    """Raise `ValueError` naming the first part of `host`, `quality` or `provenance`, or the `alert_set`, that is of
+    another kind than it has to be.
+    """
+    alert_set = manifest.get("alert_set")
+    if alert_set is not None and not (isinstance(alert_set, str) and SET_NAME.fullmatch(alert_set)):
+        raise _wrong("alert_set", alert_set, "a name of letters, digits and . _ -")
     for part, check in (("host", _HOST), ("quality", _QUALITY), ("provenance", _PROVENANCE)):
         claimed = manifest.get(part) or {}
         if any(depth > MAX_DEPTH for depth in _depths(claimed)):

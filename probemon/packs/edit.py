@@ -30,10 +30,11 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
 from probemon.packs.copies import always_on, card_of, copy_pack, made_by
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import ALWAYS
 from probemon.packs.widen import smallest_common, widen
-from probemon.packs.writer import PackWriter, check_target
+from probemon.packs.writer import PackWriter
 
 _SHOWN = 5
 # Settings of several packs as one: none has less room, fewer rounds or a stricter limit than alone.

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from probemon.core.checks import check_bool, check_path
 from probemon.core.files import sha256
 from probemon.errors import PackCorrupt, PackError
 from probemon.packs.held_file import HeldFolder, inside, read_whole
@@ -64,6 +65,19 @@ def check_pin(path: Path, digest: str, pin: str) -> None:
             f"{path} has sha256 {digest}, not the {pin.lower()} that was asked for: it is another version of the pack,"
             " or was changed"
         )
+
+
+def check_target(path: str | Path, overwrite: bool) -> Path:
+    """Return the path, where a pack may be written to it. Raises `PackError` where something is there already, and with
+    `overwrite` where it is more than a pack.
+    """
+    target = check_path("path", path)
+    overwrite = check_bool("overwrite", overwrite)
+    if os.path.lexists(target):
+        if not overwrite:
+            raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
+        check_replaceable(target)
+    return target
 
 
 def check_replaceable(target: Path) -> None:

@@ -26,8 +26,9 @@ from probemon.core.settings import CascadeConfig
 from probemon.errors import PackError, UnknownConcept
 from probemon.packs.bounding_probes import Group, group_probes, opened_groups
 from probemon.packs.copies import always_on, card_of, copy_pack, made_by, some_of, spec_of
+from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
-from probemon.packs.writer import PackWriter, check_target
+from probemon.packs.writer import PackWriter
 
 _STATES = 256  # random ones, for a pack without golden states
 _OF_ITS_HIERARCHY = ("load_threshold", "base_layers", "max_rounds")  # settings that mean nothing under another one

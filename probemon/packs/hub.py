@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from probemon.core.files import sha256, write_text_atomically
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
+from probemon.packs.files import check_target
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
 from probemon.packs.opened import OpenedPack
-from probemon.packs.writer import check_target
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -19,7 +19,6 @@ from probemon.core.settings import CascadeConfig
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, PackCorrupt, PackError, PackVersionError
 from probemon.packs.claims import check_claims
-from probemon.packs.tensors import SET_NAME
 
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 FORMAT = "probemon-pack"
@@ -81,11 +80,6 @@ def _check_kinds(manifest: dict[str, Any], path: Path) -> None:
     if manifest["score_rule"] not in SCORE_RULES:
         raise PackError(
             f"{path}: score_rule is {manifest['score_rule']!r:.80}, expected one of {', '.join(SCORE_RULES)}"
-        )
-    named = manifest.get("alert_set")
-    if named is not None and (not isinstance(named, str) or not SET_NAME.fullmatch(named)):
-        raise PackCorrupt(
-            f"{path}: alert_set is {named!r:.80}, expected a name of letters, digits and . _ -: fetch the pack again"
         )
     for key in ("recommended", "quality", "provenance"):
         if not isinstance(manifest.get(key) or {}, dict):

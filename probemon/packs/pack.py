@@ -20,8 +20,9 @@ from probemon.core.checks import check_mapping, check_mappings, check_tensor
 from probemon.core.probes import Architecture
 from probemon.errors import PackError
 from probemon.packs import hub
+from probemon.packs.files import check_target
 from probemon.packs.opened import OpenedPack
-from probemon.packs.writer import PackWriter, check_target
+from probemon.packs.writer import PackWriter
 
 
 class ProbePack(OpenedPack):

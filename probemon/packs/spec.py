@@ -21,12 +21,12 @@ from probemon.core.checks import check_choice, check_mapping, check_mappings, ch
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.errors import ConfigError, PackError
+from probemon.packs.claims import SET_NAME
 from probemon.packs.manifest import CONTROL, FORMAT, FORMAT_VERSION, SCORE_RULES, check_recommended
 from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
     DTYPES,
-    SET_NAME,
     THRESHOLDS,
     first_wrong_threshold,
     name_of,

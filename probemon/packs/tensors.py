@@ -7,7 +7,6 @@ largest_magnitudes(weights)                            # of each probe; infinite
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from probemon.core.probes import Architecture
 from probemon.errors import PackCorrupt
+from probemon.packs.claims import SET_NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 MATRICES = ("w1", "w2", "w3")
@@ -24,7 +24,6 @@ VECTORS = {
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
-SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
 THRESHOLDS = (

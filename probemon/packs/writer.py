@@ -31,13 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.checks import check_bool, check_path
 from probemon.core.files import sha256
 from probemon.core.inputs import prepare_input
 from probemon.core.probes import Architecture, input_dtype
 from probemon.core.reference import score_reference
 from probemon.errors import PackCorrupt, PackError
-from probemon.packs import files as packfile
+from probemon.packs.files import check_target, replace_directory
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES
 from probemon.packs.opened import OpenedPack
 from probemon.packs.spec import PackSpec
@@ -51,19 +50,6 @@ _SAFETENSORS_CODES = {
     torch.int8: "I8",
     torch.int64: "I64",
 }
-
-
-def check_target(path: str | Path, overwrite: bool) -> Path:
-    """Return the path, where a pack may be written to it. Raises `PackError` where something is there already, and with
-    `overwrite` where it is more than a pack.
-    """
-    target = check_path("path", path)
-    overwrite = check_bool("overwrite", overwrite)
-    if os.path.lexists(target):
-        if not overwrite:
-            raise PackError(f"{target} exists: choose another path, or overwrite it (overwrite=True, --overwrite)")
-        packfile.check_replaceable(target)
-    return target
 
 
 class PackWriter:
@@ -279,7 +265,7 @@ class PackWriter:
             self._folder.chmod(0o755)  # private until now
             # Not verified: every weight was looked at, and the golden scores are of these weights.
             pack = OpenedPack.open(self._folder)
-            packfile.replace_directory(self._folder, self._target)
+            replace_directory(self._folder, self._target)
         pack.set_directory(self._target)  # what was written, whatever another writer puts there
         self._opened = pack
 

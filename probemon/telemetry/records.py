@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from probemon.core.checks import check_count
+from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
-from probemon.errors import MissingExtra
 from probemon.sinks import FileSink
 from probemon.telemetry.decisions import Changes, Decisions, Singles, Stream, entropy, norms
 
@@ -175,10 +175,7 @@ class RoutingParquet(FileSink):
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra("RoutingParquet needs pyarrow: pip install 'probemon[corpus]'") from error
+        import_arrow("RoutingParquet")  # now, before any score is lost
         super().__init__(path, overwrite)
         self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
         self._held: list[RoutingRecord] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from probemon.core.checks import check_count
-from probemon.errors import ConfigError, UnknownSetting, closest
+from probemon.core.checks import check_count, check_settings
+from probemon.errors import ConfigError
 from probemon.telemetry.alerts import DEFAULT_RULES, Rule
 from probemon.telemetry.tally import WINDOW, Memory
 
@@ -48,10 +48,5 @@ class RoutingSettings:
     @classmethod
     def by_name(cls, **settings: Any) -> RoutingSettings:
         """Return settings by keyword. Raises `UnknownSetting`, which names all that there are."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise UnknownSetting(
-                    f"there is no setting {name!r} of routing{closest(name, known)}: there are {', '.join(known)}"
-                )
+        check_settings(cls, settings, "routing")
         return cls(**settings)

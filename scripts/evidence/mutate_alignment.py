@@ -547,8 +547,8 @@ MUTATIONS = [
     ),
     (
         "offline/corpus.py",
-        "class _Open(threading.local):",
-        "class _Open:",
+        "class _OwnForward(threading.local):",
+        "class _OwnForward:",
         "a corpus is scored by the forwards of other threads",
     ),
     (

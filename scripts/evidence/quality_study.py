@@ -30,7 +30,7 @@ from probemon.core.scores import Scores
 from probemon.engine.audit import TOP, compare
 from probemon.errors import CalibrationError
 from probemon.host.fingerprint import fingerprint
-from probemon.offline.calibrate import write_calibrated
+from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Reach, calibrate_expansion

@@ -33,7 +33,7 @@ from probemon.cli.live_view import LiveView
 from probemon.cli.routing_view import LiveRouting
 from probemon.cli.terminal import Bordered, answer, border, harmless, say, terminal
 from probemon.core.files import sha256
-from probemon.offline.calibrate import write_calibrated
+from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.expansion import Expansion
 
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

@@ -201,7 +201,7 @@ def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, 
 
 
 def test_the_page_states_the_bounds_that_are_kept():
-    from probemon.importers import flat, sources, weights
+    from probemon.importers import flat, foreign_files, weights
 
     bounds = [
         line
@@ -211,7 +211,7 @@ def test_the_page_states_the_bounds_that_are_kept():
     stated = [re.search(r"\| (\d+) ([GM])iB", line) for line in bounds]
     sizes = [int(found[1]) << {"G": 30, "M": 20}[found[2]] for found in stated]
     assert sizes == [
-        sources.MAX_BYTES,
+        foreign_files.MAX_BYTES,
         weights.MAX_BYTES,
         weights._MAX_PICKLE_BYTES,
         weights.MAX_JSON_BYTES,

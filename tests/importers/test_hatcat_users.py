@@ -498,7 +498,7 @@ def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeyp
 
 def test_concepts_that_the_hierarchy_lists_without_edges_are_named(tmp_path):
     """Roots without children, as `{"Name:0": []}`: they are in the hierarchy, so it is that of the probes."""
-    from probemon.importers.hatcat import KINDS
+    from probemon.importers.hatcat_report import KINDS
     from probemon.importers.hatcat_tree import node_of, read_graph
     from probemon.importers.report import Notes
     from probemon.importers.weights import Folder

@@ -675,7 +675,7 @@ def test_what_is_read_takes_no_more_memory_than_is_said(tmp_path):
     program = """
 import re, sys
 from pathlib import Path
-from probemon.importers.sources import read_json
+from probemon.importers.foreign_files import read_json
 from probemon.importers.weights import load_plain
 def most():  # getrusage's would be that of the process this one was made by
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

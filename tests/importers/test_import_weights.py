@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from probemon.cli.packs import read_object
 from probemon.core.strict_json import loads
 from probemon.errors import ConfigError, ImportRefused
+from probemon.importers.foreign_files import parse_json, read_json
 from probemon.importers.hatcat import import_pack
-from probemon.importers.sources import parse_json, read_json
 from probemon.importers.weights import Folder, load_bank, load_state_dict
 
 TWICE = '{"parent_to_children": {"A:0": ["B:1"], "A:0": ["C:1"]}}'

@@ -19,7 +19,8 @@ from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, Roll
 from probemon.cli.calibrate import calibrate
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
-from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed, write_calibrated
+from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed
+from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.corpus import score_documents
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Expansion

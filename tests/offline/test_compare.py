@@ -18,12 +18,14 @@ from typer.testing import CliRunner
 
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
-from probemon.cli.diff import diff
+from probemon.cli.diff_analyses import diff
 from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
-from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
+from probemon.offline.analysis_files import COUNTED, schemas
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
-from probemon.offline.compare import _check_same, _resampled, _Sample, compare
+from probemon.offline.compare import _check_same, compare
+from probemon.offline.document_samples import Sample, resampled
 from probemon.offline.significance import benjamini_hochberg, mann_whitney
 
 # c0 > c1 > c3, c0 > c2 > c4, c5 below both c1 and c2, c6 and c7 alone; c7 is nowhere over the floor.
@@ -253,7 +255,7 @@ def test_planted_differences_are_found_and_little_else():
 def sample(x):
     """Documents by concept `[n, P]` as `compare` holds them, in the order given."""
     order = [np.flatnonzero(column)[np.argsort(column[column > 0], kind="stable")] for column in x.T]
-    return _Sample(
+    return Sample(
         None,
         tuple(b"" for _ in x),
         np.cumsum([0, *map(len, order)]),
@@ -268,7 +270,7 @@ def test_intervals_cover_the_truth():
     truth = np.array([(zero_a - zero_b) / 2, zero_a - zero_b])  # uniform where they are not 0
     for run in range(n_runs):
         x, y = (np.where(rng.random((n, 1)) < zero, 0, rng.random((n, 1))) for n, zero in ((60, zero_a), (45, zero_b)))
-        draws = np.concatenate(_resampled(sample(x), sample(y), [0], 199, run, None), axis=1)
+        draws = np.concatenate(resampled(sample(x), sample(y), [0], 199, run, None), axis=1)
         low, high = np.sort(draws, axis=0)[[9, 189]]
         covered += (low <= truth) & (truth <= high)
     assert (np.abs(covered / n_runs - 0.9) < 0.06).all(), covered
@@ -308,9 +310,9 @@ def test_numbers_are_those_of_all_pairs_of_documents(both, by):
 
 @pytest.mark.parametrize(("resamples", "confidence", "at"), [(39, 0.95, 0), (60, 0.9, 2), (99, 0.8, 9)])
 def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatch, resamples, confidence, at):
-    monkeypatch.setattr("probemon.offline.compare._CHUNK", 7 * 40)  # several chunks, the last one short
+    monkeypatch.setattr("probemon.offline.document_samples._CHUNK", 7 * 40)  # several chunks, the last one short
     found = compare(*both, resamples=resamples, confidence=confidence, seed=5)
-    samples = [_Sample.of(analysis, "share") for analysis in both]
+    samples = [Sample.of(analysis, "share") for analysis in both]
     sides = sorted(samples, key=lambda one: one.documents)  # draws belong to the documents, not to the letter
     draws = {
         id(one): np.random.default_rng([5, side]).integers(0, one.n, (resamples, one.n))

@@ -24,9 +24,10 @@ from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 from probemon import DynamicProbeManager
 from probemon.engine.audit import Audit
 from probemon.errors import ConfigError, HostMismatch, SinkFailed
-from probemon.offline import analysis_folder as analysis_room
+from probemon.offline import analysis_files, analysis_folder
 from probemon.offline import analyze as offline
-from probemon.offline.analysis_folder import COUNTED, TABLES, Analysis
+from probemon.offline.analysis_files import COUNTED, TABLES
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
@@ -564,11 +565,11 @@ def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager
         replaced.append(path.name)
         raise OSError(28, "No space left on device")
 
-    whole = analysis_room._write_table
+    whole = analysis_files.write_table
     with monkeypatch.context() as broken, pytest.raises(SinkFailed, match="No space left on device"):
         broken.setattr(
-            analysis_room,
-            "_write_table",
+            analysis_folder,
+            "write_table",
             lambda path, table: fail(path, table) if path.name == "concepts.parquet" else whole(path, table),
         )
         analyze(manager, model, tokenizer, texts, out, resume=True)
@@ -588,10 +589,10 @@ def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, t
     analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
     target = tmp_path / "out/shards/00000.scores.parquet"
     before = target.read_bytes()
-    with analysis_room._replacing(target) as mine:
+    with analysis_files.replacing(target) as mine:
         mine.write(b"half")
         with mock.patch("os.getpid", return_value=1):
-            analysis_room._write_table(target, pq.read_table(target))
+            analysis_files.write_table(target, pq.read_table(target))
         assert pq.read_table(target).num_rows == pq.ParquetFile(io.BytesIO(before)).metadata.num_rows
     assert target.read_bytes() == b"half"
 

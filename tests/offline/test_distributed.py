@@ -11,7 +11,8 @@ from conftest import make_model
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.offline.analysis_folder import TABLES, Analysis
+from probemon.offline.analysis_files import TABLES
+from probemon.offline.analysis_folder import Analysis
 from probemon.offline.analyze import analyze
 from probemon.offline.distributed import Job, analyze_dataset
 from probemon.offline.windows import Reading, Window

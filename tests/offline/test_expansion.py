@@ -13,7 +13,7 @@ from probemon.core.hierarchy import ConceptTree
 from probemon.core.intervals import mean_interval
 from probemon.errors import CalibrationError, ConfigError
 from probemon.offline import expansion
-from probemon.offline.calibrate import write_calibrated
+from probemon.offline.calibrated_pack import write_calibrated
 from probemon.offline.expansion import (
     Family,
     Reach,

@@ -16,7 +16,8 @@ import pytest
 
 from conftest import make_model
 from corpora import make_tokenizer, random_texts
-from probemon.offline.analysis_folder import TABLES, Analysis
+from probemon.offline.analysis_files import TABLES
+from probemon.offline.analysis_folder import Analysis
 
 
 def tables(folder):

@@ -11,7 +11,8 @@ from conftest import HIDDEN, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackCorrupt, PackError
-from probemon.offline.calibrate import calibrate_alerts, write_calibrated
+from probemon.offline.calibrate import calibrate_alerts
+from probemon.offline.calibrated_pack import write_calibrated
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.quantize import quantize
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from probemon.offline.analysis_folder import COUNTED, Analysis, schemas
+from probemon.offline.analysis_files import COUNTED, schemas
+from probemon.offline.analysis_folder import Analysis
 
 IDENTITY = {
     "pack": {"name": "by hand"},

@@ -1,11 +1,11 @@
-"""Small files of other projects: which ones, JSON, safetensors with their metadata, and fields of the right kind.
+"""Opens small files of other projects, JSON and safetensors, and checks their fields.
 
     files = named_files("probes/", ".pt")                           # {concept: path}
     config = read_json(path); layers = field(config, "n_layers", int, path)
     tensors, metadata = read_safetensors(path)
 
-As in `probemon.importers.weights`, nothing here runs what it reads, no file is read past a bound, and none outside of a
-folder that was given.
+As in `probemon.importers.weights`, nothing that is read is run, no file is read past a bound, and none outside of a
+given folder.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
     else:
         files = {Path(source).stem: Path(source)}
     for path in files.values():
-        check_file(path, MAX_BYTES)
+        _check_file(path)
     return files
 
 
-def check_file(path: Path, max_bytes: int) -> None:
-    """Raise `ImportRefused` unless a file is there, is no pickle by its name, and has at most so many bytes."""
+def _check_file(path: Path, max_bytes: int = MAX_BYTES) -> None:
     _no_pickle(path)
     weights.check_file(path, max_bytes)
 
@@ -68,9 +67,9 @@ def _no_pickle(path: Path) -> None:
         )
 
 
-def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
-    """Read a JSON file. Raises `ImportRefused` where it is none, or longer than `max_bytes`."""
-    check_file(path, max_bytes)
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises `ImportRefused`."""
+    _check_file(path, weights.MAX_JSON_BYTES)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -79,7 +78,7 @@ def read_json(path: Path, max_bytes: int = weights.MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Read a JSON text from inside another file. Raises `ImportRefused` naming `what`."""
+    """Read a JSON text. Raises `ImportRefused` naming `what`."""
     try:
         return loads(text, constant=no_constant)
     except RepeatedKey as error:
@@ -89,14 +88,14 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def read_safetensors(
-    path: Path, wanted: Callable[[str], bool] = lambda name: True, max_bytes: int = MAX_BYTES
+    path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the wanted tensors by name, and the file's own metadata.
 
-    safetensors checks the header: no tensor lies outside of the file, so that all together take at most its bytes.
-    Raises `ImportRefused`.
+    safetensors checks that no tensor lies outside of the file, so that all take at most its bytes. Raises
+    `ImportRefused`.
     """
-    check_file(path, max_bytes)
+    _check_file(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)
@@ -112,7 +111,7 @@ def as_path(path: object, what: str) -> Path:
 
 
 def only_tensors(tensors: Collection[str], known: Collection[str], where: object) -> None:
-    """Raise `ImportRefused` for tensors that the format does not know: what they do to a score is not known either."""
+    """Raise `ImportRefused` for tensors that the format does not know."""
     others = [str(name) for name in tensors if name not in known]
     if others:
         raise ImportRefused(
@@ -122,7 +121,7 @@ def only_tensors(tensors: Collection[str], known: Collection[str], where: object
 
 
 def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
-    """Return a tensor of floats by name. Raises `ImportRefused` naming those that there are."""
+    """Return a tensor of floats by name. Raises `ImportRefused`."""
     tensor = tensors.get(name)
     if not isinstance(tensor, Tensor):
         names = ", ".join(map(str, list(tensors)[:8])) or "nothing"

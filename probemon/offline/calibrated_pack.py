@@ -1,0 +1,202 @@
+"""Writes a new version of a pack with calibrated thresholds.
+
+calibrated = write_calibrated(pack, "my-pack-calibrated", watched=[17, 20], alerts=alerts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from probemon.aggregate import Each
+from probemon.errors import ConfigError
+from probemon.offline.calibrate import Alerts
+from probemon.offline.expansion import Expansion
+from probemon.packs.manifest import PROBES
+from probemon.packs.pack import ProbePack
+from probemon.packs.writer import PackWriter
+
+# What a pack says of itself that holds at its alert thresholds alone.
+_AT_THRESHOLD = (
+    "false_positive_rate",
+    "false_positive_rate_all_tokens",
+    "recall_at_threshold",
+    "precision_at_threshold",
+    "fired_per_token",
+    "firing_recall_exact",
+    "share_evaluated_exact",
+    "n_fired",
+    "n_fired_changed",
+)
+
+
+def _bounds_of(pack: ProbePack, bounding: Sequence[int], alert: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
+    """Return expand thresholds for which bounding probes stay bounds: the smallest new threshold below each."""
+    expand = expand.clone()
+    for probe in bounding:
+        below = alert[torch.from_numpy(pack.tree.children(probe))]
+        known = below[~below.isnan()]
+        if len(known):
+            expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+    return expand
+
+
+def write_calibrated(
+    pack: ProbePack,
+    path: str | Path,
+    *,
+    watched: Sequence[int] = (),
+    alerts: Alerts | None = None,
+    expansion: Expansion | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> ProbePack:
+    """Write a new version of a pack and open it; the pack itself stays as it is.
+
+    - `path`: must not be there yet.
+    - `alerts`: of the probes `watched`, in this order; other probes keep their thresholds.
+    - `expansion`: see `probemon.offline.expansion`. Without one, expand thresholds that were calibrated for other alert
+      thresholds are cleared.
+    - `inputs`: what the documents were, for the record.
+
+    Raises `PackError`, `ConfigError`.
+    """
+    if alerts is None and expansion is None:
+        raise ConfigError("there is nothing to write: give alerts, an expansion, or both")
+    if alerts is not None and len(watched) != len(alerts.threshold):
+        raise ConfigError(
+            f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
+            " same order"
+        )
+    bounding = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
+    if wrong := [probe for probe in watched if probe in bounding]:
+        raise ConfigError(
+            f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
+            " those out of watched"
+        )
+    source, recommended = pack.manifest, dict(pack.recommended)
+    alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
+    expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
+    changes = alerts is not None and alerts.aggregator == Each()
+    if alerts is not None:
+        target = alert if changes else torch.full_like(alert, float("nan"))
+        if str(alerts.aggregator) in aggregated:
+            target = aggregated[str(alerts.aggregator)].clone()
+        target[list(watched)] = torch.from_numpy(alerts.threshold)
+        if changes:
+            quality = _without(quality)
+        else:
+            aggregated[str(alerts.aggregator)] = target
+        quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
+    if changes and bounding:
+        expand = _bounds_of(pack, bounding, alert, expand)
+    cleared = changes and expansion is None and not bounding and not bool(expand.isnan().all())
+    if cleared:
+        expand = torch.full_like(expand, float("nan"))
+        quality.pop("expansion", None)
+        if recommended.get("load_threshold") == "calibrated":
+            del recommended["load_threshold"]
+    if expansion is not None:
+        expand = torch.from_numpy(expansion.expand_threshold)
+        quality["expansion"] = expansion.stated()
+        if not _is_exact(pack, alert, recommended):
+            recommended["load_threshold"] = "calibrated"
+    entry = {
+        **({} if alerts is None else alerts.stated()),
+        "watched": [pack.concepts[probe]["id"] for probe in watched] if alerts is not None else [],
+        "expansion": None if expansion is None else expansion.stated(),
+        "expand_thresholds_cleared": cleared,
+        "inputs": dict(inputs or {}),
+        "source": {"name": pack.name, "sha256": source["files"][PROBES]["sha256"]},
+        "versions": {"probemon": version("probemon"), "torch": torch.__version__, "numpy": np.__version__},
+    }
+    provenance = dict(source.get("provenance") or {})
+    provenance["calibrations"] = [*(provenance.get("calibrations") or []), entry]
+    with PackWriter(
+        path,
+        name=pack.name if pack.name.endswith("-calibrated") else f"{pack.name}-calibrated",
+        concepts=pack.concepts,
+        architecture=pack.architecture,
+        dtype=pack.dtype,
+        score_rule=pack.score_rule,
+        inputs=[spec.as_dict() for spec in pack.inputs],
+        host=source["host"],
+        licence=source["licence"],
+        card=pack.card_text() + _note(alerts, expansion, changes, cleared),
+        input_index=pack.input_index,
+        alert_threshold=alert,
+        expand_threshold=expand,
+        aggregated=aggregated,
+        **_alert_sets(pack, changes),
+        golden_hidden=pack.golden_hidden,
+        recommended=recommended,
+        provenance=provenance,
+        quality=quality,
+    ) as writer:
+        for start, block in pack.blocks():
+            writer.put_slice(start, block)
+    return ProbePack.of(writer.opened)
+
+
+def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
+    """Return the sets of a new version: new thresholds of single tokens are a set of their own beside the pack's."""
+    if not changes or pack.alert_set is None:
+        return {"alert_set": pack.alert_set, "alert_sets": pack.other_alert_sets()}
+    before = {pack.alert_set: pack.alert_threshold, **pack.other_alert_sets()}
+    before.pop("calibrated", None)  # an earlier calibration is replaced, as where sets have no names
+    return {"alert_set": "calibrated", "alert_sets": before}
+
+
+def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
+    """Whether the pack's own descent finds every firing probe, so that a calibrated one would only lose some."""
+    return (
+        pack.score_rule == "path"
+        and not bool(alert.isnan().any())
+        and recommended.get("load_threshold", "exact") == "exact"
+    )
+
+
+def _without(quality: Any) -> Any:
+    """Leave out what was measured at the thresholds before, at any depth."""
+    return (
+        {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD}
+        if isinstance(quality, Mapping)
+        else quality
+    )
+
+
+def _alert_quality(
+    pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: Alerts
+) -> dict[str, Any]:
+    """Return rates by aggregator and concept, with those of concepts that were calibrated earlier."""
+    name = str(alerts.aggregator)
+    concepts = dict((before.get(name) or {}).get("concepts") or {})
+    stated = {"unit": alerts.unit, "fpr": alerts.fpr, "confidence": alerts.confidence, "n_watched": len(watched)}
+    concepts |= {pack.concepts[probe]["id"]: {**alerts.entry(i), **stated} for i, probe in enumerate(watched)}
+    together = {"any_token": alerts.any_token.entry(0), "any_document": alerts.any_document.entry(0)}
+    return {**before, name: {**together, "concepts": concepts}}
+
+
+def _note(alerts: Alerts | None, expansion: Expansion | None, changes: bool, cleared: bool) -> str:
+    lines = ["", "## Calibration", ""]
+    if alerts is not None:
+        as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
+        what = "single tokens" if changes else f"`{alerts.aggregator}`"
+        lines.append(
+            f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most"
+            f" {alerts.fpr:g} by {alerts.unit}, with probability {alerts.confidence:g} for all of them together{as_if},"
+            f" from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
+        )
+    if changes:
+        lines.append(
+            "All other figures of this card that depend on alert thresholds are those of the thresholds before."
+        )
+    if cleared:
+        lines.append("Expand thresholds were calibrated for the thresholds before and are cleared.")
+    if expansion is not None:
+        lines.append(expansion.sentence())
+    return "\n".join(lines) + "\n"

@@ -6,8 +6,8 @@
     of_sentences = Fires.of_sentences(scores, any_sense, word, sentence)
 
 What fires at a token is right where some noun sense of its word lies under the concept, and wrong at every other token.
-A concept's threshold is its level's, or a higher one of its own where its own fires are less right than stated. A
-level's is estimated on words that trained nothing, so that it holds for words that nobody thought of.
+There is one threshold for all, estimated on words that trained nothing, so that it holds for words that nobody thought
+of; a level, and then a concept, has a higher one where what it fires at is less right than stated.
 """
 
 from __future__ import annotations
@@ -71,25 +71,31 @@ class Fires:
 
 
 def precision_thresholds(fires: Fires, level: torch.Tensor, target: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(thresholds [P] fp32, whether a concept has one of its own [P] bool), from `weight`ed fires by level."""
-    pooled, weight = torch.full((int(level.max()) + 1,), 1.0), fires.weight()
-    for number in range(len(pooled)):
-        of_level = (level[fires.probe] == number) & (weight > 0)
-        pooled[number] = lowest(fires.score[of_level], fires.right[of_level], weight[of_level], target)
-    # A deeper level that has too few fires to reach the target by itself has the threshold of the one above.
-    for number in range(1, len(pooled)):
-        if pooled[number] >= 1:
-            pooled[number] = pooled[number - 1]
-    thresholds, own = pooled[level].clone(), torch.zeros(len(level), dtype=torch.bool)
+    """(thresholds [P] fp32, whether a concept has one of its own [P] bool).
+
+    One threshold for all, higher for a level that is less right than all, and for a concept that is less right than
+    its level. `fires` count by `weight`, but for a concept's own, of which there are too few for that.
+    """
+    weight, every = fires.weight(), torch.ones(len(fires.score), dtype=torch.float64)
+    for_all = lowest(fires.score, fires.right, weight, target)
+    thresholds, own = torch.full((len(level),), for_all), torch.zeros(len(level), dtype=torch.bool)
+    for number in level.unique().tolist():
+        of_level = (level[fires.probe] == number) & (fires.score > for_all) & (weight > 0)
+        if int(of_level.sum()) >= ENOUGH:
+            raised = raised_threshold(fires, of_level, weight, target, for_all)
+            thresholds[level == number] = raised
     for probe in range(len(level)):
         of_probe = (fires.probe == probe) & (fires.score > thresholds[probe])
-        score, right = fires.score[of_probe], fires.right[of_probe]
-        if len(score) < ENOUGH:
-            continue
-        if right.double().mean() < target:
-            thresholds[probe] = lowest(score, right, torch.ones(len(score), dtype=torch.float64), target)
-        own[probe] = True
+        if int(of_probe.sum()) >= ENOUGH:
+            thresholds[probe] = raised_threshold(fires, of_probe, every, target, float(thresholds[probe]))
+            own[probe] = True
     return thresholds, own
+
+
+def raised_threshold(fires: Fires, chosen: torch.Tensor, weight: torch.Tensor, target: float, least: float) -> float:
+    """The lowest threshold from `least` on over which enough of the chosen fires are right."""
+    share = (weight * fires.right)[chosen].sum() / weight[chosen].sum()
+    return least if share >= target else lowest(fires.score[chosen], fires.right[chosen], weight[chosen], target)
 
 
 def precisions(fires: Fires, thresholds: torch.Tensor, level: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
         "data": data.recipe(),
         "shape": "-".join(map(str, (*shape, 1))) if shape else "linear",
         "recipe": {"linear": asdict(LINEAR), **({"hidden": asdict(HIDDEN)} if shape else {})},
-        "choice": asdict(choice),
+        "choice": {**asdict(choice), "everyday": sorted(choice.everyday)},
         "alert_sets": {
             SETS[0]: {"precision": PRECISION, "n_own": int(alerts.own.sum()), "enough_fires": ENOUGH},
             SETS[1]: {"false_positive_rate": FALSE_POSITIVES},

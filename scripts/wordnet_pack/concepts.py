@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .mentions import DOMINANT_MASS, Point
+from .mentions import DOMINANT_MASS, EVERYDAY, Point
 from .wordnet import Synset, WordNet
 
 # A word that means a concept with less than this share of its tagged occurrences counts as not meaning it.
@@ -41,11 +41,15 @@ class Choice:
     min_uses: int = 60
     min_running: int = 20
     min_heads: int = 8  # distinct head words: fewer would be learning words, not a concept
-    min_name_uses: int = 3  # of the concept's name in running text: people know it
-    min_depth: int = 4  # from the root: entity, object, attribute and their like say nothing
+    min_named: int = 3  # uses in running text of a word for the concept itself: people speak of it
+    min_depth: int = 3  # from the root: entity, abstraction and their like say nothing
+    # Of the commonest sense of one of these words less is asked.
+    everyday: frozenset[str] = EVERYDAY
+    everyday_uses: int = 40
+    everyday_heads: int = 3
     max_share: float = 0.25  # of all uses: as with depth, what applies everywhere says nothing
     max_child_share: float = 0.9  # a synset with a child this large is left out in favour of the child
-    max_concepts: int = 512
+    max_concepts: int = 500
 
 
 @dataclass(frozen=True)
@@ -86,33 +90,47 @@ def choose(wordnet: WordNet, uses: Iterable[Use], choice: Choice) -> list[Concep
     named: Counter[str] = Counter()
     n_nouns = 0
     for use in uses:
-        named[use.head] += use.n_running
         n, noun = use.n_mentions + use.n_running, sum(use.mass.values())
         if noun < NOUN_SHARE:
             continue
         n_nouns += n
+        for key, share in use.mass.items():
+            named[key] += use.n_running if share / noun >= 0.5 else 0
         for key, share in spread(use.mass, up).items():
             if share / noun >= DOMINANT_MASS:
                 n_uses[key] += n
                 n_running[key] += use.n_running
                 heads[key].add(use.head)
-    kept = {
+    everyday = {key for word in choice.everyday if (key := commonest_sense(wordnet, word)) is not None}
+    candidates = {
         key
         for key, n in n_uses.items()
-        if n >= choice.min_uses
+        if n >= (choice.everyday_uses if key in everyday else choice.min_uses)
+        and len(heads[key]) >= (choice.everyday_heads if key in everyday else choice.min_heads)
         and n_running[key] >= choice.min_running
-        and len(heads[key]) >= choice.min_heads
+        and named[key] >= choice.min_named
         and len(up[key]) >= choice.min_depth
         and n <= choice.max_share * n_nouns
-        and named[name_of(wordnet, key).lower().split(" ")[-1]] >= choice.min_name_uses
         and not any(TAXONOMY in wordnet.synsets[above].lemmas for above in up[key])
     }
-    kept -= {above for key in kept for above in up[key][1:] if n_uses[key] >= choice.max_child_share * n_uses[above]}
-    kept = set(sorted(kept, key=lambda key: (-n_uses[key], key))[: choice.max_concepts])
+    swallowed = {
+        above
+        for key in candidates
+        for above in up[key][1:]
+        if n_uses[key] >= choice.max_child_share * n_uses[above] and above not in everyday
+    }
+    first = sorted(candidates - swallowed, key=lambda key: (key not in everyday, -n_uses[key], key))
+    kept = set(first[: choice.max_concepts])
     chains = {key: [above for above in up[key] if above in kept] for key in kept}
     order = sorted(kept, key=lambda key: (len(chains[key]), [wordnet.ids[above] for above in reversed(chains[key])]))
     names = _names(wordnet, order)
     return [_concept(wordnet, key, names[key], chains[key], n_uses[key], len(heads[key])) for key in order]
+
+
+def commonest_sense(wordnet: WordNet, word: str) -> str | None:
+    """The noun synset that a word means most often in tagged text, the first of equals; None for no noun."""
+    nouns = [sense for sense in wordnet.senses.get(word, ()) if sense.key[0] == "n"]
+    return max(nouns, key=lambda sense: sense.count).key if nouns else None
 
 
 def name_of(wordnet: WordNet, key: str) -> str:

@@ -20,7 +20,18 @@ from wordnet_pack import passages as passages_module
 from wordnet_pack import wordnet as wn
 from wordnet_pack.alerts import FLOOR, Fires, lowest, precision_thresholds, precisions
 from wordnet_pack.build import Standard, fold
-from wordnet_pack.concepts import Choice, Concept, Use, _names, choose, label, name_of, parents_of, without
+from wordnet_pack.concepts import (
+    Choice,
+    Concept,
+    Use,
+    _names,
+    choose,
+    commonest_sense,
+    label,
+    name_of,
+    parents_of,
+    without,
+)
 from wordnet_pack.dataset import Dataset, Source, rmsnorm
 from wordnet_pack.evaluate import differences, measure, sibling_auroc
 from wordnet_pack.mentions import Limits, Point, collect, sense_mass, spans_of, split_of
@@ -252,7 +263,14 @@ def test_label_is_positive_from_80_percent_and_unknown_down_to_5(wordnet):
 
 
 LOOSE = Choice(
-    min_uses=4, min_running=2, min_heads=2, min_name_uses=0, min_depth=2, max_share=0.9, max_child_share=0.99
+    min_uses=4,
+    min_running=2,
+    min_heads=2,
+    min_named=0,
+    min_depth=2,
+    max_share=0.9,
+    max_child_share=0.99,
+    everyday=frozenset(),
 )
 
 
@@ -288,9 +306,23 @@ def test_word_that_is_mostly_no_noun_speaks_for_no_concept(wordnet):
     assert choose(wordnet, uses, LOOSE) == []
 
 
-def test_concept_whose_name_nobody_writes_is_left_out(wordnet):
-    said = [*toy_uses(), Use("dog", {"n00000003": 1.0}, n_running=3)]
-    assert [c.id for c in choose(wordnet, said, replace(LOOSE, min_name_uses=3))] == ["dog.n.01"]
+def test_concept_that_nobody_speaks_of_is_left_out(wordnet):
+    # Guide dogs are dogs, but nobody says "dog" itself.
+    uses = [Use(f"h{i}", {"n00000004": 1.0}, 1, 1) for i in range(6)] + [Use("wolf", {"n00000002": 1.0}, 1, 4)] * 2
+    uses.append(Use("fern", {"n00000008": 1.0}, 9, 0))
+    strict = replace(LOOSE, min_named=3, max_child_share=1.1)
+    assert [c.id for c in choose(wordnet, uses, strict)] == ["animal.n.01", "guide_dog.n.01"]
+    said = [*uses, Use("hound", {"n00000003": 1.0}, 1, 3)]
+    assert "dog.n.01" in [c.id for c in choose(wordnet, said, strict)]
+
+
+def test_everyday_word_trains_and_becomes_a_concept_with_fewer_uses(wordnet):
+    assert split_of("dog") == "train" and commonest_sense(wordnet, "dog") == "n00000003"
+    assert commonest_sense(wordnet, "plant") == "n00000005" and commonest_sense(wordnet, "bark") is None
+    uses = [Use(f"h{i}", {"n00000003": 1.0}, 1, 1) for i in range(3)] + [Use("b", {"n00000005": 1.0}, 9, 9)] * 3
+    strict = replace(LOOSE, min_uses=60, min_heads=9, everyday_uses=5, everyday_heads=3)
+    assert choose(wordnet, uses, strict) == []
+    assert [c.id for c in choose(wordnet, uses, replace(strict, everyday=frozenset(["dog"])))] == ["dog.n.01"]
 
 
 def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
@@ -626,13 +658,20 @@ def test_precision_is_a_concepts_own_or_its_levels():
     assert found[:2].tolist() == pytest.approx([0.5, 2 / 3]) and found[2].isnan()
 
 
-def test_deep_level_without_fires_has_the_threshold_of_the_one_above():
-    scores = torch.tensor([[0.9, 0.01], [0.8, 0.01], [0.2, 0.01]])
-    any_sense = torch.tensor([[True, True], [False, False]])
-    word = torch.tensor([0, 0, -1])
-    fires = Fires.of(scores, any_sense, word, word >= 0)
-    thresholds, own = precision_thresholds(fires, torch.tensor([0, 1]), 0.9)
-    assert thresholds[0] == thresholds[1] == pytest.approx(0.2) and not own.any()
+def test_level_that_is_less_right_has_a_higher_threshold_and_one_without_fires_that_of_all():
+    n = 2000
+    g = generator(5)
+    scores = torch.zeros(n, 3)
+    scores[:, :2] = torch.rand(n, 2, generator=g)
+    word = torch.arange(n) % 2
+    scores[word == 1, 0] *= 0.2
+    scores[word == 1, 1] *= 0.7
+    any_sense = torch.tensor([[True] * 3, [False] * 3, [False] * 3])
+    fires = Fires.of(scores, any_sense, word, torch.ones(n, dtype=torch.bool))
+    thresholds, own = precision_thresholds(fires, torch.tensor([0, 1, 2]), 0.9)
+    for_all = lowest(fires.score, fires.right, fires.weight(), 0.9)
+    assert thresholds[0] == thresholds[2] == pytest.approx(for_all) and thresholds[1] > thresholds[0]
+    assert own.tolist() == [True, True, False]
 
 
 def test_sibling_auroc_looks_at_the_family_alone():

@@ -6,12 +6,16 @@ pack, report = build(data, shape=(), out=Path("probes/wordnet-smollm2-135m"), ra
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+
+from probemon.bundled import cache_dir
+from probemon.core.files import write_text_atomically
 
 from .alerts import ENOUGH, Fires, precision_thresholds, precisions
 from .card import card
@@ -20,7 +24,7 @@ from .dataset import EPS, Dataset, rmsnorm
 from .evaluate import MIN_POSITIVES, measure, quantile, ranked
 from .mentions import LABELLED, split_of
 from .metrics import auroc, path_scores, thresholds_at
-from .running import labels_by_distance
+from .running import Running, labels_by_distance
 from .train import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
 
 POOR, WEAK = 0.85, 0.90  # validation AUROC under which a concept is dropped, or flagged
@@ -29,7 +33,9 @@ FALSE_POSITIVES = 0.01  # of the tokens without the concept, by the other set
 SETS = ("precision_0.9", "rate_0.01")
 SCREENING = Recipe(epochs=1)
 OTHERS_KEPT = 0.5  # of the tokens that end no noun, those that train (and count for the others)
-MENTION_WEIGHT = 0.5  # of a labelled mention, beside a token of running text
+# Of a word that stands in the texts more often than this, each use counts less, so that all of them together grow with
+# the root of their number: a probe that knows the common words alone does not know the concept.
+COMMON = 30
 NOUN_SOURCES = ("example", "dominant", "gloss")
 CHUNK = 1 << 16
 N_GOLDEN = 16
@@ -100,8 +106,7 @@ class Bank:
         standard = Standard.of(rmsnorm(states[: len(rows)]))
         x = torch.cat([standard(rmsnorm(part)).bfloat16() for part in states.split(CHUNK)])
         weight = torch.ones(len(x))
-        weight[: len(rows)][~running.is_last[rows]] = 1 / OTHERS_KEPT
-        weight[len(rows) :] = MENTION_WEIGHT
+        weight[: len(rows)] = torch.where(running.is_last[rows], weight_of_words(running, rows), 1 / OTHERS_KEPT)
         held_out = data.where(split="validation", sources=LABELLED)
         return cls(data, standard, rows, points, held_out, x, weight)
 
@@ -142,6 +147,15 @@ class Bank:
         return auroc(scores, label(self.data.wordnet, points, concepts))
 
 
+def weight_of_words(running: Running, rows: torch.Tensor) -> torch.Tensor:
+    """[R]: how much each of some tokens counts, by how often the head word of its word ends among them; 1 for none."""
+    heads = {head: i for i, head in enumerate(dict.fromkeys(word.head for word in running.words))}
+    head = torch.tensor([heads[word.head] for word in running.words] + [len(heads)])[running.word[rows]]
+    n = torch.bincount(head[running.is_last[rows]], minlength=len(heads) + 1).double()
+    n[-1] = 0
+    return (n / COMMON).clamp(min=1).pow(-0.5)[head].float()
+
+
 def uses_of(data: Dataset) -> list[Use]:
     """Every word of the training texts that is not of the test split, with its counts."""
     running = data.running
@@ -168,6 +182,18 @@ def select(bank: Bank, choice: Choice) -> tuple[list[Concept], list[tuple[str, f
             return concepts, dropped
         dropped += poor
         concepts = without(concepts, {id for id, _ in poor})
+
+
+def kept_controls(data: Dataset, concepts: list[Concept]) -> dict[str, Any]:
+    """`controls`, kept in a file: they are the same for every shape of the probes."""
+    about = json.dumps([data.recipe(), [concept.id for concept in concepts], asdict(LINEAR), torch.__version__])
+    digest = hashlib.sha256(about.encode())
+    digest.update(data.states[:CHUNK].view(torch.int16).numpy().tobytes())
+    file = cache_dir() / "wordnet-pack" / f"controls-{digest.hexdigest()[:24]}.json"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(file, json.dumps(controls(data, concepts)))
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def controls(data: Dataset, concepts: list[Concept]) -> dict[str, Any]:
@@ -306,5 +332,5 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
     for line in lines:
         area = by_id[line["id"]]
         line["auroc_test"] = None if area != area else round(area, 4)
-    quality["controls"] = controls(data, concepts)
+    quality["controls"] = kept_controls(data, concepts)
     return write(out, quality)

@@ -923,10 +923,11 @@ def built(request, wordnet, tmp_path_factory):
         # Small batches: a toy epoch of the real recipe has four steps.
         patch.setattr(building, "LINEAR", Recipe(batch=64, rate=2e-2, epochs=8))
         patch.setattr(building, "SCREENING", Recipe(batch=64, rate=2e-2))
-        packs = [
-            building.build(data, shape=request.param, out=folder / name / "toy", choice=LOOSE, versions={"toy": "1"})
-            for name in ("first", "again")
-        ]
+        packs = []
+        for name in ("first", "again"):
+            patch.setattr(building, "cache_dir", lambda home=folder / name / "cache": home)
+            out = folder / name / "toy"
+            packs.append(building.build(data, shape=request.param, out=out, choice=LOOSE, versions={"toy": "1"}))
     return data, packs
 
 
@@ -952,6 +953,16 @@ def test_written_pack_separates_the_toy_concepts_on_held_out_words(built):
     controls = pack.manifest["quality"]["controls"]
     assert 0.4 < controls["input_embedding"]["auroc_median"] < 0.6
     assert controls["shuffled_labels"]["auroc_median"] < 0.9  # three concepts in few dimensions: chance varies widely
+
+
+def test_common_word_counts_with_the_root_of_its_uses(wordnet):
+    running = toy_running(wordnet, 400)
+    often = replace(running, word=torch.where(running.word >= 0, torch.zeros_like(running.word), running.word))
+    rows = torch.arange(400)
+    weight = building.weight_of_words(often, rows)
+    n = int(often.is_last.sum())
+    assert n == 300 and weight[often.is_last].tolist() == pytest.approx([(30 / n) ** 0.5] * n)
+    assert (weight[~often.is_last] == 1).all() and (building.weight_of_words(running, rows) == 1).all()
 
 
 def test_both_sets_of_alert_thresholds_hold_on_the_texts_they_were_set_on(built):

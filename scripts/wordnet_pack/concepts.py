@@ -38,15 +38,15 @@ class Use:
 class Choice:
     """What a synset needs to become a concept; uses are those of the training split of texts, test words left out."""
 
-    min_uses: int = 60
-    min_running: int = 20
-    min_heads: int = 8  # distinct head words: fewer would be learning words, not a concept
+    min_uses: int = 40
+    min_running: int = 15
+    min_heads: int = 5  # distinct head words: fewer would be learning words, not a concept
     min_named: int = 3  # uses in running text of a word for the concept itself: people speak of it
     min_depth: int = 3  # from the root: entity, abstraction and their like say nothing
     # Of the commonest sense of one of these words less is asked.
     everyday: frozenset[str] = EVERYDAY
-    everyday_uses: int = 40
-    everyday_heads: int = 3
+    everyday_uses: int = 25
+    everyday_heads: int = 2
     max_share: float = 0.25  # of all uses: as with depth, what applies everywhere says nothing
     max_child_share: float = 0.9  # a synset with a child this large is left out in favour of the child
     max_concepts: int = 500

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .generated import generate_texts
-from .mentions import Limits, Point, collect
+from .mentions import MEANT, MEANT_COUNT, Limits, Point, collect
 from .passages import passages
 from .running import Running
 from .states import extract, read_tokens
@@ -84,6 +84,8 @@ def prepare(source: Source) -> Dataset:
     texts, points = collect(wordnet, generated=[], seed=source.seed, limits=source.limits)
     tokens = read_tokens(tokenizer, texts, points)
     states = extract(model, tokens, [source.layer], mark, cache)[source.layer]
+    # Of WordNet's own examples the sense is known; running text has to be told.
+    wordnet = wordnet.with_meant(MEANT, MEANT_COUNT)
     running = Running.read(
         model, tokenizer, wordnet, passages(generated), layer=source.layer, fingerprint=mark, folder=cache
     )

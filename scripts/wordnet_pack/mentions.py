@@ -48,6 +48,9 @@ EVERYDAY = frozenset((
     "university", "vegetable", "vehicle", "violence", "virus", "war", "water", "weapon", "weather", "whale", "wind",
     "wine", "woman", "wood", "worker", "writer",
 ))  # fmt: skip
+# Words that tagged text has no sense of, and the one that running text means by them.
+MEANT = {"dolphin": "dolphin.n.02", "whale": "whale.n.02"}
+MEANT_COUNT = 10  # as if tagged text had it so often
 SPLITS = ("train", "validation", "test")
 LABELLED = ("example", "dominant", "gloss", "other_part", "function")
 RUNNING = ("background", "generated")

@@ -33,7 +33,7 @@ class Recipe:
 
 LINEAR = Recipe()
 # Hidden layers are trained on from the linear solution, gently: from scratch they overfit.
-HIDDEN = Recipe(epochs=2, rate=3e-4, decay=0.05)
+HIDDEN = Recipe(epochs=1, rate=3e-4, decay=0.05)
 
 
 def initial(shape: tuple[int, ...], seeds: list[int], width: int, linear: Weights | None = None) -> Weights:

@@ -14,7 +14,8 @@ import re
 import shutil
 import subprocess
 import tarfile
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from probemon.bundled import cache_dir
@@ -89,6 +90,16 @@ class WordNet:
             wordnet.ids[key] = name if name not in wordnet.by_id else f"{name}.{key[1:]}"
             wordnet.by_id[wordnet.ids[key]] = synset
         return wordnet
+
+    def with_meant(self, meant: Mapping[str, str], count: int) -> WordNet:
+        """The same, in which some lemmas stand `count` more times for the synsets with these ids in tagged text."""
+        senses = dict(self.senses)
+        for lemma, synset in meant.items():
+            key = self.by_id[synset].key
+            senses[lemma] = [
+                replace(sense, count=sense.count + count) if sense.key == key else sense for sense in senses[lemma]
+            ]
+        return replace(self, senses=senses)
 
     def chain(self, synset: Synset) -> list[Synset]:
         """The synset and its ancestors by first hypernym, nearest first; ends at a root, or before a cycle."""

@@ -169,6 +169,13 @@ def test_sense_mass_follows_tagged_counts(wordnet):
     assert mass == pytest.approx({"n00000005": 6.25 / 8.5, "n00000007": 2.25 / 8.5})
 
 
+def test_word_without_tagged_uses_means_what_it_is_told_to(wordnet):
+    told = wordnet.with_meant({"plant": "plant.n.02"}, 100)
+    assert sense_mass(told.senses["plant"], capitalised=False, lower=True)["n00000007"] > 0.9
+    assert sense_mass(wordnet.senses["plant"], capitalised=False, lower=True)["n00000007"] < 0.3
+    assert told.chain(told.by_id["plant.n.02"])
+
+
 def test_capital_decides_between_a_name_and_a_common_noun(wordnet):
     senses = wordnet.senses["rex"]
     assert set(sense_mass(senses, capitalised=True, lower=False)) == {"n00000006"}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 FLOOR = 0.05  # a score under which nothing is looked at as a candidate
+OFTEN = 5  # uses of a new word
 ENOUGH = 20  # fires over its threshold from which a concept's own precision is believed
 
 
@@ -27,25 +28,22 @@ class Fires:
     probe: torch.Tensor  # [F] int64
     score: torch.Tensor  # [F] fp32
     right: torch.Tensor  # [F] bool
-    is_noun: torch.Tensor  # [F] bool: at a token of a word that can be a noun
-    is_new: torch.Tensor  # [F] bool: at a word of the split whose words trained nothing
-    new_share: float  # of the noun tokens, those of such words
+    weight: torch.Tensor  # [F] fp64: how much each says of a text whose every word is new
 
     @classmethod
-    def of(
-        cls,
-        scores: torch.Tensor,
-        any_sense: torch.Tensor,
-        word: torch.Tensor,
-        is_new: torch.Tensor,
-        *,
-        floor: float = FLOOR,
-    ) -> Fires:
-        """From path scores [N, P]; `any_sense` [W + 1, P]; `word` [N], -1 for none; `is_new` [N]."""
-        row, probe = (scores > floor).nonzero(as_tuple=True)
+    def of(cls, scores: torch.Tensor, any_sense: torch.Tensor, word: torch.Tensor, is_new: torch.Tensor) -> Fires:
+        """From path scores [N, P]; `any_sense` [W + 1, P]; `word` [N], -1 for none; `is_new` [N]: of the words that
+        trained nothing.
+
+        A new word says how new words do, once: from `OFTEN` uses on they count less, so that together they count no
+        more. Tokens of no noun count as often as these words stand among the nouns, in the mix that the text has.
+        """
         noun = word >= 0
-        share = float((noun & is_new).sum()) / max(1, int(noun.sum()))
-        return cls(probe, scores[row, probe], any_sense[word[row], probe], noun[row], is_new[row], share)
+        uses = torch.bincount(word[noun & is_new], minlength=len(any_sense)).double()
+        of_token = torch.where(noun & is_new, (OFTEN / uses.clamp(min=OFTEN))[word], 0.0)
+        of_token[~noun] = of_token.sum() / max(1, int(noun.sum()))
+        row, probe = (scores > FLOOR).nonzero(as_tuple=True)
+        return cls(probe, scores[row, probe], any_sense[word[row], probe], of_token[row])
 
     @classmethod
     def of_sentences(
@@ -59,15 +57,7 @@ class Fires:
             for values in (scores, any_sense[word].float())
         )
         row, probe = (best > FLOOR).nonzero(as_tuple=True)
-        every = torch.ones(len(row), dtype=torch.bool)
-        return cls(probe, best[row, probe], right[row, probe] > 0, every, every, 1.0)
-
-    def weight(self) -> torch.Tensor:
-        """[F] fp64: how much each counts in a text whose every word is new, in the mix that this one has: a fire at a
-        token of no noun counts as often as new words stand among the nouns.
-        """
-        others = torch.full((), self.new_share, dtype=torch.float64)
-        return torch.where(self.is_noun, self.is_new.double(), others)
+        return cls(probe, best[row, probe], right[row, probe] > 0, torch.ones(len(row), dtype=torch.float64))
 
 
 def precision_thresholds(fires: Fires, level: torch.Tensor, target: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +66,7 @@ def precision_thresholds(fires: Fires, level: torch.Tensor, target: float) -> tu
     One threshold for all, higher for a level that is less right than all, and for a concept that is less right than
     its level. `fires` count by `weight`, but for a concept's own, of which there are too few for that.
     """
-    weight, every = fires.weight(), torch.ones(len(fires.score), dtype=torch.float64)
+    weight, every = fires.weight, torch.ones(len(fires.score), dtype=torch.float64)
     for_all = lowest(fires.score, fires.right, weight, target)
     thresholds, own = torch.full((len(level),), for_all), torch.zeros(len(level), dtype=torch.bool)
     for number in level.unique().tolist():
@@ -100,7 +90,7 @@ def raised_threshold(fires: Fires, chosen: torch.Tensor, weight: torch.Tensor, t
 
 def precisions(fires: Fires, thresholds: torch.Tensor, level: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """[P] fp64: the share right of what fires, of the concept's own fires or of its level's; NaN without any."""
-    over, weight = fires.score > thresholds[fires.probe], fires.weight()
+    over, weight = fires.score > thresholds[fires.probe], fires.weight
     result = torch.full((len(level),), float("nan"), dtype=torch.float64)
     for probe in range(len(level)):
         chosen = over & ((fires.probe == probe) if own[probe] else (level[fires.probe] == level[probe]))

@@ -41,7 +41,8 @@ class Choice:
     min_uses: int = 40
     min_running: int = 15
     min_heads: int = 5  # distinct head words: fewer would be learning words, not a concept
-    min_named: int = 3  # uses in running text of a word for the concept itself: people speak of it
+    min_named: int = 3  # uses in running text of a word for the concept itself: people speak of it...
+    min_branches: int = 3  # ... or so many concepts that stand right below it: it holds them together
     min_depth: int = 3  # from the root: entity, abstraction and their like say nothing
     # Of the commonest sense of one of these words less is asked.
     everyday: frozenset[str] = EVERYDAY
@@ -108,7 +109,6 @@ def choose(wordnet: WordNet, uses: Iterable[Use], choice: Choice) -> list[Concep
         if n >= (choice.everyday_uses if key in everyday else choice.min_uses)
         and len(heads[key]) >= (choice.everyday_heads if key in everyday else choice.min_heads)
         and n_running[key] >= choice.min_running
-        and named[key] >= choice.min_named
         and len(up[key]) >= choice.min_depth
         and n <= choice.max_share * n_nouns
         and not any(TAXONOMY in wordnet.synsets[above].lemmas for above in up[key])
@@ -119,12 +119,29 @@ def choose(wordnet: WordNet, uses: Iterable[Use], choice: Choice) -> list[Concep
         for above in up[key][1:]
         if n_uses[key] >= choice.max_child_share * n_uses[above] and above not in everyday
     }
-    first = sorted(candidates - swallowed, key=lambda key: (key not in everyday, -n_uses[key], key))
-    kept = set(first[: choice.max_concepts])
+    spoken = {key for key in candidates - swallowed if named[key] >= choice.min_named}
+    ranked = sorted(spoken, key=lambda key: (key not in everyday, -n_uses[key], key))
+    kept = _with_branching(set(ranked[: choice.max_concepts]), candidates - swallowed, up, choice.min_branches)
     chains = {key: [above for above in up[key] if above in kept] for key in kept}
     order = sorted(kept, key=lambda key: (len(chains[key]), [wordnet.ids[above] for above in reversed(chains[key])]))
     names = _names(wordnet, order)
     return [_concept(wordnet, key, names[key], chains[key], n_uses[key], len(heads[key])) for key in order]
+
+
+def _with_branching(
+    kept: set[str], candidates: set[str], up: dict[str, tuple[str, ...]], min_branches: int
+) -> set[str]:
+    """The kept synsets and those candidates above them under which so many of them, or of these, stand side by side."""
+    whole = set(kept)
+    for key in sorted(candidates - kept, key=lambda key: (-len(up[key]), key)):  # the deepest first
+        right_below = {
+            next((between for between in reversed(up[below][: up[below].index(key)]) if between in whole), None)
+            for below in kept
+            if key in up[below][1:]
+        }
+        if len(right_below - {None}) >= min_branches:
+            whole.add(key)
+    return whole
 
 
 def commonest_sense(wordnet: WordNet, word: str) -> str | None:
@@ -145,15 +162,14 @@ def name_of(wordnet: WordNet, key: str) -> str:
 
 
 def _names(wordnet: WordNet, keys: list[str]) -> dict[str, str]:
-    """A name for each, no two alike: what would be is told apart by its kind, and by its sense's number if need be."""
-    plain = {key: name_of(wordnet, key) for key in keys}
-    kinds = {key: wordnet.synsets[key].kind for key in keys}
-    n_named, n_of_kind = Counter(plain.values()), Counter((plain[key], kinds[key]) for key in keys)
-    names = {}
-    for key, name in plain.items():
-        number = f" {int(wordnet.ids[key].split('.')[2])}" if n_of_kind[name, kinds[key]] > 1 else ""
-        names[key] = f"{name} ({kinds[key]}{number})" if n_named[name] > 1 else name
-    return names
+    """A name for each, no two alike: what would be is told apart by its kind, and then by its id."""
+    names = {key: name_of(wordnet, key) for key in keys}
+    kinds, ids = {key: wordnet.synsets[key].kind for key in keys}, {key: wordnet.ids[key] for key in keys}
+    n_named, n_of_kind = Counter(names.values()), Counter((names[key], kinds[key]) for key in keys)
+    return {
+        key: name if n_named[name] == 1 else f"{name} ({kinds[key] if n_of_kind[name, kinds[key]] == 1 else ids[key]})"
+        for key, name in names.items()
+    }
 
 
 def _concept(wordnet: WordNet, key: str, name: str, chain: list[str], n_train: int, n_heads: int) -> Concept:

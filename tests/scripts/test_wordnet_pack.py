@@ -319,6 +319,11 @@ def test_concept_that_nobody_speaks_of_is_left_out(wordnet):
     uses.append(Use("fern", {"n00000008": 1.0}, 9, 0))
     strict = replace(LOOSE, min_named=3, max_child_share=1.1)
     assert [c.id for c in choose(wordnet, uses, strict)] == ["animal.n.01", "guide_dog.n.01"]
+    assert [c.id for c in choose(wordnet, uses, replace(strict, min_branches=1))] == [
+        "animal.n.01",
+        "dog.n.01",
+        "guide_dog.n.01",
+    ]
     said = [*uses, Use("hound", {"n00000003": 1.0}, 1, 3)]
     assert "dog.n.01" in [c.id for c in choose(wordnet, said, strict)]
 
@@ -339,8 +344,8 @@ def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
     assert {c.name for c in concepts} >= {"Rex", "rex"}
     untagged = replace(wordnet, senses={})
     assert _names(untagged, ["n00000005", "n00000007", "n00000003"]) == {
-        "n00000005": "plant (top 1)",
-        "n00000007": "plant (top 2)",
+        "n00000005": "plant (plant.n.01)",
+        "n00000007": "plant (plant.n.02)",
         "n00000003": "dog",
     }
 
@@ -634,7 +639,10 @@ def test_level_is_judged_on_new_words_and_on_other_tokens_in_their_mix():
     new = (word == 1) | (word == 2)
     any_sense = torch.tensor([[True], [False], [True], [False]])
     fires = Fires.of(scores, any_sense, word, new)
-    assert fires.new_share == pytest.approx(50 / 140)
+    # Each of the new words counts as five uses, and a token of no noun as they stand among the nouns.
+    assert fires.weight[fires.right & (fires.score > 0.6)].sum() == pytest.approx(5)
+    assert fires.weight[fires.score < 0.4].tolist() == pytest.approx([10 / 140] * 50)
+    assert fires.weight[fires.score == 0.5].sum() == 0
     thresholds, _ = precision_thresholds(fires, torch.tensor([0]), 0.9)
     assert float(thresholds[0]) == pytest.approx(0.55)
     assert FLOOR < 0.3
@@ -657,9 +665,7 @@ def test_precision_is_a_concepts_own_or_its_levels():
         torch.tensor([0, 0, 0, 1]),
         torch.tensor([0.9, 0.8, 0.1, 0.9]),
         torch.tensor([True, False, True, True]),
-        torch.ones(4, dtype=torch.bool),
-        torch.ones(4, dtype=torch.bool),
-        1.0,
+        torch.ones(4, dtype=torch.float64),
     )
     found = precisions(fires, torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0, 0, 1]), torch.tensor([True, False, True]))
     assert found[:2].tolist() == pytest.approx([0.5, 2 / 3]) and found[2].isnan()
@@ -676,7 +682,7 @@ def test_level_that_is_less_right_has_a_higher_threshold_and_one_without_fires_t
     any_sense = torch.tensor([[True] * 3, [False] * 3, [False] * 3])
     fires = Fires.of(scores, any_sense, word, torch.ones(n, dtype=torch.bool))
     thresholds, own = precision_thresholds(fires, torch.tensor([0, 1, 2]), 0.9)
-    for_all = lowest(fires.score, fires.right, fires.weight(), 0.9)
+    for_all = lowest(fires.score, fires.right, fires.weight, 0.9)
     assert thresholds[0] == thresholds[2] == pytest.approx(for_all) and thresholds[1] > thresholds[0]
     assert own.tolist() == [True, True, False]
 

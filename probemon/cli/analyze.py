@@ -16,6 +16,7 @@ import typer
 
 from probemon.cli.common import load_aloud, progress_bar, use_threads, window_of
 from probemon.cli.options import (
+    AlertSet,
     AsJson,
     AuditRate,
     Device,
@@ -74,6 +75,7 @@ def analyze(
     text_field: TextField = "text",
     id_field: IdField = "id",
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
+    alert_set: AlertSet = None,
     audit_rate: AuditRate = 0.0,
     no_text: Annotated[
         bool, typer.Option("--no-text", help="Keep neither texts nor tokens (a report then shows none).")
@@ -116,7 +118,7 @@ def analyze(
             device,
             dtype,
             None,
-            {"audit_rate": audit_rate},
+            {"audit_rate": audit_rate, "alert_set": alert_set},
             least,
             reading,
             not no_text,
@@ -124,7 +126,7 @@ def analyze(
         )
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
-    opened = open_packs([pack, *(more_packs or ())])
+    opened = open_packs([pack, *(more_packs or ())], alert_set)
     # A wrong name or floor shows before the model is loaded.
     read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
     Tables(opened, least, not no_text)

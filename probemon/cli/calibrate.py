@@ -284,6 +284,9 @@ def _show(
         f"{target}: {pack.name}, from {len(ordinary.scores)} benign documents of {sum(map(len, ordinary.scores))}"
         f" tokens{bad}"
     )
+    if pack.alert_set is not None:
+        others = f"; it keeps {', '.join(pack.alert_sets[1:])} beside it" if pack.alert_sets[1:] else ""
+        say(f"what fires is said by its set of alert thresholds {pack.alert_set}{others}")
     if ordinary.n_copies:
         say(
             f"{ordinary.n_copies} of {len(ordinary.scores)} benign documents are copies of others: the bounds take them"

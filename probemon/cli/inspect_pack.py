@@ -54,6 +54,8 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
         "inputs": manifest["inputs"],
         "counts_per_level": manifest.get("counts_per_level"),
         "recommended": pack.recommended,
+        "alert_set": pack.alert_set,
+        "alert_sets": list(pack.alert_sets),
         "aggregated_thresholds": {name: int((~pack.thresholds_for(name).isnan()).sum()) for name in pack.aggregated},
         "calibrations": _calibrations(pack),
         "n_alert_thresholds": int((~pack.alert_threshold.isnan()).sum()),
@@ -84,6 +86,9 @@ def _show(pack: ProbePack) -> None:
         if isinstance(value, (int, float))
     ]
     say(f"quality: {', '.join(figures) or 'not stated'}")
+    if pack.alert_sets:
+        others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
+        say(f"alert thresholds: {pack.alert_sets[0]}, which it recommends{others}")
     for entry in _calibrations(pack):
         what = (
             f"alerts on {entry['aggregator']} of {entry['n_watched']} concepts to {entry['fpr']:g} by {entry['unit']}"

@@ -39,6 +39,13 @@ Dtype = Annotated[
     str, typer.Option(help="Number format of the model: bfloat16, float32, float16 or auto (that of its files).")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")]
+AlertSet = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Which of the pack's sets of alert thresholds says what fires; by default the one it recommends.",
+    ),
+]
 AuditRate = Annotated[
     float,
     typer.Option(help="Share of the tokens on which every probe is evaluated too, to count what the descent missed."),

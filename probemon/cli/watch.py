@@ -15,6 +15,7 @@ import typer
 from probemon.cli.common import chat_messages, check_generation, load_aloud, use_threads
 from probemon.cli.options import (
     PROMPT,
+    AlertSet,
     AuditRate,
     Device,
     LastLineJson,
@@ -43,6 +44,7 @@ def watch(
     max_new_tokens: MaxNewTokens = 48,
     plain: Plain = False,
     as_json: LastLineJson = False,
+    alert_set: AlertSet = None,
     audit_rate: AuditRate = 0.0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure the overhead: bare and watched, alternating.")
@@ -58,7 +60,7 @@ def watch(
 
     check_device(device)
     use_threads(threads)
-    opened = open_packs([pack, *(more_packs or ())])  # first: it takes milliseconds, the model seconds
+    opened = open_packs([pack, *(more_packs or ())], alert_set)  # first: it takes milliseconds, the model seconds
     host, tokenizer = load_aloud(model, device)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.manager import DynamicProbeManager

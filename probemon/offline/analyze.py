@@ -208,6 +208,7 @@ def _identified(pack: AnyPack) -> dict[str, Any]:
         "probes": files[PROBES]["sha256"],
         "inputs": [dataclasses.asdict(spec) for spec in pack.inputs],
         "score_rule": pack.score_rule,
+        **({} if pack.alert_set is None else {"alert_set": pack.alert_set}),
     }
 
 

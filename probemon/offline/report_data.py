@@ -99,7 +99,10 @@ class ReportData:
             "title": f"Concepts in {totals['documents']:,} document{'s' * (totals['documents'] != 1)}",
             "pack": pack,
             "floor": floor,
-            "watched": f"Probe pack {pack} on {host['model']} ({host['dtype']}, {host['device']})",
+            "watched": (
+                f"Probe pack {pack} on {host['model']} ({host['dtype']}, {host['device']})"
+                + (f", alert thresholds {identity['pack']['alert_set']}" if "alert_set" in identity["pack"] else "")
+            ),
             "totals": {name: totals[name] for name in _TOTALS},
             "audit": str(Audit.of_totals(totals["audit"])) if "audit" in totals else "",
             "settings": [*_lines_of(identity), *_lines_of(manifest["environment"], "made with")],

@@ -162,10 +162,12 @@ def one_or_several(packs: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack
     return packs if isinstance(packs, (ProbePack, PackGroup)) else PackGroup(packs)
 
 
-def open_packs(wanted: Sequence[str]) -> AnyPack:
+def open_packs(wanted: Sequence[str], alert_set: str | None = None) -> AnyPack:
     """Open packs by folder or hub name, for the commands. One is itself; several are a group, named as their packs say,
-    or NAME in "NAME=folder".
+    or NAME in "NAME=folder". With `alert_set` that one is in force. Raises `ConfigError`, `PackError`.
     """
+    if alert_set is not None:
+        return open_packs(wanted).with_alert_set(alert_set)
     if len(wanted) == 1:
         return ProbePack.from_pretrained(wanted[0])
     named: list[tuple[str, ProbePack]] = []

@@ -11,6 +11,7 @@ from conftest import HIDDEN, make_pack
 from forging import forge
 from probemon import DynamicProbeManager, ProbePack
 from probemon.errors import ConfigError, PackCorrupt, PackError
+from probemon.offline.analyze import _identified as identified
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
 from probemon.packs.edit import merge, rename, subset
@@ -128,3 +129,26 @@ def test_wrong_names_are_told(pack, model, tmp_path):
     manifest.write_text(manifest.read_text().replace('"precision_0.9"', '"\\u001b[2J"'))
     with pytest.raises(PackCorrupt, match="alert_set is"):
         ProbePack.open(tmp_path / "short")
+
+
+def test_an_analysis_is_of_one_set_and_says_which(pack):
+    one, other = DynamicProbeManager(pack), DynamicProbeManager(pack, alert_set="rate_0.01")
+    for manager in (one, other):
+        assert identified(manager.pack)["alert_set"] == manager.pack.alert_set
+    assert identified(one.pack) != identified(other.pack)
+
+
+def test_event_says_the_set_of_its_threshold(pack, model):
+    ids = torch.tensor([[1, 5, 6, 7]])
+    events = []
+    for name in pack.alert_sets:
+        with DynamicProbeManager(pack, alert_set=name).attach(model) as run:
+            run.on("c0", action=events.append)
+            run.on("c1", above=0.0, action=events.append)
+            run.on("c2", above=0.0, aggregate="mean", action=events.append)
+            model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert {(e.concept, e.alert_set) for e in events} <= {("c0", name), ("c1", None), ("c2", None)}
+        assert {"c1", "c2"} <= {e.concept for e in events}
+        if name == "rate_0.01":
+            assert ("c0", name) in {(e.concept, e.alert_set) for e in events}
+        events.clear()

@@ -44,7 +44,7 @@ def test_every_python_example_of_the_readme_runs(tmp_path):
         env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "organism > animal" in done.stdout and "'not_reached'" in done.stdout
+    assert "whole > " in done.stdout and "'not_reached'" in done.stdout
     assert (tmp_path / "my-pack/manifest.json").is_file()
 
 
@@ -288,7 +288,25 @@ def test_quality_in_the_readme_is_the_packs_own(name):
 def test_sober_figures_are_said_beside_the_flattering_ones():
     q = json.loads((ROOT / "probes" / PACKS[0] / "manifest.json").read_text())["quality"]
     assert f"the median is {q['auroc_siblings_examples_median']:.3f}" in PROSE
-    assert 0.2 < q["precision_at_threshold"] < 0.3 and "about a quarter" in PROSE
+
+
+def test_what_fires_is_as_right_as_is_said():
+    found = result("shown.json")
+    claims, first = found["claims"], found["packs"][PACKS[0]]
+    assert claims["precision_news_0_7"] >= 0.95 and claims["precision_unseen_source_0_7"] >= 0.9
+    assert claims["precision_recommended"] >= 0.9
+    assert claims["fires_per_other_token"] <= 0.02 and claims["fires_per_code_token"] <= 0.02
+    for name in PACKS:
+        pack = json.loads((ROOT / "probes" / name / "manifest.json").read_text())
+        assert found["packs"][name]["n_concepts"] == pack["quality"]["n_probes"] >= 400
+    assert f"{claims['precision_recommended']:.1%} of what fired".replace("%", " %") in PROSE
+    news = first["texts"]["news"]["share_evaluated"]
+    assert (
+        f"evaluates {news['precision_0.9']:.1%} of the probes where {news['rate_0.01']:.1%} were".replace("%", " %")
+        in PROSE
+    )
+    page = page_of("docs/quality.md")
+    assert flat(figures.shown(found)) in page and flat(figures.shown_claims(found)) in page
 
 
 def test_tree_in_the_architecture_is_the_tree():

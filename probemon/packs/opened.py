@@ -45,6 +45,7 @@ from probemon.packs.manifest import (
 from probemon.packs.tensors import (
     AGGREGATED,
     ALERT_SET,
+    ALWAYS,
     THRESHOLDS,
     VECTORS,
     aggregator_names,
@@ -403,8 +404,9 @@ class OpenedPack:
     def with_alert_set(self, name: str) -> Self:
         """Return the pack with another of its `alert_sets` in force: another `alert_threshold`, the same scores.
 
-        Expand thresholds that were calibrated go, since they were for what fired by the other set. Raises
-        `ConfigError` where there is no such set.
+        Expand thresholds that were calibrated go, since they were for what fired by the other set: of bounding probes
+        they are made anew, and what else has children beside those opens always. Raises `ConfigError` where there is
+        no such set.
         """
         if name == self.alert_set:
             return self
@@ -416,9 +418,29 @@ class OpenedPack:
         other.alert_set, other.alert_threshold = name, self._alert_sets[name]
         other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
         other.expand_threshold = torch.full_like(self.expand_threshold, math.nan)
-        if self.recommended.get("load_threshold") == "calibrated":
+        if self.bounding:
+            other.expand_threshold[~self.expand_threshold.isnan()] = ALWAYS
+            other.expand_threshold[self.bounding] = self.bounds_for(other.alert_threshold)[self.bounding]
+        elif self.recommended.get("load_threshold") == "calibrated":
             other.recommended = {key: value for key, value in self.recommended.items() if key != "load_threshold"}
         return other
+
+    @cached_property
+    def bounding(self) -> list[int]:
+        """The bounding probes, which score over all below them (`probemon.packs.hierarchies`)."""
+        return [probe for probe, concept in enumerate(self.concepts) if concept.get("bounding")]
+
+    def bounds_for(self, alert: Tensor) -> Tensor:
+        """Return expand thresholds `[P]` under which what fires by other alert thresholds is found below the bounding
+        probes: each is compared with the smallest of these below it.
+        """
+        expand = self.expand_threshold.clone()
+        for probe in self.bounding:
+            below = alert[torch.from_numpy(self.tree.children(probe))]
+            known = below[~below.isnan()]
+            if len(known):
+                expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+        return expand
 
     def card_text(self) -> str:
         """Return the card, as far as it is UTF-8; a heading where there is none."""

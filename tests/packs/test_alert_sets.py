@@ -15,6 +15,7 @@ from probemon.offline.analyze import _identified as identified
 from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.calibrated_pack import write_calibrated
 from probemon.packs.edit import merge, rename, subset
+from probemon.packs.hierarchies import propose
 from probemon.packs.quantize import quantize
 
 N = 40
@@ -152,3 +153,30 @@ def test_event_says_the_set_of_its_threshold(pack, model):
         if name == "rate_0.01":
             assert ("c0", name) in {(e.concept, e.alert_set) for e in events}
         events.clear()
+
+
+def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
+    n, hidden = 60, torch.randn(200, HIDDEN)
+    directions = torch.randn(6, 1, HIDDEN).repeat_interleave(10, 0)
+    flat = ProbePack.write(
+        tmp_path / "flat",
+        name="flat",
+        licence="CC0-1.0",
+        card="Random probes.\n",
+        score_rule="independent",
+        concepts=[{"id": f"c{i}", "name": f"c{i}", "parents": []} for i in range(n)],
+        weights={"w1": directions + torch.randn(n, 1, HIDDEN) / 20, "b1": torch.full((n, 1), -3.0)},
+        inputs=[{"site": "resid_post.1", "norm": "rmsnorm"}],
+        alert_threshold=torch.full((n,), 0.9),
+        alert_set="high",
+        alert_sets={"low": torch.full((n,), 0.05)},
+        golden_hidden=torch.randn(64, 1, HIDDEN),
+        host={},
+    )
+    tree = propose(flat).write(tmp_path / "tree")
+    for name in tree.alert_sets:
+        manager = DynamicProbeManager(tree, alert_set=name)
+        fires, scores = manager.score_all(hidden) > manager.pack.alert_threshold, manager.score_tokens(hidden)
+        assert fires.any() and scores.coverage.totals()["not_reached"]
+        for t, row in enumerate(fires):
+            assert scores.fired(t).tolist() == row.nonzero()[:, 0].tolist()

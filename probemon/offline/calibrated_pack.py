@@ -17,33 +17,10 @@ from probemon.aggregate import Each
 from probemon.errors import ConfigError
 from probemon.offline.calibrate import Alerts
 from probemon.offline.expansion import Expansion
+from probemon.packs.copies import quality_of, without_thresholds
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
-
-# What a pack says of itself that holds at its alert thresholds alone.
-_AT_THRESHOLD = (
-    "false_positive_rate",
-    "false_positive_rate_all_tokens",
-    "recall_at_threshold",
-    "precision_at_threshold",
-    "fired_per_token",
-    "firing_recall_exact",
-    "share_evaluated_exact",
-    "n_fired",
-    "n_fired_changed",
-)
-
-
-def _bounds_of(pack: ProbePack, bounding: Sequence[int], alert: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
-    """Return expand thresholds for which bounding probes stay bounds: the smallest new threshold below each."""
-    expand = expand.clone()
-    for probe in bounding:
-        below = alert[torch.from_numpy(pack.tree.children(probe))]
-        known = below[~below.isnan()]
-        if len(known):
-            expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
-    return expand
 
 
 def write_calibrated(
@@ -72,15 +49,14 @@ def write_calibrated(
             f"{len(watched)} probes are watched, the thresholds are of {len(alerts.threshold)}: give the same, in the"
             " same order"
         )
-    bounding = [probe for probe, concept in enumerate(pack.concepts) if concept.get("bounding")]
-    if wrong := [probe for probe in watched if probe in bounding]:
+    if wrong := [probe for probe in watched if probe in pack.bounding]:
         raise ConfigError(
             f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
             " those out of watched"
         )
     source, recommended = pack.manifest, dict(pack.recommended)
     alert, aggregated = pack.alert_threshold.clone(), {name: pack.thresholds_for(name) for name in pack.aggregated}
-    expand, quality = pack.expand_threshold, dict(source.get("quality") or {})
+    expand, quality = pack.expand_threshold, quality_of(pack)
     changes = alerts is not None and alerts.aggregator == Each()
     if alerts is not None:
         target = alert if changes else torch.full_like(alert, float("nan"))
@@ -88,13 +64,13 @@ def write_calibrated(
             target = aggregated[str(alerts.aggregator)].clone()
         target[list(watched)] = torch.from_numpy(alerts.threshold)
         if changes:
-            quality = _without(quality)
+            quality = without_thresholds(quality)
         else:
             aggregated[str(alerts.aggregator)] = target
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
-    if changes and bounding:
-        expand = _bounds_of(pack, bounding, alert, expand)
-    cleared = changes and expansion is None and not bounding and not bool(expand.isnan().all())
+    if changes and pack.bounding:
+        expand = pack.bounds_for(alert)
+    cleared = changes and expansion is None and not pack.bounding and not bool(expand.isnan().all())
     if cleared:
         expand = torch.full_like(expand, float("nan"))
         quality.pop("expansion", None)
@@ -157,15 +133,6 @@ def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, An
         pack.score_rule == "path"
         and not bool(alert.isnan().any())
         and recommended.get("load_threshold", "exact") == "exact"
-    )
-
-
-def _without(quality: Any) -> Any:
-    """Leave out what was measured at the thresholds before, at any depth."""
-    return (
-        {key: _without(value) for key, value in quality.items() if key not in _AT_THRESHOLD}
-        if isinstance(quality, Mapping)
-        else quality
     )
 
 

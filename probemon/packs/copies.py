@@ -18,6 +18,44 @@ from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
 
+# What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
+_AT_THRESHOLD = (
+    "false_positive_rate",
+    "false_positive_rate_all_tokens",
+    "recall_at_threshold",
+    "precision_at_threshold",
+    "fired_per_token",
+    "firing_recall_exact",
+    "share_evaluated_exact",
+    "n_fired",
+    "n_fired_changed",
+)
+
+
+def quality_of(pack: ProbePack) -> dict[str, Any]:
+    """Return what the pack's manifest says was measured, without what was measured at other alert thresholds than those
+    in force.
+    """
+    quality = dict(pack.manifest.get("quality") or {})
+    if pack.alert_set == pack.manifest.get("alert_set"):
+        return quality
+    quality = without_thresholds(quality)
+    quality.pop("expansion", None)
+    if quality.get("alerts"):
+        quality["alerts"] = {name: rates for name, rates in quality["alerts"].items() if name != "each"}
+    return quality
+
+
+def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
+    """Return it without what was measured at the alert thresholds in force, at any depth. What is said of a set of
+    thresholds by its name stays.
+    """
+    return {
+        key: without_thresholds(value) if isinstance(value, Mapping) and key != "alert_sets" else value
+        for key, value in quality.items()
+        if key not in _AT_THRESHOLD
+    }
+
 
 def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
     """Return what `PackWriter` takes for some `probes` of a pack (all), without `card`, `provenance` and `quality`."""

@@ -29,7 +29,7 @@ from probemon.core.plan import auto_threshold, starting_probes
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
-from probemon.packs.copies import always_on, card_of, copy_pack, made_by
+from probemon.packs.copies import always_on, card_of, copy_pack, made_by, quality_of
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import ALWAYS
@@ -208,7 +208,7 @@ def rename(
         name=name or pack.name,
         concepts=lines,
         recommended={**pack.recommended, **always_on(pack, new_ids=new_ids)},
-        quality=_by_new_ids(pack.manifest.get("quality") or {}, changed),
+        quality=_by_new_ids(quality_of(pack), changed),
         overwrite=overwrite,
     )
 

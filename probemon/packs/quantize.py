@@ -20,7 +20,7 @@ from torch import Tensor
 
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, PackCorrupt
-from probemon.packs.copies import spec_of
+from probemon.packs.copies import quality_of, spec_of
 from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import MATRICES
@@ -79,7 +79,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
             **(source.get("provenance") or {}),
             "quantized_from": {"name": pack.name, **source["files"][PROBES]},
         },
-        "quality": {**(source.get("quality") or {}), "int8": error},
+        "quality": {**quality_of(pack), "int8": error},
     }
     with PackWriter(path, **spec, overwrite=overwrite) as writer:
         writer.put_slice(0, weights)

@@ -180,3 +180,36 @@ def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
         assert fires.any() and scores.coverage.totals()["not_reached"]
         for t, row in enumerate(fires):
             assert scores.fired(t).tolist() == row.nonzero()[:, 0].tolist()
+
+
+def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
+    rates = {"count": 1, "n": 100}
+    made = make_pack(
+        tmp_path / "measured",
+        model,
+        n=N,
+        alert_set="high",
+        alert_sets={"low": torch.full((N,), 0.2)},
+        quality={
+            "auroc_median": 0.9,
+            "precision_at_threshold": 0.8,
+            "per_level": {"0": {"auroc_median": 0.9, "recall_at_threshold": 0.7}},
+            "alerts": {"each": {"any_token": rates, "concepts": {}}, "mean": {"any_token": rates, "concepts": {}}},
+            "alert_sets": {"high": {"precision_at_threshold": 0.8}, "low": {"false_positive_rate": 0.01}},
+        },
+    )
+    stated = made.manifest["quality"]
+    assert rename(made, tmp_path / "high", name="other").manifest["quality"] == stated
+    other = made.with_alert_set("low")
+    expected = {
+        "auroc_median": 0.9,
+        "per_level": {"0": {"auroc_median": 0.9}},
+        "alerts": {"mean": stated["alerts"]["mean"]},
+        "alert_sets": stated["alert_sets"],
+    }
+    assert rename(other, tmp_path / "low", name="other").manifest["quality"] == expected
+    int8 = quantize(other, tmp_path / "int8").manifest["quality"]
+    assert int8.pop("int8") and int8 == expected
+    alerts = calibrate_alerts([np.random.default_rng(0).random((400, 1))], fpr=0.1)
+    calibrated = write_calibrated(other, tmp_path / "calibrated", watched=[3], alerts=alerts).manifest["quality"]
+    assert list(calibrated["alerts"].pop("each")["concepts"]) == ["c3"] and calibrated == expected

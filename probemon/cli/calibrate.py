@@ -218,12 +218,23 @@ class _Goals:
             if alerts is not None and alerts_shape_recall:
                 threshold[watched] = alerts.threshold
             parts = ([ordinary.scores[i] for i in numbers] for numbers in (shaping, calibrating))
-            expansion = calibrate_on(Reach(pack.tree, pack.score_rule, threshold), *parts, recall=self.recall)
+            reach = Reach(pack.tree, pack.score_rule, threshold, *_beginning(pack))
+            expansion = calibrate_on(reach, *parts, recall=self.recall)
         return alerts, expansion
 
 
 def _all_but_bounding(pack: ProbePack) -> list[int]:
     return [probe for probe, concept in enumerate(pack.concepts) if not concept.get("bounding")]
+
+
+def _beginning(pack: ProbePack) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the levels and the probes with which the pack's descents begin, as it recommends."""
+    from probemon.core.settings import CascadeConfig
+
+    config = CascadeConfig.of(
+        {key: pack.recommended[key] for key in ("base_layers", "always_on") & pack.recommended.keys()}
+    )
+    return config.base_layers, tuple(pack.find(concept) for concept in config.always_on)
 
 
 def _rates(pack: ProbePack, watched: list[int], alerts: Alerts | None) -> dict[str, Any]:

@@ -615,6 +615,48 @@ def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workpl
     )
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_recall_is_that_of_a_descent_which_begins_where_the_pack_says(workplace, model, tmp_path, level):
+    """The levels begin at 0 or at 1, and descents at the second of them, or at c0 too."""
+    from probemon.offline.expansion import Reach, measure_expansion, split
+
+    n = 40
+    levels = [level + (i >= 4) + (i >= 9) for i in range(n)]
+    concepts = [
+        {
+            "id": f"c{i}",
+            "name": f"c{i}",
+            "parents": [f"c{i % 4 if i < 9 else 4 + i % 5}"] if i >= 4 else [],
+            "level": at,
+        }
+        for i, at in enumerate(levels)
+    ]
+    recommended = {"base_layers": [level + 1], "always_on": ["c0"]}
+    pack = make_pack(
+        tmp_path / "pack", model, n=n, concepts=concepts, rule="independent", recommended=recommended,
+        alert_threshold=torch.full((n,), 0.7),
+    )  # fmt: skip
+    done = run_command(
+        pack.directory,
+        "--model",
+        workplace / "host",
+        "--benign",
+        workplace / "benign.jsonl",
+        "--expand-recall",
+        0.5,
+        "--out",
+        tmp_path / "out",
+        "--json",
+    )
+    assert done.exit_code == 0, done.output
+    told, (_, last) = json.loads(done.stdout)["expansion"], split(60)
+    scores = list(exhaustive(pack, model, random_texts(60, longest=40)))
+    reach = Reach(pack.tree, pack.score_rule, pack.alert_threshold.numpy(), (level + 1,), (pack.find("c0"),))
+    made = ProbePack.open(tmp_path / "out")
+    measured = measure_expansion(reach, made.expand_threshold.numpy(), [scores[i] for i in last])
+    assert told["base_layers"] == [level + 1] and 1 - told["loss"] == pytest.approx(measured.recall, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,13 @@ def check_replaceable(target: Path) -> None:
     replaced is gone, and may be all that somebody has.
     """
     another = "choose another path, or move it away"
-    if target.is_symlink() or (not target.is_dir() and os.path.lexists(target)):
+    try:
+        mode = target.lstat().st_mode  # asked once: another writer may move it away and put its own there meanwhile
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISDIR(mode):
         raise PackError(
-            f"{target} is a {'link' if target.is_symlink() else 'file'}, no pack that could be overwritten: {another}"
+            f"{target} is a {'link' if stat.S_ISLNK(mode) else 'file'}, no pack that could be overwritten: {another}"
         )
     if Path.cwd().resolve().is_relative_to(target.resolve()):
         raise PackError(f"{target} is the folder that this is run in: {another}")

@@ -36,6 +36,7 @@ from probemon.packs import files as packfile
 from probemon.packs import held_file as heldfile
 from probemon.packs import manifest
 from probemon.packs.edit import merge, rename, subset
+from probemon.packs.files import check_replaceable
 from probemon.packs.held_file import read_whole
 from probemon.packs.held_tensors import HeldTensors
 from probemon.packs.quantize import quantize
@@ -603,3 +604,18 @@ def test_a_large_pack_that_is_overwritten_with_its_times_kept_and_other_permissi
         os.chmod(first / PROBES, 0o640)
         with pytest.raises(PackChanged):
             manager.score_tokens(hidden)
+
+
+def test_a_folder_that_another_writer_puts_there_just_now_is_no_file(two, tmp_path, monkeypatch):
+    shutil.copytree(two[0], tmp_path / "pack")
+    is_dir, gone = Path.is_dir, [tmp_path / "pack"]
+
+    def first_gone(path, **options):
+        return False if path in gone and not gone.clear() else is_dir(path, **options)
+
+    monkeypatch.setattr(Path, "is_dir", first_gone)
+    check_replaceable(tmp_path / "pack")
+    for name, make in (("file", Path.touch), ("link", lambda path: path.symlink_to(two[0]))):
+        make(tmp_path / name)
+        with pytest.raises(PackError, match=f"is a {name}, no pack"):
+            check_replaceable(tmp_path / name)

@@ -9,6 +9,7 @@ Bad input ends with one line on standard error and exit status 2.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -28,6 +29,9 @@ from probemon.cli.routing import routing
 from probemon.cli.terminal import border, say
 from probemon.cli.watch import watch
 from probemon.errors import ProbemonError
+
+# What a path that was given can be, before anything is known of it.
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 for command in (analyze, report, diff, calibrate, routing, hierarchy, watch, inspect, quantize):
@@ -67,6 +71,9 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
+            say(f"probemon: {error.filename!s:.200} cannot be used: {error.strerror}", error=True)
+            return 2
         if not hasattr(error, "format_message"):  # none of typer's own: a defect, shown whole
             if not signals.received():  # else the signal caused it
                 traceback.print_exc()

@@ -221,6 +221,23 @@ def test_bad_input_is_one_line_and_status_2(arguments, words):
     assert done.stdout == "" and done.stderr.count("\n") == 1 and words in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "{}"],
+        ["analyze", "demo", PACK, "{}", "--out", "nowhere"],
+        ["analyze", "demo", PACK, "README.md", "--out", "{}"],
+        ["calibrate", PACK, "--benign", "README.md", "--fpr", "0.1", "--out", "{}"],
+        ["watch", "{}", PACK],
+        ["watch", "demo", PACK, "--pack", "a={}"],
+        ["import", "hatcat", "{}", "nowhere", "--site", "resid_post.1", "--normalize", "none"],
+    ],
+)
+def test_a_text_in_the_place_of_a_path_is_one_line_and_status_2(arguments):
+    done = cli(*(argument.format("so it was " * 30) for argument in arguments))
+    assert done.returncode == 2 and "File name too long" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_damaged_pack_is_one_line_and_status_2(tmp_path):
     import shutil
 

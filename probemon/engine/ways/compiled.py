@@ -24,13 +24,7 @@ class Compiled:
     """Descends in compiled code; with `everything` it scores every probe first, and applies the rule to the scores."""
 
     def __init__(
-        self,
-        pack: ProbePack,
-        arena: ResidentArena,
-        block_of: Ints,
-        outcomes: OutcomeMaker,
-        *,
-        everything: bool = False,
+        self, pack: ProbePack, arena: ResidentArena, block_of: Ints, outcomes: OutcomeMaker, *, everything: bool = False
     ) -> None:
         self._pack, self._arena, self._block_of, self._outcomes = pack, arena, block_of, outcomes
         self._n_blocks, self._everything = 1 + int(block_of.max()), everything

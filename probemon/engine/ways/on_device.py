@@ -75,12 +75,7 @@ class OnDevice:
         return known[1]
 
     def begin(
-        self,
-        plan: CascadePlan,
-        make_inputs: Callable[[], Inputs],
-        hidden: Iterable[Tensor],
-        retained: Mask,
-        keep: Ints,
+        self, plan: CascadePlan, make_inputs: Callable[[], Inputs], hidden: Iterable[Tensor], retained: Mask, keep: Ints
     ) -> StepUnderWay:
         """Begin a step of hidden states that the host model may still be computing; it waits for nothing."""
         steps = self.steps(plan)

@@ -1,19 +1,19 @@
-"""A whole descent on the device: which probes, their scores, and what is retained, without the host being asked in
-between.
+"""DeviceCascade descends a hierarchy on a GPU in one go: the host is asked nothing in between.
 
     cascade = DeviceCascade(plan, weights, input_of)
     found = cascade.descend(x, n_states, retained)     # enqueues every launch; Found holds device tensors
-    found.overflowed.any()  # these states the exact path must do: more active probes than fit
+    found.overflowed.any()  # these states have more active probes than fit: the exact path must descend them
 
-Three kernels take turns: `_begin` lists what is active from the start, `_score` scores the newest entries of each
-state's list, `_expand` turns their scores into path scores, marks the children of those that open and appends them. As
-many rounds are launched as the hierarchy has ranks, a fixed number that can be captured. That is enough, but for the
-path rule over several parents: a child brings missing ancestors, which may open later themselves. There a state with
-more to open in the end overflows. The order of a list may change from run to run, what is in it does not: a child is
-appended by whoever marks it first. `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties fall
-as on the host.
+`_begin` lists the probes that are active from the start. Then two kernels take turns: `_score` scores the newest
+entries of each state's list, `_expand` turns their scores into path scores, marks the children of those that open and
+appends them. As many rounds are launched as the hierarchy has ranks, a fixed number that can be captured. That is
+enough, except for the path rule over several parents: a child brings missing ancestors, which may open later
+themselves. There a state that could still open something after the last round overflows. The order of a list may change
+from run to run, its members do not: whichever program marks a child first appends it. `_finish` keeps the best, by a
+sort of (score, id) packed into one key, so ties fall as on the host.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from probemon.engine.kernels.triton_pairs import (
     PAIRS,
     ROWS,
     arguments_of,
-    block_sizes,
     layered_meta,
     linear_scores,
     part_of_probe,
@@ -43,25 +42,23 @@ if TYPE_CHECKING:
     from probemon.core.plan import CascadePlan
 
 _BLOCK = 64  # entries of a list that a program looks at together
-_MOST = 1024  # active probes of a state that the device path holds
+_MOST = 1024  # active probes of a state: what one program can sort
 # After every score in the order of `_finish`, whose scores end at 0x7FFFFFFF.
 NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):  # type: ignore[no-untyped-def]
-    """Append candidates that nobody has marked; the new length, which may pass `CAP` (then the list holds the first
-    `CAP`).
-    """
+@triton.jit
+def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):
+    """Append the candidates that were not marked. Returns the new length, also beyond `CAP`, where the list is full."""
     won = valid & (tl.atomic_xchg(mark_ptr + candidate, 1, mask=valid) == 0)
     at = n + tl.cumsum(won.to(tl.int32), 0) - 1
     tl.store(ids_ptr + at, candidate, mask=won & (at < CAP))
     return n + tl.sum(won.to(tl.int32), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):  # type: ignore[no-untyped-def]
-    """Append what `ids` link to in CSR."""
+@triton.jit
+def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):
+    """Append the probes that `ids` link to in CSR."""
     first = tl.load(ptr_ptr + ids, mask=valid, other=0)
     length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
     for e in range(0, tl.max(length, axis=0)):
@@ -70,12 +67,12 @@ def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):  # 
     return n
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _begin(  # type: ignore[no-untyped-def]
+@triton.jit
+def _begin(
     start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr,
     P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b: the list of state b. `kept [B, K]` int32, -1 for none."""
+    """Begin the list of state b in program b. `kept [B, K]` int32, -1 for none."""
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, mark_ptr, kept_ptr = ids_ptr + b * CAP, mark_ptr + b * P, kept_ptr + b * K
     i = tl.arange(0, BLOCK)
@@ -98,19 +95,17 @@ def _begin(  # type: ignore[no-untyped-def]
     tl.store(count_ptr + b, tl.minimum(n, CAP))
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _score(  # type: ignore[no-untyped-def]
+@triton.jit
+def _score(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr,
     ids_ptr, input_ptr, begin_ptr, count_ptr, parts_ptr, arrived_ptr, own_ptr, B, CAP, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (entry, part) of state b: own scores of entries from `begin` to `count`; the others leave at once."""
+    """Score an entry of state b, or a part of one, if it is from `begin` to `count`; other programs leave at once."""
     b = tl.program_id(1).to(tl.int64)
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
-    if (
-        LAYERS == 1
-    ):  # as many entries a program as pairs of linear probes elsewhere, in tiles of the same shape: the same bits
+    if LAYERS == 1:  # `ROWS` is `PAIRS` of `_linear`: tiles of the same shape give the same bits
         first = tl.program_id(0) * ROWS
         if (first + ROWS > begin) & (first < count):
             entries = first + tl.arange(0, ROWS)
@@ -132,16 +127,16 @@ def _score(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _expand(  # type: ignore[no-untyped-def]
+@triton.jit
+def _expand(
     ids_ptr, own_ptr, score_ptr, mark_ptr, begin_ptr, count_ptr, over_ptr, rank_ptr, threshold_ptr,
     child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_RANKS, MOST_PARENTS,
     PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b: scores of the newest entries (`score [B, P]`), then the children of those over their threshold.
+    """Store the scores of state b's newest entries (`score [B, P]`), then append the children of those over their
+    threshold.
 
-    `OPEN`: 1, or in the last round 0 (what could open stays shut) or 2 (a state in which something could open
-    overflows).
+    `OPEN`: 1, or in the last round 0 (nothing opens) or 2 (a state in which something could open overflows).
     """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
@@ -192,12 +187,12 @@ def _expand(  # type: ignore[no-untyped-def]
         tl.store(count_ptr + b, tl.minimum(n, CAP))
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _finish(  # type: ignore[no-untyped-def]
+@triton.jit
+def _finish(
     ids_ptr, score_ptr, count_ptr, exempt_ptr, out_ptr, kept_ptr, P, CAP, K, KEEP, BLOCK_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Program b: `out [B, CAP]`, scores in the order of the list; `kept [B, K]`, the best `KEEP` that are not exempt,
-    -1 for none.
+    """Store state b's scores in the order of its list, `out [B, CAP]`, and its best `KEEP` that are not exempt,
+    `kept [B, K]`, -1 for none.
     """
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_CAP)
@@ -216,8 +211,8 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Found:
-    """Of N states, on the device: `count [N]`, `ids` and `scores [N, CAP]` in no order, `kept [N, K]` (-1: none),
-    `overflowed [N]`.
+    """Holds, of N states and on the device: `count [N]`; `ids` and `scores [N, CAP]` in no order; `kept [N, K]`, -1 for
+    none; `overflowed [N]`.
     """
 
     count: Tensor
@@ -228,9 +223,7 @@ class Found:
 
 
 class DeviceCascade:
-    """The descent of a plan over weights that are all on one device, slot = probe. `fits(plan)` says whether it
-    can be.
-    """
+    """Descends by a plan that `fits`, over weights that are all on one device, slot = probe."""
 
     def __init__(self, plan: CascadePlan, weights: Mapping[str, Tensor], input_of: np.ndarray) -> None:
         tree, self._plan = plan.tree, plan
@@ -249,22 +242,20 @@ class DeviceCascade:
         self._anc_idx = put(np.asarray([a for above in ancestors for a in above] or [0]))
         self._start, self._exempt = put(plan.start), put(plan.exempt)
         sizes = [at.stop - at.start for at in tree.rank_slices]
-        self._rank, self._threshold = (
-            put(np.repeat(np.arange(len(sizes)), sizes)),
-            put(plan.expand_threshold, torch.float32),
-        )
+        self._rank = put(np.repeat(np.arange(len(sizes)), sizes))
+        self._threshold = put(plan.expand_threshold, torch.float32)
         self._child_ptr, self._child_idx = put(tree.child_ptr), put(tree.child_idx if len(tree.child_idx) else [0])
         self._parent_ptr, self._parent_idx = put(tree.parent_ptr), put(tree.parent_idx if len(tree.parent_idx) else [0])
         self._most_parents = int(np.diff(tree.parent_ptr).max(initial=0))
-        self._n_ranks = len(tree.rank_slices)
+        self._n_ranks = len(sizes)
         self._input_of, self._n_inputs = put(input_of), 1 + int(np.max(input_of))
         if len(input_of) != tree.n or len(weights["w1"]) != tree.n or np.min(input_of) < 0:
             raise ConfigError(
                 f"weights of {len(weights['w1'])} probes and inputs of {len(input_of)} for a hierarchy of {tree.n}"
             )
-        n_rounds, most = self._n_ranks, plan.config.max_rounds
-        self._n_rounds = n_rounds if most is None else min(n_rounds, most)
-        self._in_the_end = 2 if self._close and (most is None or most > n_rounds) else 0
+        most = plan.config.max_rounds
+        self._n_rounds = self._n_ranks if most is None else min(self._n_ranks, most)
+        self._last_open = 2 if self._close and (most is None or most > self._n_ranks) else 0
 
     @staticmethod
     def fits(plan: CascadePlan) -> bool:
@@ -272,8 +263,8 @@ class DeviceCascade:
         return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
-        """x `[I * N, D]` in the pack's dtype; `retained [N, R]` int32 ids, -1 for none (as is one out of range).
-        Enqueues, and waits for nothing.
+        """Enqueue the descent of x `[I * N, D]` in the pack's dtype, and wait for nothing. `retained [N, R]`: int32
+        ids, -1 for none; one out of range counts as none.
         """
         check_states(x, self._weights["w1"].shape[2])
         if len(x) < self._n_inputs * n_states or x.device != self.device:
@@ -297,7 +288,7 @@ class DeviceCascade:
         _, h1, d = weights["w1"].shape
         n_layers = 1 + ("w2" in weights) + ("w3" in weights)
         h2 = weights["w2"].shape[1] if "w2" in weights else 1
-        n_parts = triton.cdiv(h1, ROWS) if n_layers > 1 else 1
+        n_parts = triton.cdiv(h1, ROWS)  # 1 of a linear probe, which has one row
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
@@ -314,44 +305,18 @@ class DeviceCascade:
             n_probes, cap, before.shape[1], self._limit, CLOSE=path, BLOCK=_BLOCK,
         )  # fmt: skip
         layers, scaled = arguments_of(weights), "w1_scale" in weights
-        meta = (
-            layered_meta(h1, h2, d, n_layers, scaled)
-            if n_layers > 1
-            else {
-                "LAYERS": 1,
-                "SCALED": scaled,
-                "BLOCK_D": block_sizes(d),
-                "ROWS": PAIRS,
-                "BLOCK_H2": 1,
-                "BLOCK_PARTS": 1,
-            }
-        )
+        meta = layered_meta(h1, h2, d, n_layers, scaled) | ({"ROWS": PAIRS} if n_layers == 1 else {})
         n_programs = cap * n_parts if n_layers > 1 else triton.cdiv(cap, PAIRS)
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
-                x,
-                *layers,
-                ids,
-                self._input_of,
-                begin,
-                count,
-                parts,
-                arrived,
-                own,
-                n_states,
-                cap,
-                d,
-                h1,
-                h2,
-                n_parts,
-                **meta,
-            )
+                x, *layers, ids, self._input_of, begin, count, parts, arrived, own,
+                n_states, cap, d, h1, h2, n_parts, **meta,
+            )  # fmt: skip
             _expand[(n_states,)](
                 ids, own, score, mark, begin, count, over, self._rank, self._threshold, self._child_ptr,
-                self._child_idx, self._parent_ptr,
-                self._parent_idx, self._anc_ptr, self._anc_idx, n_probes, cap, self._limit,
-                self._n_ranks if path else 1, self._most_parents,
-                PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._in_the_end, BLOCK=_BLOCK,
+                self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,
+                n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
+                PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._last_open, BLOCK=_BLOCK,
             )  # fmt: skip
         _finish[(n_states,)](
             ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap

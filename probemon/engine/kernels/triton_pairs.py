@@ -1,15 +1,15 @@
-"""Triton kernels for whole probes: all layers, the sigmoid, weights indexed in place by slot, one launch for all pairs.
+"""Triton kernels score whole probes, with all layers and the sigmoid, in one launch for all pairs.
 
     scores = score_triton(hidden, weights, rows, slots)
 
-A probe with hidden layers is split by rows of its first layer: a program takes 16 of them over the full length D, so
-the ReLU stays local, multiplies by its part of the second layer and stores that. The last program of a pair to arrive
-adds the parts up in their fixed order and finishes. Every weight is read once, nothing is added by atomics, and a
-pair's arithmetic depends on the pair alone: its score is bitwise the same from run to run and whatever else is active.
-bf16 and int8 are widened on loading; every product and sum is fp32. Of many states, a program takes four pairs, which
-share what it reads where they are of one probe.
+A probe with hidden layers is split by rows of its first layer. A program takes 16 of them over the full length D, so
+that the ReLU stays local, multiplies by its part of the second layer and stores the product. The last program of a pair
+to arrive adds up the parts in a fixed order and finishes. Every weight is read once, by its slot, and no sum uses
+atomics: a score depends on its pair alone, bit for bit. bf16 and int8 are widened on loading; every product and sum is
+fp32. Where there are many pairs, a program takes four, which share the weights that it reads if they are of one probe.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,34 +22,32 @@ from torch import Tensor
 
 from probemon.core.inputs import TINY, check_pairs, check_states
 
-ROWS = 16  # of a program: 44 probes of 128 rows are 352 programs, for 132 processors
+ROWS = 16  # rows of a program: 44 probes of 128 rows are 352 programs, for 132 processors
 PAIRS = 16  # linear probes of a program
-GROUP, MANY = (
-    4,
-    2048,
-)  # pairs of a program that share its weights, and from how many pairs on (fewer would leave processors idle)
-_MOST_PAIRS = 1 << 18  # of a launch: bounds the memory of their parts
+GROUP = 4  # pairs of a program that share its weights
+MANY = 2048  # pairs from which they share: fewer would leave processors idle
+_MOST_PAIRS = 1 << 18  # pairs of a launch: bounds the memory of their parts
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums over rows of int8 weights times the scale of each row."""
+@triton.jit
+def _scaled(sums, scale_ptr, at, inside, SCALED: tl.constexpr):
+    """Multiply sums over rows of int8 weights by the scale of each row."""
     if SCALED:
         sums = sums * tl.load(scale_ptr + at, mask=inside, other=0.0)
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def part_of_probe(  # type: ignore[no-untyped-def]
+@triton.jit
+def part_of_probe(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot, part, parts_ptr,
     arrived_ptr, out_ptr,
     D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One pair's `ROWS` rows of layer 1. Of this pair: `parts [N_PARTS, H2 or 1]`, `arrived` an int32 zero, zero again
-    afterwards, `out`.
+    """Compute `ROWS` rows of layer 1 of one pair, which has `parts [N_PARTS, H2 or 1]`, `out`, and `arrived`: an int32
+    zero, which is zero again afterwards.
     """
     # int64: slot * H1 * D passes 2**31 at 6,554 slots of 128 x 2560.
     row, slot = row.to(tl.int64), slot.to(tl.int64)
@@ -70,15 +68,13 @@ def part_of_probe(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _above(  # type: ignore[no-untyped-def]
+@triton.jit
+def _above(
     sums, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, slot, part, parts_ptr, arrived_ptr, out_ptr,
     H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What follows from the `ROWS` sums of layer 1: this part of what is above it, and, of the last to arrive, the
-    score.
-    """
+    """Multiply `ROWS` sums of layer 1 by their part of the layer above. The last to arrive stores the score."""
     j = part * ROWS + tl.arange(0, ROWS)
     j_in = j < H1
     z = _scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
@@ -116,15 +112,15 @@ def _above(  # type: ignore[no-untyped-def]
         tl.store(arrived_ptr, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _layered(  # type: ignore[no-untyped-def]
+@triton.jit
+def _layered(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
     arrived_ptr, out_ptr,
     N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN of a pair that is out of range."""
+    """Score one pair, `parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN if it is out of range."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
     row, slot = tl.load(rows_ptr + pair), tl.load(slots_ptr + pair)
     if (row >= 0) & (row < N) & (slot >= 0) & (slot < P):
@@ -138,16 +134,15 @@ def _layered(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + pair, float("nan"))
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _layered_groups(  # type: ignore[no-untyped-def]
+@triton.jit
+def _layered_groups(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, rows_ptr, slots_ptr, parts_ptr,
     arrived_ptr, out_ptr,
     M, N, P, D, H1, H2, N_PARTS,
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`_layered` of four pairs a program (`GROUP`). Where they are of one probe, a tile of its weights is read once for
-    the four.
+    """Score four pairs (`GROUP`); if they are of one probe, each tile of its weights is read once.
 
     A pair's sums are made in tiles of the same shape as in `part_of_probe`, so its score is bitwise the same.
     """
@@ -195,12 +190,12 @@ def _layered_groups(  # type: ignore[no-untyped-def]
                 tl.store(out_ptr + at, float("nan"))
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def linear_scores(  # type: ignore[no-untyped-def]
+@triton.jit
+def linear_scores(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of `PAIRS` pairs of linear probes."""
+    """Return the scores of `PAIRS` pairs of linear probes."""
     row, slot = row.to(tl.int64), slot.to(tl.int64)
     total = tl.zeros((PAIRS, BLOCK_D), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -215,12 +210,12 @@ def linear_scores(  # type: ignore[no-untyped-def]
     return 1.0 / (1.0 + tl.exp(-logit))
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _linear(  # type: ignore[no-untyped-def]
+@triton.jit
+def _linear(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`PAIRS` pairs a program; NaN of a pair that is out of range."""
+    """Score `PAIRS` pairs of linear probes; NaN for a pair that is out of range."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < M
     row, slot = tl.load(rows_ptr + pair, mask=inside, other=0), tl.load(slots_ptr + pair, mask=inside, other=0)
@@ -229,17 +224,17 @@ def _linear(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + pair, tl.where(sound, scores, float("nan")), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _is_finite(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _is_finite(x):
     if x.dtype != tl.float64:  # which fp32 may not hold
         x = x.to(tl.float32)
     return tl.abs(x) < float("inf")
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program a row `[D]` of x, rows `S` apart. What was not finite becomes NaN, what cannot be normalised
-    infinite.
+@triton.jit
+def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Normalise a row `[D]` of x, whose rows lie `S` apart. A row that was not finite becomes NaN, one that cannot be
+    normalised infinite.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -250,7 +245,7 @@ def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: t
             total += tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0).to(tl.float32)
         mean = tl.sum(total, axis=0) / D
     scale = tl.full((), 1.0, dtype=tl.float32)
-    known = tl.full((), 1, dtype=tl.int32)
+    sound = tl.full((), 1, dtype=tl.int32)
     odd = tl.zeros((BLOCK_D,), dtype=tl.int32)
     if NORM:
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
@@ -261,21 +256,20 @@ def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: t
             x = tl.where(start + d < D, x - mean, 0.0)
             total += x * x
         square = tl.sum(total, axis=0) / D + eps
-        known = ((square >= TINY) & (square < float("inf"))).to(tl.int32)  # as in probemon.core.inputs
-        scale = 1.0 / tl.sqrt(tl.where(known > 0, square, 1.0))
+        sound = ((square >= TINY) & (square < float("inf"))).to(tl.int32)  # as in probemon.core.inputs
+        scale = 1.0 / tl.sqrt(tl.where(sound > 0, square, 1.0))
     finite = tl.sum(odd, axis=0) == 0
     for start in range(0, D, BLOCK_D):
         x = tl.load(x_ptr + row * S + start + d, mask=start + d < D, other=0.0)
-        value = tl.where(known > 0, (x.to(tl.float32) - mean) * scale, float("inf"))
+        value = tl.where(sound > 0, (x.to(tl.float32) - mean) * scale, float("inf"))
         value = tl.where(finite & _is_finite(x), value, float("nan"))
         tl.store(out_ptr + row * D + start + d, value, mask=start + d < D)
 
 
 def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """`prepare_input` by a program a row: torch's reductions on a GPU add up in an order that depends on the number of
-    rows.
+    """Do what `prepare_input` does, in sums whose order does not depend on the number of rows, as that of torch's does.
 
-    Of what was not finite it makes NaN, and of what cannot be normalised in fp32, or rounded to `dtype`, infinities.
+    Values that were not finite become NaN, and those that fp32 cannot normalise or `dtype` cannot hold, infinite.
     """
     check_states(hidden)
     n, d = hidden.shape
@@ -298,12 +292,12 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
 
 
 def block_sizes(d: int) -> int:
-    """How much of D a tile of 16 rows takes at once: 4,096 values, 32 registers of each of 128 threads."""
+    """Return how much of D a tile of 16 rows takes: 4,096 values, 32 registers of each of 128 threads."""
     return min(triton.next_power_of_2(d), 256)
 
 
 def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool) -> dict[str, Any]:
-    """Compile-time sizes of `_layered`."""
+    """Return the compile-time sizes of `_layered`."""
     return {
         "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS,
         "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
@@ -312,20 +306,13 @@ def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool) -> dict[
 
 
 def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], all on one device.
-
-    Of many pairs, those of one probe are brought together, so that they share what is read of it.
-    """
+    """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], all on one device."""
     check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
-    x, rows, slots, order = (
-        hidden.contiguous(),
-        rows.contiguous(),
-        slots.contiguous(),
-        None,
-    )  # np.nonzero gives strided ones
+    x, rows, slots = hidden.contiguous(), rows.contiguous(), slots.contiguous()  # np.nonzero gives strided ones
+    order = None
     shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
-    if shares:
+    if shares:  # pairs of one probe lie side by side
         slots, order = torch.sort(slots, stable=True)
         rows = rows[order]
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
@@ -358,24 +345,18 @@ def _score(x: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor
 
 
 def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """w, scale, b of the three layers, as the kernels take them; the first bias stands for what is not there, and is
-    not read.
-    """
+    """Return weight, scale and bias of the three layers; the first bias, unread, stands for those that are missing."""
     return [weights.get(name, weights["b1"]) for i in (1, 2, 3) for name in (f"w{i}", f"w{i}_scale", f"b{i}")]
 
 
 def _arrived(n: int, device: torch.device) -> Tensor:
-    """Zeros for `n` pairs. They are zeros again after every launch, so launches of one stream, which follow one
-    another, share them.
-    """
+    """Return zeros for `n` pairs, which the launches of a stream share: they are zeros again after each."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(
-            n, dtype=torch.int32, device=device
-        )  # the graph's own, set to zero by it: graphs may be replayed on any stream
+        # The graph's own, set to zero by it: graphs may be replayed on any stream.
+        return torch.zeros(n, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    known = _ARRIVED.get((device, stream))
-    if known is None or len(known) < n:
-        known = _ARRIVED[device, stream] = torch.zeros(
-            max(1024, triton.next_power_of_2(n)), dtype=torch.int32, device=device
-        )
-    return known
+    counters = _ARRIVED.get((device, stream))
+    if counters is None or len(counters) < n:
+        size = max(1024, triton.next_power_of_2(n))
+        counters = _ARRIVED[device, stream] = torch.zeros(size, dtype=torch.int32, device=device)
+    return counters

@@ -17,6 +17,7 @@ from probemon.engine.kernels import score_probes
 from probemon.errors import ProbeLoadError
 
 numba_cpu = pytest.importorskip("probemon.engine.kernels.numba_cpu")
+numba_compiled = pytest.importorskip("probemon.engine.kernels.numba_compiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
@@ -76,13 +77,13 @@ def test_compiled_descent_is_that_of_the_cascade(case):
             )
             assert np.array_equal(active, expected.active) and np.array_equal(dropped, expected.dropped)
             assert np.array_equal(scores, expected.scores)
-        found = numba_cpu.collect(active, dropped, scores, alert)
+        found = numba_compiled.collect(active, dropped, scores, alert)
         for mine, theirs in zip(found, collect(expected, alert), strict=True):
             assert np.array_equal(mine, theirs)
         kept, _ = retain(plan, expected, np.arange(n))
         for row in np.flatnonzero(~expected.dropped.any(axis=1)):
             most = config.keep_top_k if config.aggressive_pruning else tree.n
-            assert np.array_equal(numba_cpu.best(*found[:3], plan.exempt, np.array([row]), most)[0], kept[row])
+            assert np.array_equal(numba_compiled.best(*found[:3], plan.exempt, np.array([row]), most)[0], kept[row])
         retained = kept
 
 

@@ -1,554 +1,54 @@
-"""numba on a CPU: probes scored where their weights lie, and a whole descent in one compiled call.
+"""numba on a CPU scores probes where their weights lie, and makes a whole descent in one compiled call.
 
-    scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
-    # what probemon.engine.cascade does, without leaving compiled code
-    CompiledNet.of(weights).descend(links, input_of, x, ...)
-
-Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
-along D, one fused multiply-add each, then one fixed tree of additions. A pair's summation order thus depends on the
-length alone, and its score is bitwise the same in every tile, batch and strategy. Rows of a single state are read one
-after another, as memory likes it; for many states a tile of 4 x 4 reads each weight once for four states.
-
-All compiled code is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in
-the file of a function that it calls. The first call on a machine compiles, which takes some seconds.
+scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
+CompiledNet.of(weights).descend(links, input_of, x, ...)      # as probemon.engine.cascade does
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from probemon.core.inputs import check_pairs, check_states
+from probemon.engine.kernels.numba_compiled import Array, descend, score_pairs
 from probemon.errors import ConfigError
-
-Array = npt.NDArray[Any]
-_LANES = 16
-_MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
-
-
-def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Dots of `n_rows` weight rows (int8, or bits of bf16 or fp32, 1-D `w` from elements `w_at`) and `n_states` fp32
-    states (`x` from `x_at`).
-
-    Each of length `d`; `out[r * n_states + s]`.
-    """
-
-    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
-    def tile(typing_context: Any, w: Any, w_at: Any, x: Any, x_at: Any, d: Any, out: Any) -> Any:
-        signature = types.void(w, w_at, x, x_at, d, out)
-
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            w_data, w_from, x_data, x_from, out_data = (
-                context.make_array(kinds[i])(context, builder, args[i]).data for i in (0, 1, 2, 3, 5)
-            )
-            length, half, whole_number = args[4], kinds[0].dtype == types.uint16, kinds[0].dtype == types.int8
-            i64, f32 = ir.IntType(64), ir.FloatType()
-            vector = ir.VectorType(f32, _LANES)
-            element = context.get_value_type(kinds[0].dtype)
-
-            def pointers(data: Any, begin: Any, n: int) -> list[Any]:
-                return [builder.gep(data, [builder.load(builder.gep(begin, [i64(i)]))]) for i in range(n)]
-
-            def widened(value: Any, kind: Any) -> Any:  # bf16 is the upper half of an fp32
-                wide = ir.VectorType(ir.IntType(32), _LANES) if kind is vector else ir.IntType(32)
-                if whole_number:
-                    return builder.sitofp(builder.sext(value, wide), kind)
-                if half:
-                    value = builder.shl(
-                        builder.zext(value, wide), ir.Constant(wide, [16] * _LANES if kind is vector else 16)
-                    )
-                return builder.bitcast(value, kind)
-
-            def accumulate(kind: Any, begin: Any, end: Any, stride: int, name: str) -> list[list[Any]]:
-                fma = cgutils.get_or_insert_function(
-                    builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}"
-                )
-                zero = ir.Constant(kind, [0.0] * _LANES if kind is vector else 0.0)
-                sums = [[cgutils.alloca_once_value(builder, zero) for _ in xs] for _ in ws]
-                stored = ir.VectorType(element, _LANES) if kind is vector else element
-                with cgutils.for_range_slice(builder, begin, end, i64(stride)) as (i, _):
-                    values = [
-                        widened(
-                            builder.load(
-                                builder.bitcast(builder.gep(p, [i]), stored.as_pointer()), align=element.width // 8
-                            ),
-                            kind,
-                        )
-                        for p in ws
-                    ]
-                    states = [
-                        builder.load(builder.bitcast(builder.gep(p, [i]), kind.as_pointer()), align=4) for p in xs
-                    ]
-                    for value, row in zip(values, sums, strict=True):
-                        for state, total in zip(states, row, strict=True):
-                            builder.store(builder.call(fma, [value, state, builder.load(total)]), total)
-                return sums
-
-            ws, xs = pointers(w_data, w_from, n_rows), pointers(x_data, x_from, n_states)
-            whole = builder.and_(length, i64(-_LANES))
-            body = accumulate(vector, i64(0), whole, _LANES, f"v{_LANES}f32")
-            tail = accumulate(f32, whole, length, 1, "f32")
-            for r in range(n_rows):
-                for s in range(n_states):
-                    value, n = builder.load(body[r][s]), _LANES
-                    while n > 1:  # the fixed tree: upper half onto lower half
-                        n //= 2
-                        halves = [
-                            ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(at, at + n))) for at in (0, n)
-                        ]
-                        lower, upper = (
-                            builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), half_at)
-                            for half_at in halves
-                        )
-                        value = builder.fadd(lower, upper)
-                    total = builder.fadd(
-                        builder.extract_element(value, ir.Constant(ir.IntType(32), 0)), builder.load(tail[r][s])
-                    )
-                    builder.store(total, builder.gep(out_data, [i64(r * n_states + s)]))
-            return context.get_dummy_value()
-
-        return signature, emit
-
-    return tile
-
-
-_dot_1x1, _dot_1x4, _dot_4x4 = _dot_tile(1, 1), _dot_tile(1, 4), _dot_tile(4, 4)
-
-
-@njit(cache=True, nogil=True)
-def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array) -> None:
-    """`out[i * n_rows + j]`: weight row j from element `base` on, times the state that begins at `x[x_at[i]]`."""
-    w_at, at, tile = np.empty(4, np.int64), np.empty(4, np.int64), np.empty(16, np.float32)
-    j = 0
-    if n >= _MANY:
-        while j + 4 <= n_rows:
-            for r in range(4):
-                w_at[r] = base + (j + r) * d
-            i = 0
-            while i + 4 <= n:
-                for s in range(4):
-                    at[s] = x_at[i + s]
-                _dot_4x4(w, w_at, x, at, d, tile)
-                for s in range(4):
-                    for r in range(4):
-                        out[(i + s) * n_rows + j + r] = tile[r * 4 + s]
-                i += 4
-            while i < n:
-                at[0] = x_at[i]
-                for r in range(4):
-                    w_at[0] = base + (j + r) * d
-                    _dot_1x1(w, w_at, x, at, d, tile)
-                    out[i * n_rows + j + r] = tile[0]
-                i += 1
-            j += 4
-    while j < n_rows:
-        w_at[0] = base + j * d
-        i = 0
-        while i + 4 <= n:
-            for s in range(4):
-                at[s] = x_at[i + s]
-            _dot_1x4(w, w_at, x, at, d, tile)
-            for s in range(4):
-                out[(i + s) * n_rows + j] = tile[s]
-            i += 4
-        while i < n:
-            at[0] = x_at[i]
-            _dot_1x1(w, w_at, x, at, d, tile)
-            out[i * n_rows + j] = tile[0]
-            i += 1
-        j += 1
-
-
-@njit(cache=True, nogil=True)
-def _add_bias(z: Array, scale: Array, bias: Array, base: int, n_rows: int, n: int, rectify: bool) -> None:
-    for i in range(n):
-        for j in range(n_rows):
-            value = (z[i * n_rows + j] * scale[base + j] if len(scale) else z[i * n_rows + j]) + bias[base + j]
-            z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # a NaN stays a NaN
-
-
-@njit(cache=True, nogil=True)
-def _sigmoid(logit: np.float32) -> np.float32:
-    # One element at a time, through fp64: no vector body whose tail would differ.
-    return np.float32(1.0 / (1.0 + math.exp(-np.float64(logit))))
-
-
-@njit(cache=True, nogil=True)
-def _touch(w: Array, begin: int, end: int) -> int:
-    """Read one value of every cache line, so that the rest is near when it is asked for."""
-    total, stride = 0, 64 // w.itemsize
-    for i in range(begin, end, stride):
-        total += w[i]
-    return total
-
-
-@njit(cache=True, nogil=True)
-def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
-    """`own[i * n_slots + k]`: score of slot + k for the state at `x[x_at[i]]`; several slots at once of linear probes
-    only.
-    """
-    w1, s1, b1, w2, s2, b2, w3, s3, b3, d, h1, h2, n_layers = net
-    if n_layers == 1:
-        _products(w1, slot * d, n_slots, d, x, x_at, n, own)
-        _add_bias(own, s1, b1, slot, n_slots, n, False)
-    else:
-        first = np.empty(n * h1, np.float32)
-        begin = np.arange(n) * h1
-        if n >= _MANY:  # the tiles read four rows at once, which memory is slow at: have them in the cache by then
-            first[0] = _touch(w1, slot * h1 * d, (slot + 1) * h1 * d)
-        _products(w1, slot * h1 * d, h1, d, x, x_at, n, first)
-        _add_bias(first, s1, b1, slot * h1, h1, n, True)
-        if n_layers == 3:
-            second = np.empty(n * h2, np.float32)
-            _products(w2, slot * h2 * h1, h2, h1, first, begin, n, second)
-            _add_bias(second, s2, b2, slot * h2, h2, n, True)
-            _products(w3, slot * h2, 1, h2, second, np.arange(n) * h2, n, own)
-        else:
-            _products(w3, slot * h1, 1, h1, first, begin, n, own)
-        _add_bias(own, s3, b3, slot, 1, n, False)
-    for i in range(n * n_slots):
-        own[i] = _sigmoid(own[i])
-
-
-@njit(cache=True, nogil=True)
-def _score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
-    """Scores of M pairs whose slots do not fall, `out [M]`."""
-    d = net[9]
-    x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), 0
-    while at < len(slots):
-        n = 0
-        while at + n < len(slots) and slots[at + n] == slots[at]:
-            x_at[n] = rows[at + n] * d
-            n += 1
-        _score_slots(net, slots[at], 1, x, x_at, n, own)
-        out[at : at + n] = own[:n]
-        at += n
-
-
-@njit(cache=True, nogil=True)
-def _score_round(
-    net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array
-) -> None:
-    """Own scores of the pairs of one round, grouped by probe; pairs come back in the order of probes."""
-    n_probes, d = scores.shape[1], net[9]
-    if n_states == 1:
-        pair_probe[:n_pairs].sort()
-    else:
-        count = np.zeros(n_probes + 1, np.int64)
-        for i in range(n_pairs):
-            count[pair_probe[i] + 1] += 1
-        for p in range(n_probes):
-            count[p + 1] += count[p]
-        row = np.empty(n_pairs, np.int64)
-        probe = np.empty(n_pairs, np.int64)
-        for i in range(n_pairs):
-            to = count[pair_probe[i]]
-            count[pair_probe[i]] = to + 1
-            row[to], probe[to] = pair_row[i], pair_probe[i]
-        pair_row[:n_pairs], pair_probe[:n_pairs] = row, probe
-    x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), 0
-    while at < n_pairs:
-        probe_here, n = pair_probe[at], 0
-        while at + n < n_pairs and pair_probe[at + n] == probe_here:
-            x_at[n] = (input_of[probe_here] * n_states + pair_row[at + n]) * d
-            n += 1
-        _score_slots(net, probe_here, 1, x, x_at, n, own)
-        for i in range(n):
-            scores[pair_row[at + i], probe_here] = own[i]
-        at += n
-
-
-@njit(cache=True, nogil=True)
-def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores: Array) -> None:
-    """Own scores of every probe for every state."""
-    n_probes, d, linear = scores.shape[1], net[9], net[12] == 1
-    x_at = np.empty(n_states, np.int64)
-    at = 0
-    while at < n_probes:
-        n = 1
-        while linear and at + n < n_probes and n < 256 and input_of[at + n] == input_of[at]:
-            n += 1
-        for i in range(n_states):
-            x_at[i] = (input_of[at] * n_states + i) * d
-        own = np.empty(n_states * n, np.float32)
-        _score_slots(net, at, n, x, x_at, n_states, own)
-        for i in range(n_states):
-            for k in range(n):
-                scores[i, at + k] = own[i * n + k]
-        at += n
-
-
-@njit(cache=True, nogil=True)
-def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row: int, probe: int) -> None:
-    begin, end = parent_ptr[probe], parent_ptr[probe + 1]
-    if begin < end:
-        best = scores[row, parent_idx[begin]]
-        for e in range(begin + 1, end):
-            above = scores[row, parent_idx[e]]
-            if above > best or above != above:  # not max(): a NaN stays a NaN
-                best = above
-        scores[row, probe] *= best
-
-
-@njit(cache=True, nogil=True)
-def _add_ancestors(
-    parent_ptr: Array,
-    parent_idx: Array,
-    active: Array,
-    row: int,
-    mark: Array,
-    stamp: int,
-    found: Array,
-    begin: int,
-    end: int,
-) -> int:
-    """Append to `found[begin:end]` the ancestors of its probes that are neither active nor marked, marking them; the
-    new end.
-    """
-    at = begin
-    while at < end:
-        for e in range(parent_ptr[found[at]], parent_ptr[found[at] + 1]):
-            parent = parent_idx[e]
-            if not active[row, parent] and mark[parent] != stamp:
-                mark[parent] = stamp
-                found[end] = parent
-                end += 1
-        at += 1
-    return end
-
-
-@njit(cache=True, nogil=True)
-def _admit(
-    parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int,
-    room: int,
-    expanded: Array, stamp: int, found: Array, begin: int, end: int,
-) -> int:  # fmt: skip
-    """Keep of the children `found[begin:end]` what fits, with its ancestors, best expanding parent first; the
-    new end.
-    """
-    children = np.sort(found[begin:end])
-    key = np.empty(len(children), np.float32)
-    for i in range(len(children)):
-        best = np.float32(-np.inf)
-        for e in range(parent_ptr[children[i]], parent_ptr[children[i] + 1]):
-            if expanded[parent_idx[e]] == stamp:
-                best = max(best, scores[row, parent_idx[e]])
-        key[i] = -best
-    admitted = np.zeros(len(parent_ptr), np.int64)
-    end = begin
-    for at in np.argsort(key, kind="mergesort"):  # stable: ties to the lower id
-        child = children[at]
-        if admitted[child] == 1:
-            continue  # came as an ancestor of a better one
-        found[end] = child
-        last = end + 1
-        if path_rule:
-            bundle = at + 2  # a mark of this child's own
-            admitted[child] = bundle
-            walk = end
-            while walk < last:
-                for e in range(parent_ptr[found[walk]], parent_ptr[found[walk] + 1]):
-                    parent = parent_idx[e]
-                    if not active[row, parent] and admitted[parent] != 1 and admitted[parent] != bundle:
-                        admitted[parent] = bundle
-                        found[last] = parent
-                        last += 1
-                walk += 1
-        if last - end <= room:
-            for i in range(end, last):
-                admitted[found[i]] = 1
-            room -= last - end
-            end = last
-        else:
-            dropped[row, child] = True
-    return end
-
-
-@njit(cache=True, nogil=True)
-def _descend(  # noqa: C901, PLR0915 (compiled as one)
-    net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, x: Array,
-    start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
-    active: Array, dropped: Array, scores: Array,
-) -> None:  # fmt: skip
-    """The descent of probemon.engine.cascade; `active`, `dropped`, `scores` `[N, P]` come zeroed."""
-    n_states, n_probes = active.shape
-    frontier_row, frontier = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
-    new_row, new = np.empty(active.size, np.int64), np.empty(active.size, np.int64)
-    mark, expanded, stamp = np.zeros(n_probes, np.int64), np.zeros(n_probes, np.int64), 0
-    n_active, n = np.zeros(n_states, np.int64), 0
-    for row in range(n_states):
-        begin = n
-        for p in start:
-            active[row, p] = True
-            frontier[n] = p
-            n += 1
-        if len(retained):
-            for p in range(n_probes):
-                if retained[row, p] and not active[row, p]:
-                    active[row, p] = True
-                    frontier[n] = p
-                    n += 1
-            if path_rule:
-                stamp += 1
-                end = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, frontier, begin + len(start), n)
-                for i in range(n, end):
-                    active[row, frontier[i]] = True
-                n = end
-        frontier_row[begin:n] = row
-        n_active[row] = n - begin
-    if everything:
-        _score_everything(net, x, n_states, input_of, scores)
-        if path_rule:
-            for row in range(n_states):
-                for p in range(n_probes):
-                    _times_best_parent(parent_ptr, parent_idx, scores, row, p)
-    n_rounds = 0
-    while True:
-        if not everything:
-            _score_round(net, x, n_states, input_of, frontier_row, frontier, n, scores)
-            if path_rule:
-                for i in range(n):  # in the order of probes, so parents come first
-                    _times_best_parent(
-                        parent_ptr, parent_idx, scores, frontier_row[i] if n_states > 1 else 0, frontier[i]
-                    )
-        if n_rounds == max_rounds:
-            break
-        n_rounds += 1
-        if n_states > 1:  # row by row again
-            order = np.argsort(frontier_row[:n], kind="mergesort")
-            frontier_row[:n], frontier[:n] = frontier_row[:n][order], frontier[:n][order]
-        i, n_new = 0, 0
-        while i < n:
-            row, begin = frontier_row[i], n_new
-            stamp += 1
-            while i < n and frontier_row[i] == row:
-                parent = frontier[i]
-                if scores[row, parent] > threshold[parent]:
-                    expanded[parent] = stamp
-                    for e in range(child_ptr[parent], child_ptr[parent + 1]):
-                        child = child_idx[e]
-                        if not active[row, child] and mark[child] != stamp:
-                            mark[child] = stamp
-                            new[n_new] = child
-                            n_new += 1
-                i += 1
-            children_end = n_new
-            if path_rule:
-                n_new = _add_ancestors(parent_ptr, parent_idx, active, row, mark, stamp, new, begin, n_new)
-            if n_active[row] + n_new - begin > most:
-                n_new = _admit(
-                    parent_ptr,
-                    parent_idx,
-                    path_rule,
-                    active,
-                    dropped,
-                    scores,
-                    row,
-                    most - n_active[row],
-                    expanded,
-                    stamp,
-                    new,
-                    begin,
-                    children_end,
-                )
-            for k in range(begin, n_new):
-                active[row, new[k]] = True
-                dropped[row, new[k]] = False
-            new_row[begin:n_new] = row
-            n_active[row] += n_new - begin
-        frontier_row, frontier, new_row, new, n = new_row, new, frontier_row, frontier, n_new
-        if n == 0:
-            break
-    if everything:
-        for row in range(n_states):
-            for p in range(n_probes):
-                if not active[row, p]:
-                    scores[row, p] = 0
-
-
-@njit(cache=True, nogil=True)
-def _collect(active: Array, dropped: Array, scores: Array, alert: Array) -> Any:
-    """Active probes state by state: `ptr [N+1]`, ids, scores, and which fire; dropped ones of each state."""
-    n_states, n_probes = active.shape
-    ptr, n_dropped = np.zeros(n_states + 1, np.int64), np.zeros(n_states, np.int64)
-    for row in range(n_states):
-        n, m = 0, 0
-        for p in range(n_probes):
-            n += active[row, p]
-            m += dropped[row, p]
-        ptr[row + 1], n_dropped[row] = ptr[row] + n, m
-    probes, values, fired = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32), np.empty(ptr[-1], np.bool_)
-    at = 0
-    for row in range(n_states):
-        for p in range(n_probes):
-            if active[row, p]:
-                probes[at], values[at], fired[at] = p, scores[row, p], scores[row, p] > alert[p]
-                at += 1
-    return ptr, probes, values, fired, n_dropped
-
-
-@njit(cache=True, nogil=True)
-def _best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
-    """`[len(rows), P]`: the best `most` of the active probes of some rows that are not exempt, ties to the lower id."""
-    kept = np.zeros((len(rows), len(exempt)), np.bool_)
-    for i in range(len(rows)):
-        begin, end = ptr[rows[i]], ptr[rows[i] + 1]
-        chosen, key, n = np.empty(end - begin, np.int64), np.empty(end - begin, np.float32), 0
-        for at in range(begin, end):
-            if not exempt[probes[at]]:
-                chosen[n], key[n] = probes[at], -values[at] if values[at] == values[at] else np.float32(np.inf)
-                n += 1
-        order = np.arange(n) if n <= most else np.argsort(key[:n], kind="mergesort")[:most]
-        for k in order:
-            kept[i, chosen[k]] = True
-    return kept
 
 
 @dataclass(frozen=True)
 class CompiledNet:
-    """Stacked weights on a CPU as compiled code reads them: int8, or bits of bf16 or fp32, in place. The tensors must
-    stay alive.
-    """
+    """Holds views of stacked weights, which must stay alive, as compiled code reads them: int8, bits of bf16 or fp32."""
 
     bits: tuple[Any, ...]
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor]) -> CompiledNet:
-        """Views, no copies."""
+        """Make views, no copies."""
         _, h1, d = weights["w1"].shape
         h2 = weights["w2"].shape[1] if "w2" in weights else 0
-        none = {"w": _bits(weights["w1"])[:0], "b": _flat(weights["b1"])[:0]}
+        no_weights, no_bias = weights["w1"][:0], weights["b1"][:0]
         layers: list[Any] = []
         for i in (1, 2, 3):
-            w, scale, bias = (weights.get(name) for name in (f"w{i}", f"w{i}_scale", f"b{i}"))
-            layers += [
-                none["w"] if w is None else _bits(w),
-                *(none["b"] if t is None else _flat(t) for t in (scale, bias)),
-            ]
+            layers.append(_bits(weights.get(f"w{i}", no_weights)))
+            layers += [_flat(weights.get(name, no_bias)) for name in (f"w{i}_scale", f"b{i}")]
         return cls((*layers, d, h1, h2, 1 + ("w2" in weights) + ("w3" in weights)))
 
     def descend(
         self, links: tuple[Array, Array, Array, Array], input_of: Array, n_inputs: int, hidden: Tensor, n_states: int,
-        start: Array, retained: Array | None,
-        threshold: Array, *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
+        start: Array, retained: Array | None, threshold: Array,
+        *, path_rule: bool, max_rounds: int | None, max_active: int, everything: bool,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
-        """Active and dropped `[N, P]` bool, scores `[N, P]`.
+        """Return active and dropped `[N, P]` bool, scores `[N, P]`.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx, of a hierarchy that was checked; `input_of [P]`, each
-        under `n_inputs`; `hidden [I * N, D]`; `start`: always active; `everything`: score all probes at once, and
-        search in the scores.
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx of a hierarchy that was checked.
+        `input_of [P]`: the input that each probe reads, under `n_inputs`.
+        `hidden [I * N, D]`: the prepared states.
+        `start`: the probes that are always active.
+        `everything`: whether all probes are scored at once, and the scores searched.
         """
         shape, width = (n_states, len(input_of)), self.bits[9]
         check_states(hidden, width)
@@ -564,39 +64,24 @@ class CompiledNet:
                 f" for each input, and retained sets {list(shape)}"
             )
         active, dropped, scores = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-        _descend(
+        descend(
             self.bits, *links, input_of, _states(hidden), start,
-            np.empty((0, shape[1]), np.bool_) if retained is None else retained,
-            threshold, path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped,
-            scores,
+            np.empty((0, shape[1]), np.bool_) if retained is None else retained, threshold,
+            path_rule, -1 if max_rounds is None else max_rounds, max_active, everything, active, dropped, scores,
         )  # fmt: skip
         return active, dropped, scores
 
 
-def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were
-    dropped `[N]`.
-    """
-    found: tuple[Array, Array, Array, Array, Array] = _collect(active, dropped, scores, alert)
-    return found
-
-
-def best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
-    """`[len(rows), P]`: the best `most` active probes of some rows that are not `exempt`, ties to the lower id."""
-    kept: Array = _best(ptr, probes, values, exempt, rows, most)
-    return kept
-
-
 def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+    """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
     check_pairs(hidden, weights, rows, slots)
     net, x, row, slot = CompiledNet.of(weights), _states(hidden), rows.numpy(), slots.numpy()
     out = np.empty(len(slot), dtype=np.float32)
     if len(slot) < 2 or (slot[1:] >= slot[:-1]).all():  # nothing to sort
-        _score_pairs(net.bits, x, row, slot, out)
+        score_pairs(net.bits, x, row, slot, out)
         return torch.from_numpy(out)
     order = np.argsort(slot, kind="stable")
-    _score_pairs(net.bits, x, row[order], slot[order], out)
+    score_pairs(net.bits, x, row[order], slot[order], out)
     scores = np.empty_like(out)
     scores[order] = out
     return torch.from_numpy(scores)
@@ -607,12 +92,9 @@ def _states(hidden: Tensor) -> Array:
 
 
 def _bits(tensor: Tensor) -> Array:
-    flat = tensor.contiguous().view(-1)
-    return (
-        flat
-        if tensor.dtype == torch.int8
-        else flat.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)
-    ).numpy()
+    if tensor.dtype != torch.int8:
+        tensor = tensor.contiguous().view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32)
+    return _flat(tensor)
 
 
 def _flat(tensor: Tensor) -> Array:

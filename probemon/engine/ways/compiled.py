@@ -14,7 +14,8 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import Inputs
 from probemon.core.plan import CascadePlan
 from probemon.engine.cascade import Descent, PairRequests
-from probemon.engine.kernels import numba_cpu
+from probemon.engine.kernels.numba_compiled import best, collect
+from probemon.engine.kernels.numba_cpu import CompiledNet
 from probemon.engine.memory.arena import ResidentArena
 from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.packs.pack import ProbePack
@@ -29,7 +30,7 @@ class Compiled:
         self._pack, self._arena, self._block_of, self._outcomes = pack, arena, block_of, outcomes
         self._n_blocks, self._everything = 1 + int(block_of.max()), everything
         self._alert = pack.alert_threshold.numpy()
-        self._net = numba_cpu.CompiledNet.of(arena.weights)
+        self._net = CompiledNet.of(arena.weights)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
         """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
@@ -39,10 +40,10 @@ class Compiled:
             outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=self._everything)
             self._arena.used(int(outcome.n_evaluated.sum()))
             return outcome
-        ptr, probes, values, fired, none = numba_cpu.collect(step.active, step.dropped, step.scores, self._alert)
+        ptr, probes, values, fired, none = collect(step.active, step.dropped, step.scores, self._alert)
         n_active = ptr[1:] - ptr[:-1]
         most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
-        kept = numba_cpu.best(ptr, probes, values, plan.exempt, keep, most)
+        kept = best(ptr, probes, values, plan.exempt, keep, most)
         n_evaluated = np.full(len(inputs), self._pack.n_probes) if self._everything else n_active
         self._arena.used(int(n_evaluated.sum()))
         return Outcome(ptr, probes, values, fired, n_active, none, n_evaluated, none, none, none, kept)

@@ -21,7 +21,7 @@ from probemon.errors import ConfigError
 
 @dataclass(frozen=True)
 class CompiledNet:
-    """Holds views of stacked weights, which must stay alive, as compiled code reads them: int8, bits of bf16 or fp32."""
+    """Views stacked weights as compiled code reads them: int8, or bits of bf16 or fp32. They must stay alive."""
 
     bits: tuple[Any, ...]
 

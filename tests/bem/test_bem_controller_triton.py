@@ -21,7 +21,7 @@ from probemon.bem import BemConfig, Controller, ControllerState, FallbackPolicy,
 from probemon.bem.config import LEVELS
 from probemon.bem.fallback import FallbackGuard
 from probemon.bem.kernels import controller as bem_controller
-from probemon.bem.kernels import controller_steps as bem_step
+from probemon.bem.kernels import controller_forward as bem_step
 from probemon.bem.state import Carry
 from probemon.errors import ConfigError
 

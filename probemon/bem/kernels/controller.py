@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from probemon.bem.kernels import controller_steps as kernels
+from probemon.bem.kernels import controller_forward as kernels
 from probemon.bem.kernels.update import sum_over_rows
 from probemon.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.errors import ConfigError

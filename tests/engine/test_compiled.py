@@ -16,8 +16,8 @@ from probemon.engine.cascade import collect, descend, retain
 from probemon.engine.kernels import score_probes
 from probemon.errors import ProbeLoadError
 
-numba_cpu = pytest.importorskip("probemon.engine.kernels.numba_cpu")
 numba_compiled = pytest.importorskip("probemon.engine.kernels.numba_compiled")
+compiled = pytest.importorskip("probemon.engine.ways.compiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
@@ -56,7 +56,7 @@ def test_compiled_descent_is_that_of_the_cascade(case):
     states = torch.eye(len(first))
     for ticks in (first, second):
         weights, n = logit_net(ticks), len(ticks)
-        net = numba_cpu.CompiledNet.of(weights)
+        net = compiled.CompiledNet(weights)
         rows, slots = torch.arange(n).repeat(tree.n), torch.arange(tree.n).repeat_interleave(n)
         own = score_probes(states, weights, rows, slots, impl="numba").numpy().reshape(tree.n, n).T
         expected = descend(plan, n, retained, lambda rows, probes, own=own: own[rows, probes])
@@ -140,7 +140,7 @@ def test_a_parent_that_is_no_number_makes_no_number(order):
     tree = ConceptTree([0, 1, 2, 2], [2, 2], [0, 0, 1])
     w1 = torch.zeros(3, 1, 16)
     w1[order[0], 0, :2] = torch.tensor([3e38, -3e38])
-    net = numba_cpu.CompiledNet.of({"w1": w1, "b1": torch.full((3, 1), 3.0)})
+    net = compiled.CompiledNet({"w1": w1, "b1": torch.full((3, 1), 3.0)})
     for everything in (False, True):
         *_, scores = net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),

@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from probemon.bem.kernels import controller_forward as kernels
+from probemon.bem.kernels import controller_backward as backward
+from probemon.bem.kernels import controller_forward as forward
 from probemon.bem.kernels.update import sum_over_rows
 from probemon.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.errors import ConfigError
@@ -118,11 +119,11 @@ def _forward(
         norm, shift, project, bias, *others = weights
         with torch.cuda.device_of(hidden):  # Triton launches on the current device
             meta = features_meta(width, d, open_.dtype)
-            kernels.features[(triton.cdiv(b, ROWS), triton.cdiv(width, OUT))](
+            forward.features[(triton.cdiv(b, ROWS), triton.cdiv(width, OUT))](
                 hidden, real, norm, shift, project, bias, z, b, d, ROWS=ROWS, **meta
             )
             meta = step_meta(width, rank, size, settings, open_.dtype)
-            kernels.step[(b,)](z, real, *carry, *others, *new_carry, *codes, *columns, **meta)
+            forward.step[(b,)](z, real, *carry, *others, *new_carry, *codes, *columns, **meta)
     return (z, *new_carry, *codes, *columns)
 
 
@@ -158,11 +159,11 @@ class _ControllerStep(torch.autograd.Function):
                 meta = dict(step_meta(width, rank, size, ctx.settings, z.dtype))
                 for forward_only in ("LIMIT", "UNDER", "OVER", "ACC"):
                     del meta[forward_only]
-                kernels.step_back[(b,)](
+                backward.step_back[(b,)](
                     z, real, *carry, *weights[4:], *outputs, *of_outputs, of_z, *of_carry, parts, PARTS=n_parts,
                     AT_PREFIX=at["prefix"], AT_CHUNK=at["chunk"], AT_TOKEN=at["token"], **meta,
                 )  # fmt: skip
-                kernels.features_back[(b,)](
+                backward.features_back[(b,)](
                     hidden, real, norm, project, of_z, hat, of_y, moments, d, **features_meta(width, d, z.dtype)
                 )
         of_hidden = None

@@ -1,4 +1,4 @@
-"""The code that numba compiles for `probemon.engine.kernels.numba_cpu`: dots, scores of probes, a whole descent.
+"""numba compiles all code of this file: dots, scores of probes, a whole descent.
 
 Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
 along D, one fused multiply-add each, then one fixed tree of additions. The order of a pair's sums thus depends on the
@@ -8,7 +8,7 @@ after another, as memory likes it; for many states a tile of 4 x 4 reads each we
 All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
 of a function that it calls. The first call on a machine compiles, which takes some seconds.
 
-In signatures, `net` is `CompiledNet.bits`, `parent_ptr` and `parent_idx` are a hierarchy's links in CSR.
+In signatures, `net` is what `numba_cpu.views_of` returns, `parent_ptr` and `parent_idx` link a hierarchy in CSR.
 """
 
 from __future__ import annotations

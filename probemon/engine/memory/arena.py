@@ -1,4 +1,4 @@
-"""SlotArena: where probe weights lie on the device, one slot a probe.
+"""An arena holds probe weights on the device, one slot a probe.
 
     arena = ResidentArena(pack.weights, device, pack.check_finite)      # slot = probe, nothing is ever loaded again
     arena = PagedArena(store, like=pack.weights, n_slots=64, device=device)
@@ -6,12 +6,13 @@
     for at, slots in arena.waves(probes):                               # probes[at] lie in arena.weights at `slots`
         score_probes(hidden, arena.weights, rows[at], slots, impl=impl)
 
-A wave is what fits at once: everything, in a resident arena. Slots of a wave stay where they are until the next
-one is asked for. Which arena holds the weights never changes a score.
+A wave is as many probes as fit at once: all, in a resident arena. Slots of a wave stay as they are until the next one
+is asked for. Which arena holds the weights never changes a score.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +36,8 @@ UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Slots now, and counts since the arena was made. `late`: asked for and not there, where nobody waits; `fetched`:
-    loaded in the background.
+    """Counts slots now, and events since the arena was made. `late`: asked for and not there, where nobody waits;
+    `fetched`: loaded in the background.
     """
 
     n_slots: int
@@ -51,13 +52,13 @@ class ArenaStats:
 
 
 class Arena(Protocol):
-    """`weights`: stacked tensors by parameter, `[n_slots, ...]`. `lock`: hold it while the slots of a wave are read."""
+    """Has `weights`: stacked tensors by parameter, `[n_slots, ...]`. Hold `lock` while slots of a wave are read."""
 
     weights: Mapping[str, Tensor]
     lock: AbstractContextManager[Any]
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Positions in `probes` (distinct) and their slots, wave by wave. Raises `ProbeLoadError`, `ArenaFull`."""
+        """Yield positions in `probes` (distinct) and their slots by waves. Raises `ProbeLoadError`, `ArenaFull`."""
         ...
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
@@ -69,7 +70,7 @@ class Arena(Protocol):
         ...
 
     def stats(self) -> ArenaStats:
-        """A snapshot."""
+        """Return a snapshot."""
         ...
 
     def check_integrity(self) -> None:
@@ -78,13 +79,13 @@ class Arena(Protocol):
 
 
 class ResidentArena:
-    """The whole pack, slot = probe. On a CPU these are the pack's own weights, in memory or mapped; on a GPU one
-    upload.
+    """Holds whole packs, slot = probe: on a CPU the pack's own weights, in memory or mapped; on a GPU one upload.
 
-    `check(probes)` raises where a weight is not finite; each probe is checked when it is first used (`checked [P]`).
-    The weights of several packs of one architecture lie one after another, in memory of the arena's own. `unchanged()`
-    raises where a file that weights are mapped from was written to: it is asked before they are read, each time, and
-    after what reads them without asking for a wave.
+    `weights`: of a pack, or of several of one architecture, which the arena copies one after another.
+    `device`: where they lie.
+    `check(probes)`: raises where a weight is not finite. Each probe is checked when it is first used (`checked [P]`).
+    `unchanged()`: raises where a file that weights are mapped from was written to. It is called each time before
+    they are read, and after they were read without asking for a wave.
     """
 
     def __init__(
@@ -112,7 +113,6 @@ class ResidentArena:
         self._hits = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """One wave of everything."""
         checked = self.checked
         if not checked[probes].all():
             self.check(probes[~checked[probes]])
@@ -120,24 +120,20 @@ class ResidentArena:
         yield np.arange(len(probes)), probes
 
     def used(self, n: int) -> None:
-        """So many slots were read without asking for a wave. Raises `PackChanged` where they may not be what
-        they were.
-        """
+        """Count so many slots as read without a wave. Raises `PackChanged` where they may not be what they were."""
         if self._unchanged is not None:
             self._unchanged()
         self._hits += n
 
     @property
     def checked(self) -> Any:
-        """Which probes were looked at before their first use, `[P]` bool. Whoever asks is about to read weights: raises
-        `PackChanged` as `waves` does.
-        """
+        """Which probes were checked, `[P]` bool. Whoever asks is about to read weights: raises `PackChanged`."""
         if self._unchanged is not None:
             self._unchanged()
         return self._checked
 
     def check(self, probes: Ints) -> None:
-        """Look at the weights of probes before their first use. Raises `ProbeLoadError`."""
+        """Check the weights of probes before their first use. Raises `ProbeLoadError`."""
         try:
             self._check(probes)
         except PackCorrupt as error:
@@ -145,21 +141,17 @@ class ResidentArena:
         self._checked[probes] = True
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
-        """Nothing is ever evicted; kept for the count."""
         self._pins.update({int(p) for p in probes})
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
-        """Take one `pin` back."""
         _take_back(self._pins, probes)
 
     def stats(self) -> ArenaStats:
-        """Every slot is taken, from the start."""
         moved = any(tensor.device.type != "cpu" for tensor in self.weights.values())
         n_bytes = sum(t.numel() * t.element_size() for t in self.weights.values()) if moved else 0
         return ArenaStats(self._n, 0, len(self._pins), self._hits, 0, 0, n_bytes)
 
     def check_integrity(self) -> None:
-        """The weights are those of the pack, or of the packs one after another."""
         first = 0
         for source in self._sources:
             for name, tensor in source.items():
@@ -169,11 +161,11 @@ class ResidentArena:
 
 
 class PagedArena:
-    """`n_slots` slots over a store: what was least often used lately goes first, pinned and in-use slots never.
+    """Holds `n_slots` probes of a store: the least used lately goes first, pinned ones and those in use never.
 
-    A use counts half after `HALF_LIFE` waves (the choice is measured: scripts/evidence/eviction.py). Slots are
-    allocated once, empty ones are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a
-    score. `like`: the stacked weights of the pack, `[P, ...]`.
+    A use counts half after `HALF_LIFE` waves (measured by scripts/evidence/eviction.py). Slots are allocated once,
+    and empty ones are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`:
+    the stacked weights of the pack, `[P, ...]`.
     """
 
     def __init__(
@@ -193,10 +185,7 @@ class PagedArena:
         with torch.inference_mode(False):  # else slots could not be filled outside of that mode
             self.weights: Mapping[str, Tensor] = {
                 name: torch.full(
-                    (n_slots, *t.shape[1:]),
-                    float("nan") if t.dtype.is_floating_point else 0,
-                    dtype=t.dtype,
-                    device=device,
+                    (n_slots, *t.shape[1:]), math.nan if t.is_floating_point() else 0, dtype=t.dtype, device=device
                 )
                 for name, t in like.items()
             }
@@ -210,9 +199,9 @@ class PagedArena:
         self._hits = self._misses = self._late = self._fetched = self._evictions = self._uploaded = 0
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """What is held comes first, so that a wave never loads what it has just evicted."""
         probes = np.asarray(probes, dtype=np.int64)
         held, missing = np.flatnonzero(self._slot_of[probes] >= 0), np.flatnonzero(self._slot_of[probes] < 0)
+        # What is held comes first, so that a wave never loads what the last one has evicted.
         self._hits += len(held)
         room = self._n_slots - len(self._pins.keys() | set(probes[held].tolist()))
         first, rest = np.concatenate([held, missing[:room]]), missing[room:]
@@ -229,18 +218,16 @@ class PagedArena:
             yield wave, self._make_resident(probes[wave])
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
-        """Load these and never evict them until as many `unpin`. All or nothing."""
         wanted = list(dict.fromkeys(int(p) for p in probes))
         needed = len(self._pins.keys() | set(wanted))
         if needed > self._n_slots:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
         with self.lock:
             self._make_resident(np.asarray(wanted, dtype=np.int64))
-            self._upload.wait()  # who reads them may be on another stream
+            self._upload.wait()  # readers may be on another stream
             self._pins.update(wanted)
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
-        """Take one `pin` back."""
         with self.lock:
             _take_back(self._pins, probes)
 
@@ -257,13 +244,10 @@ class PagedArena:
     def _load(self, missing: Sequence[int]) -> dict[int, StateDict]:
         loaded = self._store.get_many(missing) if missing else {}
         for probe, state in loaded.items():
-            wrong = [
-                name for name, held in self.weights.items() if name not in state or state[name].shape != held.shape[1:]
-            ]
-            if wrong or len(state) != len(self.weights):
+            shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+            if shapes != {name: tuple(tensor.shape[1:]) for name, tensor in self.weights.items()}:
                 raise ProbeLoadError(
-                    f"probe {probe} was loaded with tensors { {name: tuple(t.shape) for name, t in state.items()} }:"
-                    " expected those of the pack's other probes"
+                    f"probe {probe} was loaded with tensors {shapes}: expected those of the pack's other probes"
                 )
         return loaded
 
@@ -286,9 +270,7 @@ class PagedArena:
     # -- in the background -----------------------------------------------------------------------
 
     def held(self, probes: Ints) -> Ints:
-        """Slots `[n]` of distinct probes, -1 of those that are not held; nothing is loaded. Hold `lock` while they are
-        read.
-        """
+        """Return slots `[n]` of distinct probes, -1 for those not held; load none. Hold `lock` while they are read."""
         slots = self._slot_of[probes]
         present = slots >= 0
         self._hits += int(present.sum())
@@ -297,15 +279,14 @@ class PagedArena:
         return slots
 
     def fetch(self, probes: Sequence[int], *, prefetched: bool = False) -> None:
-        """Load what is not held, as far as unpinned slots go; readers are held up only while slots change. Raises
-        `ProbeLoadError`.
+        """Load missing probes, as far as unpinned slots go; readers are held up only while slots change.
 
-        What is only `prefetched` takes slots that are free or hold what nobody uses, and is the first to go; it is in
-        RAM at any rate.
+        A `prefetched` probe takes a slot that is free or holds what nobody uses, and is the first to go; where there is
+        none, it is in RAM at least. Raises `ProbeLoadError`.
         """
         loaded = self._load([p for p in probes if self._slot_of[p] < 0])
         with self.lock:
-            nobody = np.empty(0, dtype=np.int64)  # who reads slots holds the lock
+            nobody = np.empty(0, dtype=np.int64)  # readers of slots hold the lock
             may_go, worth = self._evictable(nobody)
             room = len(self._free) + int((worth < UNUSED).sum() if prefetched else len(may_go))
             missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
@@ -334,29 +315,16 @@ class PagedArena:
             self._evictions += 1
 
     def _evictable(self, in_use: Ints) -> tuple[Ints, Any]:
-        """Probes that may go, and what they are worth now."""
+        """Return the probes that may go, and what they are worth now."""
         held = np.flatnonzero(self._slot_of >= 0)
         may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
         return may_go, self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
 
     def stats(self) -> ArenaStats:
-        """A snapshot."""
-        return ArenaStats(
-            self._n_slots,
-            len(self._free),
-            len(self._pins),
-            self._hits,
-            self._misses,
-            self._evictions,
-            self._uploaded,
-            self._late,
-            self._fetched,
-        )
+        counts = self._hits, self._misses, self._evictions, self._uploaded, self._late, self._fetched
+        return ArenaStats(self._n_slots, len(self._free), len(self._pins), *counts)
 
     def check_integrity(self) -> None:
-        """Slots and probes map one to one, pinned probes are held, slots never used are NaN, held ones are the
-        store's.
-        """
         held = np.flatnonzero(self._slot_of >= 0)
         taken = self._slot_of[held].tolist()
         assert sorted(taken + self._free) == list(range(self._n_slots)), (taken, self._free)
@@ -369,7 +337,7 @@ class PagedArena:
 
 
 def _stacked(sources: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """One after another on the device: each is copied once, to its place."""
+    """Stack weights on the device, one after another: each is copied once, to its place."""
     n = sum(len(source["w1"]) for source in sources)
     with torch.inference_mode(False):  # else they could not be filled outside of that mode
         stacked = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}

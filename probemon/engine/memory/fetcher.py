@@ -1,11 +1,11 @@
-"""Fetcher: probes loaded in the background, in a thread of its own, while the host model goes on.
+"""Fetcher loads probes in a thread of its own, while the host model goes on.
 
     fetcher = Fetcher(arena.fetch, [arena.lock])
     fetcher.ask([3, 4, 5])          # at once; what is asked for meanwhile is loaded in one go
-    fetcher.wait()                  # until nothing is wanted any more
+    fetcher.wait()                  # for all that was asked for
 
-A process may fork meanwhile. The child has no thread but the one that forked, so a fetcher begins anew there; and since
-a lock that another thread held would never be released, forking waits until nothing is being loaded.
+A process may fork meanwhile. The child has no thread but the one that forked, so a fetcher begins anew there. A lock
+that another thread held would never be released in it, so forking waits until nothing is being loaded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _FORKING = ExitStack()  # what is held while the process forks
 
 
 class Fetcher:
-    """One thread that calls `fetch(probes)` with what was asked for; an error is kept for `raise_error`. `locks`: what
-    `fetch` and readers take.
-    """
+    """Calls `fetch(probes)` in a thread, and keeps its error. `locks`: those that `fetch` and readers take."""
 
     def __init__(self, fetch: Callable[[list[int]], None], locks: Sequence[Any] = ()) -> None:
         self._fetch, self._locks = fetch, locks
@@ -42,7 +40,7 @@ class Fetcher:
         self._running: Future[None] | None = None
 
     def ask(self, probes: Iterable[int]) -> None:
-        """Want these, in this order, after what is wanted already."""
+        """Ask for these, in this order, after what is wanted already."""
         with self._lock:
             self._wanted.update(dict.fromkeys(probes))
             if self._wanted and (self._running is None or self._running.done()):
@@ -62,24 +60,24 @@ class Fetcher:
                     self._error = error
 
     def take_error(self) -> Exception | None:
-        """What a load in the background met, once."""
+        """Return the error of a load in the background, once."""
         error, self._error = self._error, None
         return error
 
     def raise_error(self) -> None:
-        """Raise it, once."""
+        """Raise the error of a load in the background, once."""
         if (error := self.take_error()) is not None:
             raise error
 
     def wait(self) -> None:
-        """Until nothing is wanted any more."""
+        """Wait until all that was asked for is loaded."""
         self.ask(())  # what was wanted when the process forked
         while (running := self._running) is not None:
             running.result()
 
 
 def _before_fork() -> None:
-    """Nothing is loaded, and nobody reads slots, from here on."""
+    """Hold every lock, so that nothing is loaded and nobody reads slots."""
     _FORKING.enter_context(_MAKING)
     fetchers = list(_FETCHERS)
     # Who loads takes the lock of the arena, so nobody may be loading when that is taken here.

@@ -1,4 +1,4 @@
-"""Records: all tensors of one probe side by side in bytes, so that a probe, or a run of siblings, is one copy.
+"""A record holds all tensors of one probe side by side in bytes, so that a probe, or a run of siblings, is one copy.
 
 layout = Layout.of(pack.weights)
 slab = Slab(layout, 400, register=True)             # registered with the GPU: copies from it do not hold up the host
@@ -25,14 +25,14 @@ _ALIGNED = 256  # bytes: where a GPU likes rows to begin
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a probe lies in its record: `parts` are (name, shape, dtype, first byte)."""
+    """Says where each tensor of a probe lies in its record: `parts` are (name, shape, dtype, first byte)."""
 
     parts: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
     n_bytes: int
 
     @classmethod
     def of(cls, stacked: Mapping[str, Tensor]) -> Layout:
-        """The layout of one probe of stacked weights `[P, ...]`."""
+        """Lay out one probe of stacked weights `[P, ...]`."""
         parts, at = [], 0
         for name, tensor in stacked.items():
             parts.append((name, tuple(tensor.shape[1:]), tensor.dtype, at))
@@ -40,20 +40,17 @@ class Layout:
         return cls(tuple(parts), -(-at // _ALIGNED) * _ALIGNED)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors of one record `[n_bytes]`, or those of several, stacked, of `[n, n_bytes]`."""
+        """View the tensors of one record `[n_bytes]`, or those of several `[n, n_bytes]`, stacked."""
         tensors = {}
         for name, shape, dtype, at in self.parts:
             n = dtype.itemsize * torch.Size(shape).numel()
-            tensors[name] = (
-                memory[..., at : at + n].view(dtype).unflatten(-1, shape)
-                if shape
-                else memory[..., at : at + n].view(dtype)[..., 0]
-            )
+            values = memory[..., at : at + n].view(dtype)
+            tensors[name] = values.unflatten(-1, shape) if shape else values[..., 0]
         return tensors
 
 
 class Record(dict[str, Tensor]):
-    """A state dict whose tensors are views of `memory [n_bytes]`."""
+    """Maps names to tensors, as a state dict does, all of them views of `memory [n_bytes]`."""
 
     def __init__(self, layout: Layout, memory: Tensor) -> None:
         super().__init__(layout.views(memory))
@@ -61,7 +58,7 @@ class Record(dict[str, Tensor]):
 
     @classmethod
     def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> Record:
-        """A copy of a state dict, in `memory` or in memory of its own."""
+        """Copy a state dict into `memory`, or into memory of its own."""
         record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         for name, tensor in record.items():
             tensor.copy_(state[name])
@@ -69,9 +66,7 @@ class Record(dict[str, Tensor]):
 
 
 class Slab:
-    """Rows for records, given out and taken back one by one. `register`: pin them for a GPU as they are, not rounded up
-    to a power of two.
-    """
+    """Gives out rows for records. `register`: pin them for a GPU as they are, not rounded up to a power of two."""
 
     def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
         with torch.inference_mode(False):
@@ -88,16 +83,14 @@ class Slab:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())  # type: ignore[no-untyped-call,unused-ignore]
 
     def take(self, n: int) -> list[Tensor]:
-        """At most `n` rows, the first run of neighbours that is long enough, or else the lowest free ones. A row goes
-        back when its tensor is gone.
+        """Give out at most `n` rows: the first run of neighbours that is long enough, or else the lowest free ones.
+
+        A row goes back when its tensor is gone.
         """
         with self._lock:
-            run = (
-                next((i for i in range(len(self._free) - n + 1) if self._free[i + n - 1] - self._free[i] == n - 1), 0)
-                if n
-                else 0
-            )
-            taken, self._free[run : run + n] = self._free[run : run + n], []
+            free = self._free
+            run = next((i for i in range(len(free) - n + 1) if n and free[i + n - 1] - free[i] == n - 1), 0)
+            taken, free[run : run + n] = free[run : run + n], []
         rows = [self._memory[at] for at in taken]
         for at, row in zip(taken, rows, strict=True):
             weakref.finalize(row, self._give_back, at)
@@ -109,12 +102,12 @@ class Slab:
 
     @property
     def n_free(self) -> int:
-        """Rows that nobody has."""
+        """How many rows nobody has."""
         return len(self._free)
 
 
 def runs_of(records: list[Tensor]) -> list[tuple[int, int]]:
-    """Places `[begin, end)` of records whose memory follows one another, so that they are one copy."""
+    """Return the places `[begin, end)` of records that follow one another in memory, so that they are one copy."""
     breaks = [
         i
         for i, (a, b) in enumerate(itertools.pairwise(records), start=1)

@@ -1,11 +1,11 @@
-"""Uploads: probes from RAM into slots of an arena.
+"""An upload puts probes from RAM into slots of an arena.
 
     upload = upload_to(weights, device)
     upload(states, slots)          # what is enqueued on the calling thread's stream from here on reads them there
     upload.wait()                  # they are there, whoever reads
 
 On a CPU that is a copy. On a GPU each run of neighbours in RAM is one asynchronous copy, on a stream of its own, into a
-staging area, from where one kernel for each parameter spreads them over their slots; the reading stream waits on the
+staging area, from which one kernel for each parameter spreads them over their slots. The reading stream waits on the
 device, not on the host.
 """
 
@@ -32,18 +32,19 @@ class Upload(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until all that was enqueued has arrived."""
+        """Wait on the host until all that was enqueued has arrived."""
         ...
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
-        """In the block nothing that runs is waited for, and nothing waits: for a background thread, which waits
-        itself.
+        """Enqueue what the block uploads so that neither it nor the reading stream waits for the other.
+
+        It is for a background thread, which waits itself, and holds the arena's lock, so that no slot is being read.
         """
         ...
 
 
 def upload_to(weights: Mapping[str, Tensor], device: torch.device) -> Upload:
-    """What suits the device of an arena's stacked weights."""
+    """Choose what suits the device of an arena's stacked weights."""
     return Staged(weights) if device.type == "cuda" else Direct(weights)
 
 
@@ -54,23 +55,19 @@ class Direct:
         self._weights = weights
 
     def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
-        """Copy."""
         for state, slot in zip(states, slots, strict=True):
             for name, tensor in state.items():
                 self._weights[name][slot].copy_(tensor)
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: nothing is ever under way."""
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
-        """As ever."""
         return nullcontext()
 
 
 class Staged:
-    """One copy for each run of neighbours in RAM, then one kernel for each parameter. On a CPU (tests) the same,
-    without streams.
-    """
+    """Copies each run of neighbours in RAM, then runs a kernel a parameter. On a CPU (tests) it has no streams."""
 
     def __init__(self, weights: Mapping[str, Tensor], n_staged: int = 64) -> None:
         self._weights, self._layout = weights, Layout.of(weights)
@@ -79,19 +76,18 @@ class Staged:
             self._staging = torch.empty(
                 min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device
             )
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._background = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side, self._background = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
         self.n_copies = 0
 
     def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
-        """Enqueue, in parts that the staging area holds."""
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
-        for at in range(0, len(states), len(self._staging)):
-            self._some(states[at : at + len(self._staging)], slots[at : at + len(self._staging)])
+        most = len(self._staging)
+        for at in range(0, len(states), most):
+            self._upload_staged(states[at : at + most], slots[at : at + most])
 
-    def _some(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
+    def _upload_staged(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
         records = [state if isinstance(state, Record) else Record.of(self._layout, state) for state in states]
         order = sorted(range(len(records)), key=lambda i: records[i].memory.data_ptr())
         memory = [records[i].memory for i in order]
@@ -100,7 +96,7 @@ class Staged:
             self._enqueue(memory, where)
             return
         reading = torch.cuda.current_stream(self._side.device)
-        self._side.wait_stream(reading)  # who read the slots before is done with them
+        self._side.wait_stream(reading)  # until that has read what lay in the slots
         where = where.pin_memory()
         with torch.cuda.stream(self._side):
             self._enqueue(memory, where)
@@ -119,12 +115,8 @@ class Staged:
             self._weights[name].index_copy_(0, at, tensor)
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
-        """On a stream on which nothing else runs. Who reads slots holds the arena's lock until it has what it read, so
-        none is being read.
-        """
         return nullcontext() if self._background is None else torch.cuda.stream(self._background)
 
     def wait(self) -> None:
-        """On the host, until all has arrived."""
         while self._under_way:
             self._under_way.popleft()[0].synchronize()

@@ -1,4 +1,4 @@
-"""Engine: hidden states in, an outcome out, by whichever way of evaluating is cheaper.
+"""Engine evaluates hidden states with one pack, by whichever way is cheaper.
 
     engine = Engine(pack, PairScorer([pack], arena, device, impl, resident=True))
     engine.choose(plan, "auto")                                   # measures, then says what it picked
@@ -47,8 +47,9 @@ class StepUnderWay(Protocol):
 
 
 class Evaluator(Protocol):
-    """What a scorer asks: `Engine` for one pack, `probemon.engine.joint.JointEngine` for several. Each has inputs and
-    plans of its own kind.
+    """What a scorer asks: an `Engine` for one pack, a `probemon.engine.joint.JointEngine` for several.
+
+    Each has plans and inputs of its own kind.
     """
 
     choice: Choice
@@ -58,7 +59,7 @@ class Evaluator(Protocol):
         ...
 
     def everything(self, inputs: Any) -> Floats:
-        """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
+        """Return scores `[N, P]` fp32 of every probe, by its pack's score rule; NaN where there is none."""
         ...
 
     def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | StepUnderWay:
@@ -69,16 +70,17 @@ class Evaluator(Protocol):
         self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None
     ) -> Outcome:
         """Evaluate N states that start from `retained` (None: memoryless); the states `keep` retain something.
+
         `strategy` overrides the choice.
         """
         ...
 
     def batch_size(self) -> int:
-        """States worth evaluating at once."""
+        """Return how many states are worth evaluating at once."""
         ...
 
     def choose(self, plan: Any, strategy: str) -> Choice:
-        """Set `choice`: as told, or by measuring."""
+        """Set `choice`: as asked, or by timing both on a pack's golden states (on random ones where it has none)."""
         ...
 
     def check_room(self, plan: Any, what: str) -> None:
@@ -86,12 +88,12 @@ class Evaluator(Protocol):
         ...
 
     def background_errors(self) -> list[Exception]:
-        """Errors of loading in the background that nobody was told yet."""
+        """Return the errors of loading in the background that were not raised or returned yet."""
         ...
 
 
 class Engine:
-    """Evaluates one pack; `scorer` has the scores of its probes, which the arena numbers from `first` on."""
+    """Evaluates one pack, as an `Evaluator`; the arena of `scorer` numbers its probes from `first` on."""
 
     def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
         self.pack, self.scorer, self.first = pack, scorer, first
@@ -115,17 +117,14 @@ class Engine:
             self.on_device = OnDevice(pack, self.scores, outcomes)
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Inputs:
-        """Normalise and round hidden states, `[N, D]` at every site that packs of the arena read."""
         return self.scorer.inputs.make(hidden)
 
     def everything(self, inputs: Inputs) -> Floats:
-        """Scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
         return self.exhaustive.everything(inputs)
 
     def begin(
         self, plan: CascadePlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
     ) -> Outcome | StepUnderWay:
-        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
         way = self.way(plan, len(retained), retained, self.choice.step)
         if way is self.on_device and self.on_device is not None:
             return self.on_device.begin(plan, lambda: self.inputs(hidden), hidden.values(), retained, keep)
@@ -134,13 +133,10 @@ class Engine:
     def evaluate(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, strategy: str | None = None
     ) -> Outcome:
-        """Evaluate N states that start from `retained` (None: memoryless); the states `keep` retain something.
-        `strategy` overrides the choice.
-        """
         return self.way(plan, len(inputs), retained, strategy).evaluate(plan, inputs, retained, keep)
 
     def way(self, plan: CascadePlan, n: int, retained: Mask | None, strategy: str | None = None) -> Way:
-        """The way of evaluating N states, by this strategy or the chosen one."""
+        """Return the way of evaluating N states by this strategy, or by the chosen one."""
         if strategy is None:
             strategy = self.choice.step if retained is not None or n < _FEW else self.choice.batch
         few = strategy == "descent" and n < _FEW
@@ -149,11 +145,9 @@ class Engine:
         return self._ways[strategy]
 
     def batch_size(self) -> int:
-        """States worth evaluating at once."""
         return max(1, BATCH_CELLS // self.pack.n_probes)
 
     def choose(self, plan: CascadePlan, strategy: str) -> Choice:
-        """Set `choice`: as told, or by timing both on the pack's golden states (on random ones where it has none)."""
         check_choice("strategy", strategy, STRATEGIES)
         if strategy == "exhaustive" and not self.scorer.resident:
             raise ConfigError(
@@ -165,19 +159,16 @@ class Engine:
             self.choice = Choice("descent", "descent", "the pack is paged")
         else:
             none = np.arange(0)
-            trial = Trial(
+            self.choice = Trial(
                 self.pack,
                 self.scorer.inputs,
                 self.scores,
                 lambda plan, inputs: self.evaluate(plan, inputs, None, none, "descent"),
-            )
-            self.choice = trial.choose(plan)
+            ).choose(plan)
         return self.choice
 
     def check_room(self, plan: CascadePlan, what: str) -> None:
-        """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
         self.scorer.check_room(len(plan.start), what)
 
     def background_errors(self) -> list[Exception]:
-        """Errors of loading in the background that nobody was told yet."""
         return self.scorer.background_errors()

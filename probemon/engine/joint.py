@@ -1,23 +1,22 @@
-"""JointEngine: several packs evaluated as one; the face of an engine, over the engines of the packs.
+"""JointEngine evaluates several packs as one, over an engine for each.
 
     both = JointEngine(group, engines)
     plan = JointPlan.of(group, [part.plan_with(()) for part in parts])
     inputs = both.inputs({"resid_post.9": x, "resid_post.15": y})      # x, y [N, D]
     outcome = both.evaluate(plan, inputs, retained, keep)              # retained [N, P] of the group
 
-Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone;
-they are laid together in the numbers of the group. Descents go in step: what packs that share an arena ask for in a
-round is scored by one call. A compiled descent on a CPU is one call a pack, steps on a GPU one graph a pack, one after
-another on one stream. A token is seen where every pack has scores of it, as it is for one pack that reads several
-sites.
+Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone,
+in the numbers of the group. Descents go in step: one call scores the pairs that packs of one arena ask for in a round.
+A compiled descent on a CPU is one call a pack; steps on a GPU are one graph a pack, one after another on one stream. A
+token is seen where every pack has scores of it, as it is for one pack that reads several sites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,35 +35,32 @@ from probemon.engine.ways import Way
 from probemon.errors import ConfigError
 from probemon.packs.group import PackGroup
 
-if TYPE_CHECKING:
-    from probemon.engine.ways.on_device import OnDevice
-
 _AND = "+"  # between the strategies of packs
 
 
 @dataclass(frozen=True)
 class JointPlan:
-    """A plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group."""
+    """Holds a plan for every pack of a group. `always [P]`: active at every state, in the numbers of the group."""
 
     plans: tuple[CascadePlan, ...]
     always: Mask
 
     @classmethod
     def of(cls, group: PackGroup, plans: Sequence[CascadePlan]) -> JointPlan:
-        """From the packs' own plans, in their order."""
+        """Join the packs' own plans, given in their order."""
         always = np.zeros(group.n_probes, dtype=bool)
         for number, plan in zip(group.numbers, plans, strict=True):
             always[number] = plan.always
         return cls(tuple(plans), always)
 
     def with_floor(self, floor: float) -> JointPlan:
-        """`CascadePlan.with_floor` for every pack."""
+        """Give every pack `CascadePlan.with_floor`."""
         return replace(self, plans=tuple(plan.with_floor(floor) for plan in self.plans))
 
 
 @dataclass(frozen=True)
 class JointInputs:
-    """Prepared inputs of N states, `parts[i]` those of pack i; packs that share a scorer have the same."""
+    """Holds prepared inputs of N states, `parts[i]` those of pack i; packs that share a scorer have the same."""
 
     parts: tuple[Inputs, ...]
 
@@ -73,17 +69,17 @@ class JointInputs:
 
     @cached_property
     def unseen(self) -> Ints:
-        """Why each of the states has no scores, if it has none, by its inputs (`probemon.engine.pairs`)."""
+        """Say of each state why it has no scores, if its inputs leave it without (`probemon.core.inputs`)."""
         return _first([part.unseen for part in _distinct(self.parts)])
 
     def take(self, which: Ints) -> JointInputs:
-        """Some of the states."""
+        """Take some of the states."""
         taken = {id(part): part.take(which) for part in _distinct(self.parts)}
         return JointInputs(tuple(taken[id(part)] for part in self.parts))
 
 
 class JointEngine:
-    """Evaluates the packs of a group, `engines[i]` that of pack i."""
+    """Evaluates the packs of a group, as an `Evaluator`; `engines[i]` is that of pack i."""
 
     def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
         self._group, self.engines = group, list(engines)
@@ -97,13 +93,11 @@ class JointEngine:
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> JointInputs:
-        """Normalised and rounded hidden states, `[N, D]` at every site; what several packs read is made once."""
-        prepared: Prepared = {}
+        prepared: Prepared = {}  # what several packs read is made once
         inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
         return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 
     def everything(self, inputs: JointInputs) -> Floats:
-        """Scores `[N, P]` fp32 of every probe, by its pack's score rule."""
         asking = [
             engine.exhaustive.request_every_pair(part) for engine, part in zip(self.engines, inputs.parts, strict=True)
         ]
@@ -112,7 +106,6 @@ class JointEngine:
     def begin(
         self, plan: JointPlan, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints
     ) -> Outcome | StepUnderWay:
-        """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
         before = self._split(retained)
         ways = self._ways(plan, len(retained), before, [engine.choice.step for engine in self.engines])
         if not self._all_on_device(ways):
@@ -122,9 +115,6 @@ class JointEngine:
     def evaluate(
         self, plan: JointPlan, inputs: JointInputs, retained: Mask | None, keep: Ints, strategy: str | None = None
     ) -> Outcome:
-        """Evaluate N states that start from `retained` (None: memoryless); the states `keep` retain something.
-        `strategy` overrides the choice.
-        """
         n = len(inputs)
         before = [None] * len(self.engines) if retained is None else self._split(retained)
         strategies = [None] * len(self.engines) if strategy is None else self._strategies(strategy)
@@ -140,13 +130,10 @@ class JointEngine:
         return self.join(self._in_step(asking, inputs, late), before, keep)
 
     def batch_size(self) -> int:
-        """States worth evaluating at once."""
         return max(1, BATCH_CELLS // self._group.n_probes)
 
     def choose(self, plan: JointPlan, strategy: str) -> Choice:
-        """Set `choice`: for each pack as told, or as it is measured alone. Strategies that differ are joined,
-        "descent+exhaustive".
-        """
+        """Choose for each pack as asked, or as measured alone; those that differ are joined: "descent+exhaustive"."""
         choices = [
             engine.choose(own, one)
             for engine, own, one in zip(self.engines, plan.plans, self._strategies(strategy), strict=True)
@@ -157,19 +144,11 @@ class JointEngine:
         return self.choice
 
     def check_room(self, plan: JointPlan, what: str) -> None:
-        """Raise `ArenaFull` where a plan leaves an arena no slot for a probe that is not always active."""
         for scorer in self._scorers:
-            scorer.check_room(
-                sum(
-                    len(own.start)
-                    for engine, own in zip(self.engines, plan.plans, strict=True)
-                    if engine.scorer is scorer
-                ),
-                what,
-            )
+            pairs = zip(self.engines, plan.plans, strict=True)
+            scorer.check_room(sum(len(own.start) for engine, own in pairs if engine.scorer is scorer), what)
 
     def background_errors(self) -> list[Exception]:
-        """What loads in the background met and nobody was told yet."""
         return [error for scorer in self._scorers for error in scorer.background_errors()]
 
     # -- inside ----------------------------------------------------------------------------------
@@ -184,7 +163,7 @@ class JointEngine:
         return strategies * len(self.engines) if len(strategies) == 1 else strategies
 
     def _split(self, retained: Mask) -> list[Mask]:
-        """The packs' own parts of retained sets `[N, P]`."""
+        """Return the packs' own parts of retained sets `[N, P]`."""
         return [retained[:, number] for number in self._group.numbers]
 
     def _ways(
@@ -199,7 +178,7 @@ class JointEngine:
         return all(way is engine.on_device for way, engine in zip(ways, self.engines, strict=True))
 
     def _in_step(self, asking: Sequence[PairRequests[T]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[T]:
-        """What comes of each, round by round: those that share a scorer have their pairs scored by one call."""
+        """Answer all, round by round, and return what they return; one call answers those that share a scorer."""
         results: dict[int, T] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
         while answers:
@@ -221,7 +200,7 @@ class JointEngine:
         inputs: JointInputs,
         late: Sequence[Mask | None],
     ) -> dict[int, Floats]:
-        """Own scores for packs of one scorer, by one call."""
+        """Return own scores for packs of one scorer, by one call."""
         if len(members) < 2:
             return {i: self.engines[i].scores.of(inputs.parts[i], *asked[i], late[i]) for i in members}
         pairs = [self.engines[i].scores.numbered(len(inputs), *asked[i]) for i in members]
@@ -231,10 +210,10 @@ class JointEngine:
         if late[members[0]] is None:
             return dict(zip(members, np.split(scorer.score(values, at, probes), ends), strict=True))
         scores, missing = scorer.score_held(values, at, probes)
-        for i, here in zip(members, np.split(missing, ends), strict=True):
+        for i, is_late in zip(members, np.split(missing, ends), strict=True):
             (rows, own), mask = asked[i], late[i]
             assert mask is not None
-            mask[rows[here], own[here]] = True
+            mask[rows[is_late], own[is_late]] = True
         return dict(zip(members, np.split(scores, ends), strict=True))
 
     def _begun(
@@ -246,25 +225,21 @@ class JointEngine:
         keep: Ints,
     ) -> JointStep:
         """Begin a step of every pack on the device, one after another on the stream that they share."""
-        inputs = cache(make_inputs)  # by the first of them, on that stream
+        inputs = cache(make_inputs)  # the first step makes them, on that stream
+        devices = [engine.on_device for engine in self.engines if engine.on_device is not None]
         steps = [
             on_device.begin(own, partial(lambda i: inputs().parts[i], i), hidden, start, keep)
-            for i, (on_device, own, start) in enumerate(zip(self._on_device(), plan.plans, before, strict=True))
+            for i, (on_device, own, start) in enumerate(zip(devices, plan.plans, before, strict=True))
         ]
         return JointStep(self, steps, before, keep)
 
-    def _on_device(self) -> list[OnDevice]:
-        return [engine.on_device for engine in self.engines if engine.on_device is not None]
-
     def join(self, outcomes: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
-        """The packs' outcomes as one, in the numbers of the group."""
+        """Join the packs' outcomes into one, in the numbers of the group."""
         unseen = _first([outcome.unseen for outcome in outcomes])
         outcomes = [_seen(outcome, unseen, start, keep) for outcome, start in zip(outcomes, before, strict=True)]
-        numbers = self._group.numbers
         state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in outcomes])
-        probes = np.concatenate(
-            [number[outcome.probes] for number, outcome in zip(numbers, outcomes, strict=True)]
-        ).astype(np.int32)
+        ids = [number[outcome.probes] for number, outcome in zip(self._group.numbers, outcomes, strict=True)]
+        probes = np.concatenate(ids).astype(np.int32)
         order = np.lexsort((probes, state))
         counts = {name: np.sum([getattr(outcome, name) for outcome in outcomes], axis=0) for name in _COUNTS}
         return Outcome(
@@ -277,7 +252,7 @@ class JointEngine:
         )
 
     def _laid_out(self, parts: Sequence[Any], dtype: Any) -> Any:
-        """`[N, P]` of the group from the packs' own."""
+        """Lay the packs' own `[N, P]` out in the numbers of the group."""
         whole = np.empty((len(parts[0]), self._group.n_probes), dtype=dtype)
         for number, part in zip(self._group.numbers, parts, strict=True):
             whole[:, number] = part
@@ -286,7 +261,7 @@ class JointEngine:
 
 @dataclass(frozen=True)
 class JointStep:
-    """A step of every pack that a device is at."""
+    """Waits for a step of every pack that a device is at."""
 
     engine: JointEngine
     steps: Sequence[StepUnderWay]
@@ -294,19 +269,18 @@ class JointStep:
     keep: Ints
 
     def wait(self) -> Outcome:
-        """Wait for all of them, and return their outcomes as one; call it once."""
+        """Return their outcomes as one, once they are there; call it once."""
         return self.engine.join([step.wait() for step in self.steps], self.before, self.keep)
 
 
 class JointArena:
-    """The arenas of several packs, asked in the numbers of their group."""
+    """Asks the arenas of several packs in the numbers of their group; its methods are those of `Arena`."""
 
     def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
         self._group, self._engines = group, list(engines)
         self.arenas: list[Arena] = _distinct([engine.arena for engine in engines])
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
-        """Load these and never evict them until as many `unpin`. All or nothing."""
         done: list[tuple[Arena, Ints]] = []
         try:
             for arena, own in self._split(probes):
@@ -318,44 +292,32 @@ class JointArena:
             raise
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
-        """Take one `pin` back."""
         for arena, own in self._split(probes):
             arena.unpin(own)
 
     def stats(self) -> ArenaStats:
-        """Sums over the arenas."""
-        each = [arena.stats() for arena in self.arenas]
-        return ArenaStats(
-            **{field.name: sum(getattr(stats, field.name) for stats in each) for field in fields(ArenaStats)}
-        )
+        """Return sums over the arenas."""
+        each = [astuple(arena.stats()) for arena in self.arenas]
+        return ArenaStats(*(sum(column) for column in zip(*each, strict=True)))
 
     def check_integrity(self) -> None:
-        """Of every arena."""
         for arena in self.arenas:
             arena.check_integrity()
 
     def _split(self, probes: Sequence[int] | Ints) -> list[tuple[Arena, Ints]]:
-        own = self._group.split(probes)
-        return [
-            (
-                arena,
-                np.concatenate(
-                    [
-                        mine + engine.first
-                        for engine, mine in zip(self._engines, own, strict=True)
-                        if engine.arena is arena
-                    ]
-                ),
-            )
-            for arena in self.arenas
-        ]
+        parts = list(zip(self._engines, self._group.split(probes), strict=True))
+
+        def numbered(arena: Arena) -> Ints:
+            return np.concatenate([part + engine.first for engine, part in parts if engine.arena is arena])
+
+        return [(arena, numbered(arena)) for arena in self.arenas]
 
 
 _COUNTS = ("ptr", "n_active", "n_dropped", "n_evaluated", "n_released", "n_late")  # which add up
 
 
 def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Outcome:
-    """An outcome without the states that another pack has no scores of: they show nothing, and retain what they had."""
+    """Make the states that another pack has no scores of show nothing, and retain what they had."""
     if (outcome.unseen == unseen).all():
         return outcome
     sizes, seen = np.diff(outcome.ptr), unseen == SEEN
@@ -376,16 +338,16 @@ def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Ou
 
 
 def _first(reasons: Sequence[Ints]) -> Ints:
-    """Of each state the first of the reasons that packs have not to see it, or SEEN where none has one."""
+    """Return for each state the first reason that a pack has not to see it, or SEEN."""
     every = np.stack(reasons)
     first = np.where(every == SEEN, NO_SCORE + 1, every).min(axis=0)
     return np.where(first > NO_SCORE, SEEN, first)
 
 
-def _joined(ways: Sequence[str]) -> str:
-    return ways[0] if len(set(ways)) == 1 else _AND.join(ways)
+def _joined(strategies: Sequence[str]) -> str:
+    return strategies[0] if len(set(strategies)) == 1 else _AND.join(strategies)
 
 
 def _distinct(things: Sequence[Any]) -> list[Any]:
-    """Each object once, in order."""
+    """Return each object once, in order."""
     return list({id(thing): thing for thing in things}.values())

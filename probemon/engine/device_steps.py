@@ -1,14 +1,13 @@
-"""DeviceSteps: steps of a few rows on a GPU, beside the host model: enqueued at the tap, read when their results have
-arrived.
+"""DeviceSteps runs steps of a few rows on a GPU, beside the host model.
 
     steps = DeviceSteps(cascade)
     with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
         under_way = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
     results = under_way.wait()                      # numpy arrays
 
-After a few steps of one size the descent is captured as a graph and replayed. Results are copied to pinned memory. What
-a step retains stays on the device for the next one, which uploads retained sets only where it is given others. Without
-a GPU (Triton's interpreter) the same code runs in order, without streams and graphs.
+After a few steps of one size the descent is captured as a graph, which is replayed from then on. Results are copied to
+pinned memory. Retained sets stay on the device for the next step, which uploads them only where it is given others.
+Without a GPU (Triton's interpreter) the same code runs in order, without streams and graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _ENQUEUEING = threading.RLock()
 
 @dataclass(frozen=True)
 class Arrived:
-    """Of N states, on the host: ids of active probes and their scores state by state, `ptr [N+1]`; `kept [N, P]`;
+    """Holds, of N states and on the host, active probes and scores state by state, `ptr [N+1]`; `kept [N, P]`;
     `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`.
     """
 
@@ -51,8 +50,9 @@ class Arrived:
 
 
 class DeviceSteps:
-    """Steps of one plan; any number at once, each in buffers of its own, which are used again. `side`: a stream to
-    share with those of other plans.
+    """Runs steps of one plan, any number at once, each in buffers that are used again.
+
+    `side`: a stream to share with the steps of other plans.
     """
 
     def __init__(self, cascade: DeviceCascade, n_probes: int, side: Any = None) -> None:
@@ -65,7 +65,7 @@ class DeviceSteps:
 
     @contextmanager
     def beside(self, *hidden: Tensor) -> Iterator[None]:
-        """What is enqueued in the block runs on our stream, after what `hidden` comes from."""
+        """Run what the block enqueues on our stream, after what computes `hidden`."""
         if self._side is None:
             yield
             return
@@ -85,7 +85,7 @@ class DeviceSteps:
         key = (n, len(x), x.dtype)
         with self._lock:
             free = self._free.setdefault(key, [])
-            # The one that was used last comes first: of one generation it has the retained sets.
+            # The buffers that were used last come first: in one generation they have the retained sets.
             at = next((i for i in reversed(range(len(free))) if np.array_equal(free[i].kept, retained)), len(free) - 1)
             buffers = free.pop(at) if free else _Buffers(self.cascade, x, n, self._n_probes)
         buffers.run(self, x, retained)
@@ -97,20 +97,20 @@ class DeviceSteps:
 
 
 class UnderWay:
-    """A step whose results are on their way."""
+    """Waits for the results of a step."""
 
     def __init__(self, steps: DeviceSteps, key: tuple[int, int, torch.dtype], buffers: _Buffers) -> None:
         self._steps, self._key, self._buffers = steps, key, buffers
 
     def wait(self) -> Arrived:
-        """The results; call it once."""
+        """Return the results, once they are there; call it once."""
         results = self._buffers.arrived()
         self._steps._give_back(self._key, self._buffers)
         return results
 
 
 class _Buffers:
-    """Inputs and results of steps of N states, at addresses that a captured graph can rely on."""
+    """Holds inputs and results of steps of N states, at addresses that a captured graph can rely on."""
 
     def __init__(self, cascade: DeviceCascade, x: Tensor, n: int, n_probes: int) -> None:
         device = cascade.device
@@ -163,10 +163,8 @@ class _Buffers:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            LOG.warning(
-                "the descent could not be captured as a graph (%s): it is launched kernel by kernel",
-                str(error).splitlines()[0],
-            )
+            why = str(error).splitlines()[0]
+            LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", why)
             steps.captures = False
             return
         self._graph, self._found = graph, results

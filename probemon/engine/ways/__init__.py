@@ -1,4 +1,4 @@
-"""The ways of descending one pack, a class each; every `evaluate(...)` gives the same outcome, bit for bit.
+"""Each way of descending one pack is a class; every `evaluate(...)` gives the same outcome, bit for bit.
 
 compiled.py    Compiled: all in one compiled call, where numba reads weights that lie in memory
 rounds.py      Rounds: round by round, pairs of state and probe asked of an arena; Exhaustive: all pairs at once
@@ -17,7 +17,7 @@ from probemon.engine.outcome import Outcome
 
 
 class Way(Protocol):
-    """One way of evaluating N states of one pack."""
+    """Evaluates N states with one pack."""
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
         """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
@@ -26,5 +26,8 @@ class Way(Protocol):
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """`evaluate`, for whom it asks for scores of pairs: several packs can go in step. Late pairs are in `late`."""
+        """Evaluate, and yield the pairs of each round to be scored, so that several packs can go in step.
+
+        Whoever scores them marks in `late` the pairs whose weights are not there.
+        """
         ...

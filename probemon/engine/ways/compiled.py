@@ -26,7 +26,7 @@ from probemon.packs.pack import ProbePack
 
 
 class Compiled:
-    """Descends in compiled code; with `everything` it scores every probe first, and applies the rule to the scores."""
+    """Descends in compiled code, as a `Way`; with `everything` it scores every probe first, and searches the scores."""
 
     def __init__(
         self, pack: ProbePack, arena: ResidentArena, block_of: Ints, outcomes: OutcomeMaker, *, everything: bool = False
@@ -37,7 +37,6 @@ class Compiled:
         self._net = CompiledNet(arena.weights)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
         step = self._descend(plan, inputs, retained)
         # In fp64, as in `OutcomeMaker.is_small`: then no state is unseen.
         if step.dropped.any() or not float(inputs.largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf:
@@ -55,8 +54,7 @@ class Compiled:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """`evaluate`: a compiled descent asks for nothing."""
-        yield from ()
+        yield from ()  # it asks for nothing
         return self.evaluate(plan, inputs, retained, keep)
 
     def _descend(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> Descent:
@@ -75,7 +73,7 @@ class Compiled:
             max_active=plan.config.max_loaded_probes,
             everything=self._everything,
         )
-        # Weights are looked at when they are first used, before anybody is shown what came of them.
+        # Weights are checked when they are first used, before anybody is shown what came of them.
         if not checked.all():
             used = ~checked if self._everything else active.any(axis=0) & ~checked
             if used.any():

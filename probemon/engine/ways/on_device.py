@@ -1,7 +1,7 @@
-"""OnDevice: a step of few rows on a GPU, beside the host model, by the steps of `probemon.engine.device_steps`.
+"""OnDevice makes a step of few rows on a GPU, beside the host model, by `probemon.engine.device_steps`.
 
-way = OnDevice(pack, scorer, scores, outcomes)
-if way.fits(plan, n, retained):
+way = OnDevice(pack, scores, outcomes)
+if way.fits(plan, retained):
     step = way.begin(plan, make_inputs, hidden.values(), retained, keep)     # waits for nothing
     outcome = step.wait()
 """
@@ -29,8 +29,8 @@ _PLANS = 4  # of runs with rules of their own, ready on the device at once
 
 
 @dataclass(frozen=True)
-class StepUnderWay:
-    """A step that a device is at, and what is needed to make an outcome of its results."""
+class DeviceStep:
+    """Waits for a step that a device is at, and has what is needed to make an outcome of its results."""
 
     way: OnDevice
     plan: CascadePlan
@@ -40,12 +40,12 @@ class StepUnderWay:
     keep: Ints
 
     def wait(self) -> Outcome:
-        """Wait for the results, and return the outcome; call it once."""
+        """Return the outcome, once it is there; call it once."""
         return self.way.outcome(self.plan, self.inputs, self.results.wait(), self.retained, self.keep)
 
 
 class OnDevice:
-    """Descends on the device that holds all weights. Steps of several packs share the stream `side`."""
+    """Descends, as a `Way`, on the device that holds all weights. Steps of several packs share the stream `side`."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
@@ -54,38 +54,35 @@ class OnDevice:
         self._by_plan: dict[int, tuple[CascadePlan, DeviceSteps | None]] = {}
 
     def fits(self, plan: CascadePlan, retained: Mask | None) -> bool:
-        """Whether the active probes of this plan and the probes of these retained sets are few enough."""
-        steps = self.steps(plan)
-        if steps is None:
-            return False
-        return retained is None or int(retained.sum(axis=1).max(initial=0)) <= steps.cascade.n_kept
+        """Say whether this plan can have few enough active probes, and these retained sets have few enough."""
+        steps, n_kept = self.steps(plan), 0 if retained is None else int(retained.sum(axis=1).max(initial=0))
+        return steps is not None and n_kept <= steps.cascade.n_kept
 
     def steps(self, plan: CascadePlan) -> DeviceSteps | None:
-        """The steps of a plan, made when it is first used; None where it does not fit on the device."""
-        known = self._by_plan.get(id(plan))  # the plan is kept with them, so that its id is its own
-        if known is None:
+        """Return the steps of a plan, which are made at its first use; None where it does not fit on the device."""
+        entry = self._by_plan.get(id(plan))  # the plan is kept with them, so that its id is its own
+        if entry is None:
             steps = None
             if DeviceCascade.fits(plan):
                 cascade = DeviceCascade(plan, self._scores.weights(), self._scores.block_of)
                 steps = DeviceSteps(cascade, self._pack.n_probes, self.side)
-            self._scores.check_weights()  # whatever will be reached: weights are looked at before their first use
+            self._scores.check_weights()  # before their first use, whichever will be reached
             if len(self._by_plan) >= _PLANS:
                 self._by_plan.pop(next(iter(self._by_plan)), None)
-            known = self._by_plan[id(plan)] = (plan, steps)
-        return known[1]
+            entry = self._by_plan[id(plan)] = (plan, steps)
+        return entry[1]
 
     def begin(
         self, plan: CascadePlan, make_inputs: Callable[[], Inputs], hidden: Iterable[Tensor], retained: Mask, keep: Ints
-    ) -> StepUnderWay:
+    ) -> DeviceStep:
         """Begin a step of hidden states that the host model may still be computing; it waits for nothing."""
         steps = self.steps(plan)
         assert steps is not None, "asked of a plan that does not fit"
         with steps.beside(*hidden):
             inputs = make_inputs()
-            return StepUnderWay(self, plan, inputs, steps.enqueue(inputs.values, retained), retained, keep)
+            return DeviceStep(self, plan, inputs, steps.enqueue(inputs.values, retained), retained, keep)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
         if retained is None:
             retained = np.zeros((len(inputs), self._pack.n_probes), dtype=bool)
         return self.begin(plan, lambda: inputs, (), retained, keep).wait()
@@ -93,16 +90,15 @@ class OnDevice:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """`evaluate`: what is on the device already asks for nothing."""
-        yield from ()
+        yield from ()  # it asks for nothing
         return self.evaluate(plan, inputs, retained, keep)
 
     def outcome(self, plan: CascadePlan, inputs: Inputs, results: Arrived, retained: Mask, keep: Ints) -> Outcome:
-        """Make the outcome of a step's results. States that overflowed on the device are descended again, by the exact
-        path, and counted in `n_overflowed`.
+        """Make the outcome of a step's results. States that overflowed on the device are descended again, round by
+        round, and counted in `n_overflowed`.
         """
         n = len(inputs)
-        # They were looked at on the device: `inputs.largest` would wait for the host model.
+        # The device found the largest values: `inputs.largest` would wait for the host model.
         unseen = unseen_inputs(results.largest, n)
         again = np.flatnonzero(results.overflowed & (unseen == SEEN))
         if not unseen.any() and not len(again) and self._outcomes.is_small(results.largest):

@@ -1,4 +1,4 @@
-"""Rounds and Exhaustive: a descent whose pairs of state and probe are scored by an arena, wherever it holds the probes.
+"""Rounds and Exhaustive descend by scores of pairs of state and probe, wherever an arena holds the probes.
 
 way = Rounds(pack, PackScores(pack, scorer), OutcomeMaker(pack, block_of))
 outcome = way.evaluate(plan, inputs, retained, keep)
@@ -19,13 +19,12 @@ from probemon.packs.pack import ProbePack
 
 
 class Rounds:
-    """Descends round by round: what a round opens is scored at once."""
+    """Descends round by round, as a `Way`: the pairs that a round opens are scored at once."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
         late = self._scores.late(len(inputs), retained)
         asking = self.requests(plan, inputs, retained, keep, late)
         return answer(asking, lambda rows, probes: self._scores.of(inputs, rows, probes, late))
@@ -33,7 +32,6 @@ class Rounds:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """`evaluate`, for whom it asks, who marks in `late` what is not there."""
         step = yield from descend_in_rounds(plan, len(inputs), retained)
         outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, late=late)
         if self._scores.prefetches:
@@ -41,7 +39,7 @@ class Rounds:
         return outcome
 
     def _prefetch(self, plan: CascadePlan, outcome: Outcome) -> None:
-        """Have the children fetched of the last state's probes that nearly opened."""
+        """Fetch the children of those probes of the last state that nearly opened."""
         ptr = outcome.ptr
         last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
         probes = outcome.probes[last]
@@ -51,30 +49,29 @@ class Rounds:
 
 
 class Exhaustive:
-    """Scores every probe at once, and applies the rule of the descent to the scores."""
+    """Scores every probe at once, as a `Way`, and applies the rule of the descent to the scores."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
         self._every = np.arange(pack.n_probes)
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
         asking = self.requests(plan, inputs, retained, keep, None)
         return answer(asking, lambda rows, probes: self._scores.of(inputs, rows, probes))
 
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """`evaluate`, for whom it asks. It reads every probe, so all are there and `late` stays empty."""
+        # It reads every probe: an arena holds all of them, and nothing is late.
         step = apply_rule(plan, (yield from self.request_every_pair(inputs)), retained)
         return self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=True)
 
     def everything(self, inputs: Inputs) -> Floats:
-        """Scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
+        """Return scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
         return answer(self.request_every_pair(inputs), lambda rows, probes: self._scores.of(inputs, rows, probes))
 
     def request_every_pair(self, inputs: Inputs) -> PairRequests[Floats]:
-        """`everything`, for whom it asks: all pairs at once."""
+        """Yield all pairs at once to be scored, and return the scores as `everything` does."""
         n, p = len(inputs), self._pack.n_probes
         rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
         probes = self._every if n == 1 else np.tile(self._every, n)

@@ -1,4 +1,4 @@
-"""Which packs share an arena, how many bytes each has, and the engines that score them.
+"""engines_of decides which packs share an arena and how many bytes each has, and builds the engines that score them.
 
     [engine] = engines_of([part], device, impl, arena_bytes=None, cache_bytes=256 << 20)
 
@@ -28,7 +28,8 @@ from probemon.packs.pack import ProbePack
 
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
-    """The one implementation for all packs, and why: as asked, or what suits the largest, if all can be read by it.
+    """Return one implementation for all packs, and why: as asked, or what suits the largest, if it can read all.
+
     Raises `KernelUnavailable`, `ConfigError`.
     """
     largest = max(packs, key=ProbePack.weight_bytes)
@@ -53,7 +54,7 @@ def engines_of(
     late: bool = False,
     prefetch: float = 0.0,
 ) -> list[Engine]:
-    """An engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
+    """Build an engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
     packs = [part.pack for part in parts]
     if arena_bytes is not None:
         arena_bytes = check_count(
@@ -76,23 +77,24 @@ def engines_of(
         kinds.setdefault((pack.architecture, pack.dtype) if copied else i, []).append(i)
     groups = [_ArenaGroup([parts[i] for i in members]) for members in kinds.values()]
     shares = [None] * len(groups) if resident else _divided(groups, arena_bytes or 0)
+    n_bytes = sum(group.n_bytes for group in groups)
     engines: dict[int, Engine] = {}
-    for members, kind, share in zip(kinds.values(), groups, shares, strict=True):
+    for members, group, share in zip(kinds.values(), groups, shares, strict=True):
         arena = (
-            kind.resident(device)
+            group.resident(device)
             if share is None
-            else kind.paged(share, cache_bytes * kind.n_bytes // sum(other.n_bytes for other in groups), device)
+            else group.paged(share, cache_bytes * group.n_bytes // n_bytes, device)
         )
         scorer = PairScorer(
             [parts[i].pack for i in members], arena, device, impl, resident=resident, late=late, prefetch=prefetch
         )
-        for i, first in zip(members, kind.firsts, strict=True):
+        for i, first in zip(members, group.firsts, strict=True):
             engines[i] = Engine(packs[i], scorer, first)
     return [engines[i] for i in range(len(parts))]
 
 
 class _ArenaGroup:
-    """Parts whose probes lie in one arena, one pack after another."""
+    """Lays the probes of some parts in one arena, one pack after another."""
 
     def __init__(self, parts: Sequence[ConfiguredPack]) -> None:
         self.packs = [part.pack for part in parts]
@@ -138,21 +140,18 @@ class _ArenaGroup:
                 pack.check_finite(own)
 
 
-def _divided(kinds: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:
-    """Bytes of each kind's arena: room for what is always active and one probe more, and of the rest a share by what is
-    left of its weights.
+def _divided(groups: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:
+    """Divide bytes among arenas: each has room for what is always active and one probe more, and a share of the rest by
+    its other weights.
     """
-    needed = sum(kind.needed for kind in kinds)
+    needed = sum(group.needed for group in groups)
     if arena_bytes < needed:
-        n_always, more = (
-            sum(len(kind.always) for kind in kinds),
-            "one more" if len(kinds) == 1 else f"one more of each of {len(kinds)} architectures",
-        )
+        more = "one more" if len(groups) == 1 else f"one more of each of {len(groups)} architectures"
         raise ConfigError(
-            f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(kind.one for kind in kinds)} probes;"
-            f" {n_always} are always active and {more} is needed: give at least {needed}"
+            f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(group.one for group in groups)} probes;"
+            f" {sum(len(group.always) for group in groups)} are always active and {more} is needed: give at least"
+            f" {needed}"
         )
-    left = [kind.n_bytes - kind.needed for kind in kinds]
-    return [
-        kind.needed + (arena_bytes - needed) * here // max(1, sum(left)) for kind, here in zip(kinds, left, strict=True)
-    ]
+    others = [group.n_bytes - group.needed for group in groups]
+    room = arena_bytes - needed
+    return [group.needed + room * n // max(1, sum(others)) for group, n in zip(groups, others, strict=True)]

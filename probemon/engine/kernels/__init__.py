@@ -1,11 +1,10 @@
-"""Scoring (hidden state, probe) pairs: one function, four implementations that agree.
+"""score_probes scores pairs of hidden state and probe, by one of four implementations that agree.
 
     scores = score_probes(hidden, weights, rows, slots, impl="numba")
 
-`reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and
-`numba` read weights where they lie. `triton` is one fused kernel. Each is bitwise reproducible:
-a pair's score depends on its hidden state and its probe alone, never on what else is scored. Between
-implementations only the order of summation differs.
+`reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and `numba` read weights
+where they lie. `triton` is one fused kernel. Each is bitwise reproducible: a pair's score depends on its hidden state
+and its probe alone, never on what else is scored. Between implementations only the order of summation differs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_choice
-from probemon.core.inputs import check_states, prepare_input
+from probemon.core.inputs import check_states
 from probemon.core.probes import input_dtype
 from probemon.core.reference import score_reference
 from probemon.errors import ConfigError, KernelUnavailable
@@ -36,19 +35,16 @@ def _installed(package: str) -> bool:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device, or a `ConfigError` where torch does not know it or it is not there."""
+    """Return the device. Raises `ConfigError` where torch does not know it or it is not there."""
     try:
-        resolved = torch.device(device)
-        resolved = torch.empty(0, device=resolved).device  # with its number: what is current may be another one later
+        # With its number: the current device may be another one later.
+        return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
         raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return resolved
 
 
 def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:
-    """The implementation used where none is asked for, and why: triton on a GPU; on a CPU what is faster on some of the
-    weights.
-    """
+    """Return the implementation for these weights, and why: triton on a GPU, on a CPU whichever is faster on some."""
     if device.type == "cuda":
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":
@@ -69,14 +65,12 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
             seconds.append(time.perf_counter() - begin)
         taken[impl] = min(seconds)
     best, other = sorted(taken, key=lambda impl: taken[impl])
-    return (
-        best,
-        f"measured: {taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}",
-    )
+    times = f"{taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}"
+    return best, f"measured: {times}"
 
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
-    """`impl`, or an error that says why it cannot run on `device`. Nothing ever falls back silently."""
+    """Return `impl`, or raise an error that says why it cannot run on `device`. Nothing ever falls back silently."""
     check_choice("impl", impl, IMPLS)
     if impl in ("cpu", "numba") and device.type != "cpu":
         raise KernelUnavailable(
@@ -99,7 +93,7 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
-    """Scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
+    """Return scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 
     `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
     Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless
@@ -122,14 +116,3 @@ def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, sl
     from probemon.engine.kernels.triton_pairs import score_triton
 
     return score_triton(hidden, weights, rows, slots)
-
-
-__all__ = [
-    "IMPLS",
-    "check_device",
-    "check_impl",
-    "choose_impl",
-    "exhaustive_reference",
-    "prepare_input",
-    "score_probes",
-]

@@ -1,8 +1,7 @@
-"""Pure torch on a CPU, reading weights where they lie: neighbouring slots are a slice, never a gather.
+"""torch on a CPU scores probes where their weights lie: neighbouring slots are a slice, never a gather.
 
-A bf16 slice is widened block by block into a scratch that stays in the cache. Sums run along the
-last axis of a contiguous block, whose order depends on its length alone: that makes a score
-independent of which other probes share the block.
+A bf16 slice is widened block by block into a scratch that stays in the cache. Sums run along the last axis of a
+contiguous block. Their order depends on its length alone, so a score does not depend on the block's other probes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, inside a core's
 
 
 def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
+    """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
     check_pairs(hidden, weights, rows, slots)
     n_slots, h1, d = weights["w1"].shape
     order = torch.argsort(rows.to(torch.int64) * n_slots + slots)

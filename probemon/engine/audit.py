@@ -1,12 +1,12 @@
-"""Audit: on a sample of tokens every probe is evaluated too, and it is counted what the descent did not find.
+"""An audit evaluates every probe on a sample of tokens, and counts what the descent did not find.
 
     manager = DynamicProbeManager(pack, audit_rate=0.01)
     audit = run.result(out).audit  # or Audit.of(coverage), Audit.of_totals(analysis.manifest["totals"]["audit"])
     audit.firing_recall  # Estimate(value=0.998, low=0.991, high=1.0), None without a token that says
     audit.top_recall, audit.share_evaluated, audit.n_tokens
 
-Which tokens are audited is drawn by their place alone (a hash), never by what they hold, so the sample is a random one
-of the tokens seen: its means are unbiased for all of them, and its intervals hold for every size of it.
+A hash of its place alone decides whether a token is audited, never what it holds. So the sample is a random one of the
+tokens seen: its means are unbiased for all of them, and its intervals hold for every size of it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TOP = 10  # the best so many probes of a token are the ones to find
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over audited tokens with the interval in which that over all tokens lies with a probability of 95 %:
-    Hoeffding 1963 (`mean_interval`).
+    """Holds a mean over audited tokens, and the interval in which that over all tokens lies with a probability of 95 %
+    (Hoeffding 1963, `mean_interval`).
     """
 
     value: float
@@ -40,12 +40,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found, summed over audited tokens.
+    """Sums over audited tokens what was found.
 
-    `n_tokens` were audited; `top_found` sums, over them, the share of the best 10 of all probes that were active;
-    `n_firing_tokens` had a probe that fires, `firing_found` sums the share of these probes that were active; `n_firing`
-    and `n_firing_missed` count the probes; `n_evaluated` and `n_active`, the probes that the descent evaluated and had
-    active there, of `n_probes` each.
+    `n_probes`: of the pack, at each token.
+    `n_tokens`: audited.
+    `top_found`: sum of the shares of a token's best 10 of all probes that were active.
+    `n_firing_tokens`: with a probe that fires.
+    `firing_found`: sum of the shares of a token's firing probes that were active.
+    `n_firing`, `n_firing_missed`: firing probes, and those of them that were not active.
+    `n_evaluated`, `n_active`: probes that the descent evaluated, and had active.
     """
 
     n_probes: int
@@ -60,7 +63,7 @@ class Audit:
 
     @classmethod
     def of(cls, coverage: Coverage) -> Audit:
-        """Of the audited tokens of a coverage."""
+        """Sum over the audited tokens of a coverage."""
         at = coverage.audited > 0
         firing, missed = coverage.firing[at], coverage.firing_missed[at]
         fires = firing > 0
@@ -79,11 +82,11 @@ class Audit:
 
     @classmethod
     def of_totals(cls, totals: Mapping[str, Any]) -> Audit:
-        """From `as_dict`."""
+        """Read what `as_dict` gave."""
         return cls(**totals)
 
     def as_dict(self) -> dict[str, Any]:
-        """The sums, for a file."""
+        """Give the sums, for a file."""
         return asdict(self)
 
     def __add__(self, other: Audit) -> Audit:
@@ -92,22 +95,22 @@ class Audit:
 
     @property
     def top_recall(self) -> Estimate | None:
-        """Mean share of a token's best 10 of all probes that were active."""
+        """The mean share of a token's best 10 of all probes that were active."""
         return _mean(self.top_found, self.n_tokens)
 
     @property
     def firing_recall(self) -> Estimate | None:
-        """Mean share of a token's firing probes that were active, over tokens that have one."""
+        """The mean share of a token's firing probes that were active, over tokens that have one."""
         return _mean(self.firing_found, self.n_firing_tokens)
 
     @property
     def share_evaluated(self) -> float | None:
-        """Share of the probes that were evaluated for the answer; the audit itself is not counted."""
+        """The share of the probes that were evaluated for the answer; the audit itself is not counted."""
         return self.n_evaluated / (self.n_tokens * self.n_probes) if self.n_tokens else None
 
     @property
     def share_active(self) -> float | None:
-        """Share of the probes that were active: what a descent evaluates, where evaluating all was cheaper too."""
+        """The share of the probes that were active: what a descent would evaluate where evaluating all was cheaper."""
         return self.n_active / (self.n_tokens * self.n_probes) if self.n_tokens else None
 
     def __str__(self) -> str:
@@ -123,14 +126,12 @@ class Audit:
 
 
 def check_rate(rate: object) -> float:
-    """`rate` as a share of tokens. Raises `ConfigError`."""
+    """Return `rate` as a share of tokens. Raises `ConfigError`."""
     return check_number("audit_rate", rate, low=0, high=1, remedy="give the share of tokens to audit, 0 to 1")
 
 
 def sample(rate: float, *place: Ints | int) -> Mask | None:
-    """Which tokens are audited, by numbers that say where they stand (a document and a position, say); None for none of
-    them.
-    """
+    """Say which tokens are audited, by numbers of their place (a document and a position, say); None for none."""
     if rate <= 0:
         return None
     with np.errstate(over="ignore"):
@@ -142,12 +143,9 @@ def sample(rate: float, *place: Ints | int) -> Mask | None:
 
 
 def compare(everything: Any, alert: Any, active: Mask) -> dict[str, Ints]:
-    """Of n tokens what all their scores `[n, P]` say about the active set `[n, P]`: top_missed, firing and
-    firing_missed `[n]`.
-    """
+    """Compare all scores `[n, P]` of n tokens with active sets `[n, P]`: top_missed, firing, firing_missed `[n]`."""
     k = min(TOP, everything.shape[1])
-    # A stable sort of the negated scores: ties to the lower number.
-    best = np.argsort(-everything, axis=1, kind="stable")[:, :k]
+    best = np.argsort(-everything, axis=1, kind="stable")[:, :k]  # stable: ties to the lower number
     fires = everything > alert
     return {
         "top_missed": k - np.take_along_axis(active, best, axis=1).sum(axis=1),
@@ -157,8 +155,8 @@ def compare(everything: Any, alert: Any, active: Mask) -> dict[str, Ints]:
 
 
 def _mixed(x: Any) -> Any:
-    """Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators": the finaliser of SplitMix64, after
-    its increment.
+    """Mix by the increment and the finaliser of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom
+    number generators").
     """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

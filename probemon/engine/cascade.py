@@ -1,4 +1,4 @@
-"""The descent of the hierarchy: which probes are active, fired and retained. Pure functions over arrays.
+"""The rule of the descent says which probes are active, fired and retained. Pure functions over arrays.
 
     plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
     step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.plan import CascadePlan
@@ -31,7 +30,7 @@ PairRequests = Generator[tuple[Ints, Ints], Floats, T]
 
 @dataclass(frozen=True)
 class Descent:
-    """One descent of N rows: `active`, `dropped` `[N, P]` bool and `scores [N, P]` fp32, 0 where not active."""
+    """Holds a descent of N rows: `active`, `dropped` `[N, P]` bool and `scores [N, P]` fp32, 0 where not active."""
 
     active: Mask
     dropped: Mask
@@ -46,7 +45,7 @@ def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScoreP
 
 
 def answer(asking: PairRequests[T], score: ScorePairs) -> T:
-    """What comes of it when every pair that it asks for is scored by `score`."""
+    """Score by `score` every pair that is asked for, and return the result."""
     try:
         pairs = next(asking)
         while True:
@@ -57,7 +56,7 @@ def answer(asking: PairRequests[T], score: ScorePairs) -> T:
 
 
 def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> PairRequests[Descent]:
-    """`descend`, for whom it asks: the pairs of one round are yielded at once."""
+    """Descend as `descend` does, and yield the pairs of each round to be scored."""
     scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
 
     def fill(which: Mask) -> PairRequests[None]:
@@ -72,9 +71,7 @@ def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> 
 
 
 def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
-    """The same sets from the scores of every probe `[N, P]` (path scores under the path rule): the rule without the
-    search.
-    """
+    """Find the same sets without a search, from the scores of every probe `[N, P]`: path scores under the path rule."""
 
     def known(which: Mask) -> PairRequests[None]:
         yield from ()
@@ -90,7 +87,7 @@ def _nobody(rows: Ints, probes: Ints) -> Floats:
 def _rounds(
     plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], PairRequests[None]]
 ) -> PairRequests[tuple[Mask, Mask]]:
-    """Active and dropped probes; `fill(mask)` makes the scores of newly active ones present in `scores`."""
+    """Return active and dropped probes; `fill(mask)` puts the scores of newly active ones into `scores`."""
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
     if retained is not None:
@@ -120,10 +117,8 @@ def _rounds(
     return active, dropped
 
 
-def _admit(
-    plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: Floats, dropped: Mask
-) -> npt.NDArray[np.bool_]:
-    """Best first by the best expanding parent's score, ties to the lower id; marks in `dropped` what did not fit."""
+def _admit(plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: Floats, dropped: Mask) -> Mask:
+    """Admit by the best expanding parent's score, ties to the lower id; mark in `dropped` those that did not fit."""
     tree = plan.tree
     candidates = np.flatnonzero(new)
     best = np.asarray([scores[[p for p in tree.parents(c) if expanded[p]]].max() for c in candidates.tolist()])
@@ -141,8 +136,8 @@ def _admit(
 
 
 def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints]:
-    """Active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; how many were
-    dropped `[N]`.
+    """Return active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; and how
+    many were dropped `[N]`.
     """
     rows, probes = np.nonzero(step.active)
     values = step.scores[rows, probes]
@@ -151,7 +146,7 @@ def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints
 
 
 def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
-    """The next step's retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
+    """Return the next retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
     config = plan.config
     kept = step.active[rows] & ~plan.exempt
     released = np.zeros(len(kept), dtype=np.int64)

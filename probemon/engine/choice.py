@@ -1,6 +1,6 @@
-"""Which strategy evaluates states faster here: measured, since it depends on the machine, the pack and the rule.
+"""A trial measures which strategy is faster, since that depends on the machine, the pack and the rule.
 
-    choice = measured(trial, plan, exhaustive_pays)
+    choice = Trial(pack, inputs, scores, descend).choose(plan)
     choice.step, choice.batch, choice.why      # "descent", "exhaustive", "measured on golden states: ..."
 
 `descent` scores a probe when the hierarchy reaches it, `exhaustive` scores every probe and applies the rule to the
@@ -32,7 +32,7 @@ _EXHAUSTIVE_BYTES = 32 << 20  # weights read in a trial of exhaustive evaluation
 
 @dataclass(frozen=True)
 class Choice:
-    """How states are evaluated: `step` for a token of a few rows, `batch` for many tokens, `why` in words."""
+    """Names the strategy of a `step`, a token of a few rows, and of a `batch` of many tokens; `why` in words."""
 
     step: str
     batch: str
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured: a pack, its inputs and scores, and `descend(plan, inputs)`, which evaluates by descent."""
+    """Measures a pack, with its inputs and scores; `descend(plan, inputs)` evaluates by descent."""
 
     pack: ProbePack
     inputs: InputMaker
@@ -65,7 +65,7 @@ class Trial:
             size = (BATCH, self.pack.architecture.hidden_size)
             random = [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in sites]
             states, kind = dict(zip(sites, random, strict=True)), "random"
-        # What other packs of the arena read has to be there, and is not asked for.
+        # Packs that share the arena read other sites: these have to be there, whatever is in them.
         return {spec.site: next(iter(states.values())) for spec in self.inputs.specs} | states, kind
 
     def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
@@ -92,7 +92,7 @@ class Trial:
 
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:
-    """Median seconds of each, in one round-robin run after a warm-up; fewer rounds where a round is slow."""
+    """Return median seconds of each, in a round robin after a warm-up; fewer rounds where a round is slow."""
     taken: list[list[float]] = [[] for _ in trials]
     begin = time.perf_counter()
     for repeat in range(_REPEATS + 1):

@@ -1,4 +1,4 @@
-"""Outcome: what comes of evaluating N states, and how a descent becomes one.
+"""OutcomeMaker turns the descents of N states into an Outcome.
 
     maker = OutcomeMaker(pack, block_of)
     outcome = maker.of(plan, step, inputs.largest, retained, keep)     # step: a Descent of N states
@@ -25,10 +25,10 @@ from probemon.packs.pack import ProbePack
 
 @dataclass(frozen=True)
 class Outcome:
-    """N states evaluated: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts `[N]`, and
-    the next retained sets `kept`.
+    """Holds what came of N states: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts
+    `[N]`, and the next retained sets `kept`.
 
-    `unseen [N]`: SEEN, or why a state has no scores (`probemon.core.inputs`); it has no active probes then.
+    `unseen [N]`: SEEN, or why a state has no scores, and so no active probes (`probemon.core.inputs`).
     """
 
     ptr: Ints
@@ -62,13 +62,13 @@ class OutcomeMaker:
         late: Mask | None = None,
         everything: bool = False,
     ) -> Outcome:
-        """The outcome of a descent of states with these largest inputs, and what the states `keep` retain.
+        """Make the outcome of a descent of states with these largest inputs; the states `keep` retain something.
 
         `late [N, P]`: probes whose weights were not there. `everything`: every probe was evaluated.
         """
         n = len(step.active)
         if late is not None:
-            # What is scored by a parent whose weights are not there is late as well.
+            # A path score over a late parent is late as well.
             late = np.asarray(late | (step.active & np.isnan(step.scores) & late.any(axis=1, keepdims=True)))
             step.active[late], step.scores[late] = False, 0
         unseen = self.take_out_unseen(step, largest)
@@ -86,29 +86,27 @@ class OutcomeMaker:
         )
 
     def fired(self, probes: Any, values: Floats) -> Mask:
-        """Which of these scores are over their alert thresholds."""
+        """Say which of these scores are over their alert thresholds."""
         return np.asarray(values > self._alert[probes])
 
     def beyond(self, largest: Floats, n: int, rows: Ints, probes: Ints) -> Mask:
-        """Of pairs `[M]` of N states and probes whose weights were looked at: where sums may overflow, so that there is
-        no score.
+        """Say which of M pairs of N states and checked probes have no score, because their sums may overflow.
 
-        `largest [I * N]` of the prepared inputs. It follows from the input and the weights alone, not from what came
-        out: implementations add up in different orders, and what overflows in one order need not in another.
+        `largest [I * N]` of the prepared inputs and the weights decide it alone: implementations add up in different
+        orders, and what overflows in one order need not in another.
         """
         return np.asarray(largest[self._block_of[probes] * n + rows] > self._pack.input_limit[probes])
 
     def is_small(self, largest: Floats) -> bool:
-        """Whether all inputs are so small that no probe that was looked at can overflow."""
+        """Say whether all inputs are so small that no checked probe can overflow."""
         # In fp64: rounded to fp32 a limit may be infinite, or 0. NaN is not small.
         return float(largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf
 
     def take_out_unseen(self, step: Descent, largest: Floats) -> Ints:
-        """Why each state has no scores, if it has none: by its input, or because an active probe has none. Such states
-        lose their active and dropped probes.
+        """Say why each state has no scores, if it has none: by its input, or because an active probe has none. Such
+        states lose their active and dropped probes.
 
-        A descent goes wrong only after such a probe has become active, and what is active stays so: all ways of
-        evaluating agree on the states.
+        A descent goes wrong only after such a probe became active, and it stays so: all ways agree on the states.
         """
         n = len(step.active)
         if self.is_small(largest):

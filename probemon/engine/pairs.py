@@ -1,11 +1,11 @@
-"""PairScorer: scores of (hidden state, probe) pairs over one arena, wherever it holds the probes.
+"""PairScorer scores pairs of hidden state and probe, wherever an arena holds the probes.
 
     scorer = PairScorer([pack], arena, device, impl, resident=True)
     inputs = scorer.inputs.make({"resid_post.15": hidden})        # hidden [N, D]
     scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
 
-Packs of one architecture and dtype may share an arena: their probes are numbered there one pack after another, what
-they read is prepared once, and pairs of all of them are scored by one call.
+Packs of one architecture and dtype may share an arena: it numbers their probes one pack after another, what they read
+is prepared once, and one call scores pairs of all of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from probemon.packs.pack import ProbePack
 
 
 class PairScorer:
-    """`arena` holds the probes of `packs`, one pack after another; `specs`: what they read, each once; `late`: nobody
-    waits for weights.
+    """Scores pairs over `arena`, which holds the probes of `packs`, one pack after another.
+
+    `resident`: whether it holds all of them.
+    `late`: nobody waits for weights.
+    `prefetch`: the margin of score under which a probe's children are fetched.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class PairScorer:
         )
 
     def score(self, values: Tensor, at: Ints, probes: Ints) -> Floats:
-        """Own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, probes as the arena numbers them."""
+        """Return own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, the arena's numbers of probes."""
         with self.arena.lock:
             if self.resident:
                 for _ in self.arena.waves(probes):
@@ -73,8 +76,9 @@ class PairScorer:
             return scores
 
     def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
-        """`score` that waits for no weights: NaN where they are not there, which of the pairs these are, and they are
-        fetched in the background.
+        """Score without waiting for weights: NaN where they are not there yet, and which pairs these are.
+
+        Missing weights are fetched in the background.
         """
         assert isinstance(self.arena, PagedArena) and self.fetcher is not None
         self.fetcher.raise_error()
@@ -104,7 +108,7 @@ class PairScorer:
             )
 
     def background_errors(self) -> list[Exception]:
-        """What loads in the background met and nobody was told yet."""
+        """Return the errors of loading in the background that were not raised or returned yet."""
         return [
             error
             for fetcher in (self.fetcher, self.prefetcher)
@@ -118,7 +122,7 @@ class PairScorer:
 
 
 class PackScores:
-    """Own scores of the probes of one pack, which the scorer's arena numbers from `first` on."""
+    """Scores the probes of one pack, which the scorer's arena numbers from `first` on."""
 
     def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
         self._pack, self._scorer, self._first = pack, scorer, first
@@ -128,9 +132,9 @@ class PackScores:
         self.prefetches, self.prefetch_margin = scorer.prefetcher is not None, scorer.prefetch
 
     def of(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask | None = None) -> Floats:
-        """Own scores `[M]` fp32 of M (state, probe) pairs, each pair once.
+        """Return own scores `[M]` fp32 of M (state, probe) pairs, each pair once.
 
-        With `late [N, P]` no weights are waited for: NaN where they are not there, marked in `late`.
+        Given `late [N, P]`, it waits for no weights: a score is NaN, and marked in `late`, where they are not there.
         """
         at, numbers = self.numbered(len(inputs), rows, probes)
         if late is None:
@@ -140,13 +144,14 @@ class PackScores:
         return scores
 
     def numbered(self, n: int, rows: Ints, probes: Ints) -> tuple[Ints, Ints]:
-        """Pairs of N states and this pack's probes, as the scorer numbers inputs and probes."""
+        """Number pairs of N states and this pack's probes as the scorer numbers inputs and probes."""
         at = self.block_of[probes] * n + rows if len(self._scorer.inputs.specs) > 1 else rows
         return at, probes + self._first if self._first else probes
 
     def late(self, n: int, retained: Mask | None) -> Mask | None:
-        """Where to mark what is late of N states. None where weights are waited for, as for a prompt: nothing of it
-        would be there yet.
+        """Return a mask `[N, P]` to mark late pairs in, or None where weights are waited for.
+
+        They are for a prompt, of which nothing would be there yet.
         """
         waits = self._scorer.fetcher is None or retained is None
         return None if waits else np.zeros((n, self._pack.n_probes), dtype=bool)
@@ -156,12 +161,12 @@ class PackScores:
         self._scorer.prefetch_probes(sorted({self._first + int(probe) for probe in probes}))
 
     def weights(self) -> dict[str, Tensor]:
-        """The pack's weights, where the arena holds all of them."""
+        """Return the pack's weights, of which the arena holds all."""
         own = slice(self._first, self._first + self._pack.n_probes)
         return {name: tensor[own] for name, tensor in self._scorer.arena.weights.items()}
 
     def check_weights(self) -> None:
-        """Look at all weights of the pack, as at their first use."""
+        """Check all weights of the pack, as at their first use."""
         for _ in self._scorer.arena.waves(np.arange(self._pack.n_probes) + self._first):
             pass
 

@@ -1,4 +1,4 @@
-"""Scorer: composes packs, arenas and kernels into scores; what runs and corpora call.
+"""Scorer composes packs, arenas and kernels into scores; runs and corpora call it.
 
 scorer = Scorer(ProbePack.open(path), keep_top_k=30)
 state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
@@ -39,9 +39,7 @@ Plan = CascadePlan | JointPlan
 
 
 class Scorer:
-    """Scores hidden states with a pack, or several, descending their hierarchies. The settings are those of
-    `probemon.manager.DynamicProbeManager`.
-    """
+    """Scores hidden states with a pack, or several. Settings are those of `probemon.manager.DynamicProbeManager`."""
 
     def __init__(
         self,
@@ -73,14 +71,8 @@ class Scorer:
         )
         self.report_top_k = max(config.report_top_k for config in configs)
         self.audit_rate = check_rate(audit_rate)
-        self._made_with = {
-            "arena_bytes": arena_bytes,
-            "cache_bytes": cache_bytes,
-            "late": late,
-            "prefetch": prefetch,
-            "audit_rate": self.audit_rate,
-            **settings,
-        }
+        memory = {"arena_bytes": arena_bytes, "cache_bytes": cache_bytes, "late": late, "prefetch": prefetch}
+        self._arguments: dict[str, Any] = {**memory, "audit_rate": self.audit_rate, **settings}
         self.device = check_device(device)
         self.impl, self.impl_why = choose_for([part.pack for part in self._parts], impl, self.device)
         self._alert = self.pack.alert_threshold.numpy()
@@ -107,27 +99,20 @@ class Scorer:
         self.strategy = self.engine.choose(self.plan, strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and unpickled, a manager is made anew of the same packs, with the kernel and the strategy that were
-        chosen; nothing is measured again.
+        """Make a copied or unpickled manager anew of the same packs, with the kernel and the strategy that were chosen;
+        nothing is measured again.
         """
-        engines = self.engine.engines if isinstance(self.engine, JointEngine) else [self.engine]
-        choices = self.strategy, [engine.choice for engine in engines if isinstance(engine, Engine)]
-        return _made_again, (
-            type(self),
-            self.pack,
-            {**self._made_with, "device": str(self.device), "impl": self.impl},
-            self.impl_why,
-            choices,
-        )
+        arguments = {**self._arguments, "device": str(self.device), "impl": self.impl}
+        choices = self.strategy, [engine.choice for engine in _engines_in(self.engine)]
+        return _rebuilt, (type(self), self.pack, arguments, self.impl_why, choices)
 
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
-        """The plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
+        """Return the plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
         if not isinstance(self.pack, PackGroup):
             return self._parts[0].plan_with(extra)
         own = self.pack.split([self.pack.find(concept) for concept in extra])
-        return JointPlan.of(
-            self.pack, [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)]
-        )
+        plans = [part.plan_with(more.tolist()) for part, more in zip(self._parts, own, strict=True)]
+        return JointPlan.of(self.pack, plans)
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
@@ -135,17 +120,17 @@ class Scorer:
         A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
         """
         inputs = self.engine.inputs(self._sites(hidden))
-        n = len(inputs)
+        n, shape = len(inputs), (len(inputs), self.pack.n_probes)
         if state is not None and not isinstance(state, RowState):
             raise ConfigError(
                 f"state is {type(state).__name__}: give None to begin, or the RowState that the last step returned"
             )
-        if state is not None and (state.retained.shape != (n, self.pack.n_probes) or state.retained.dtype != np.bool_):
+        retained = np.zeros(shape, dtype=bool) if state is None else state.retained
+        if retained.shape != shape or retained.dtype != np.bool_:
             raise ConfigError(
-                f"state holds {state.retained.dtype} {list(state.retained.shape)}, hidden {n} rows: give a state of"
-                f" bool [{n}, {self.pack.n_probes}]"
+                f"state holds {retained.dtype} {list(retained.shape)}, hidden {n} rows: give a state of"
+                f" bool {list(shape)}"
             )
-        retained = np.zeros((n, self.pack.n_probes), dtype=bool) if state is None else state.retained
         scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n))
         return RowState(kept), scores
 
@@ -157,26 +142,20 @@ class Scorer:
         """
         sites = self._sites(hidden)
         n_tokens = len(next(iter(sites.values())))
-        n_prompt = (
-            n_tokens
-            if prompt_len is None
-            else check_count(
-                "prompt_len", prompt_len, most=n_tokens, remedy=f"give a number of the document's {n_tokens} tokens"
-            )
-        )
+        if prompt_len is None:
+            prompt_len = n_tokens
+        remedy = f"give a number of the document's {n_tokens} tokens"
+        n_prompt = check_count("prompt_len", prompt_len, most=n_tokens, remedy=remedy)
         state, parts = self.score_prompt(self.plan, {site: x[:n_prompt] for site, x in sites.items()}, [n_prompt - 1])
         kept = state if n_prompt else np.zeros((1, self.pack.n_probes), dtype=bool)
+        row = RowState(kept)
         for t in range(n_prompt, n_tokens):
-            row = RowState(kept)
             row, scores = self.step(row, {site: x[t : t + 1] for site, x in sites.items()})
-            kept = row.retained
             parts.append(scores)
         return Scores.join(parts, self.pack.n_probes, self.report_top_k)
 
     def score_all(self, hidden: Hidden) -> Tensor:
-        """Every probe's score, fp32 [T, P], for audits and tests; NaN rows where an input is no number, and NaN where a
-        score is none.
-        """
+        """Return every probe's score, fp32 [T, P]: NaN rows where an input is no number, NaN where a score is none."""
         sites = self._sites(hidden)
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         parts = [torch.empty(0, self.pack.n_probes, dtype=torch.float32, device="cpu")]
@@ -187,7 +166,7 @@ class Scorer:
             parts.append(torch.from_numpy(scores))
         return torch.cat(parts)
 
-    # -- for the monitor run: a plan of its own, several rows in one batch ------------------------
+    # -- for runs: a plan of their own, several rows in one batch ---------------------------------
 
     def score_prompt(
         self,
@@ -198,19 +177,18 @@ class Scorer:
         audit: Mask | None = None,
         strategy: str | None = None,
     ) -> tuple[Mask, list[Scores]]:
-        """Memoryless scores of many tokens `[N, D]`, and the retained sets `[len(last), P]` of some of them.
+        """Score many tokens `[N, D]` memorylessly, and return the retained sets `[len(last), P]` of the tokens `last`.
 
-        `audit [N]`: which tokens have every probe evaluated too; `strategy` overrides the choice.
+        `audit [N]`: which tokens have every probe evaluated too. `strategy` overrides the choice.
         """
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
-        wanted, parts = np.asarray(last, dtype=np.int64), []
+        keep, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
             inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
-            in_batch = np.flatnonzero((wanted >= at) & (wanted < at + size))
-            scores, kept[in_batch] = self.evaluate(
-                plan, inputs, None, wanted[in_batch] - at, None if audit is None else audit[at : at + size], strategy
-            )
+            in_batch = np.flatnonzero((keep >= at) & (keep < at + size))
+            some = None if audit is None else audit[at : at + size]
+            scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy)
             parts.append(scores)
         return kept, parts
 
@@ -223,7 +201,7 @@ class Scorer:
         audit: Mask | None = None,
         strategy: str | None = None,
     ) -> tuple[Scores, Mask]:
-        """Scores of N states that start from `retained` (None: memoryless), and the next retained sets of the states
+        """Score N states that start from `retained` (None: memoryless), and return the next retained sets of the states
         `keep`.
         """
         outcome = self.engine.evaluate(plan, inputs, retained, keep, strategy)
@@ -239,7 +217,7 @@ class Scorer:
         return BegunStep(self, outcome, self._audited(inputs, outcome, audit))
 
     def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
-        """What every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
+        """Count what every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
         at = np.flatnonzero(audit & (outcome.unseen == SEEN))
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
         for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
@@ -252,12 +230,12 @@ class Scorer:
         return counts
 
     def scores_of(self, outcome: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
-        """An outcome as scores, with what they cover, and the next retained sets."""
+        """Turn an outcome into scores, with what they cover, and the next retained sets."""
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
         if outcome.unseen.any():
             not_reached = np.where(outcome.unseen == SEEN, not_reached, 0)
-            unseen = tuple(self._reasons[why] for why in outcome.unseen.tolist())
+            unseen = tuple(self._reasons[reason] for reason in outcome.unseen.tolist())
         coverage = Coverage(
             n_probes=p,
             active=outcome.n_active,
@@ -310,7 +288,7 @@ class Scorer:
 
 
 class BegunStep:
-    """A step of rows that was begun by `Scorer.begin`."""
+    """Waits for a step of rows that `Scorer.begin` began."""
 
     def __init__(self, scorer: Scorer, step: Outcome | StepUnderWay, audited: Mapping[str, Ints] | None = None) -> None:
         self._scorer, self._step, self._audited = scorer, step, audited
@@ -321,15 +299,17 @@ class BegunStep:
         return self._scorer.scores_of(outcome, self._audited)
 
 
-def _made_again(
+def _rebuilt(
     kind: type[Scorer], pack: AnyPack, arguments: Mapping[str, Any], impl_why: str, choices: tuple[Choice, list[Choice]]
 ) -> Scorer:
     manager = kind(pack, strategy="descent", **arguments)
     manager.impl_why = impl_why
     manager.strategy, own = choices
     manager.engine.choice = manager.strategy
-    for engine, choice in zip(
-        manager.engine.engines if isinstance(manager.engine, JointEngine) else [manager.engine], own, strict=True
-    ):
+    for engine, choice in zip(_engines_in(manager.engine), own, strict=True):
         engine.choice = choice
     return manager
+
+
+def _engines_in(evaluator: Evaluator) -> Sequence[Evaluator]:
+    return evaluator.engines if isinstance(evaluator, JointEngine) else [evaluator]

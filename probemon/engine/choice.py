@@ -65,7 +65,7 @@ class Trial:
             size = (BATCH, self.pack.architecture.hidden_size)
             random = [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in sites]
             states, kind = dict(zip(sites, random, strict=True)), "random"
-        # Packs that share the arena read other sites: these have to be there, whatever is in them.
+        # Sites that only other packs of the arena read have to be there, whatever is in them.
         return {spec.site: next(iter(states.values())) for spec in self.inputs.specs} | states, kind
 
     def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
@@ -93,14 +93,14 @@ class Trial:
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:
     """Return median seconds of each, in a round robin after a warm-up; fewer rounds where a round is slow."""
-    taken: list[list[float]] = [[] for _ in trials]
+    seconds: list[list[float]] = [[] for _ in trials]
     begin = time.perf_counter()
     for repeat in range(_REPEATS + 1):
-        for trial, times in zip(trials, taken, strict=True):
+        for trial, times in zip(trials, seconds, strict=True):
             start = time.perf_counter()
             trial()
             if repeat:
                 times.append(time.perf_counter() - start)
         if repeat and time.perf_counter() - begin > 0.5:
             break
-    return [statistics.median(times) for times in taken]
+    return [statistics.median(times) for times in seconds]

@@ -2,8 +2,8 @@
 
     steps = DeviceSteps(cascade)
     with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
-        under_way = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
-    results = under_way.wait()                      # numpy arrays
+        pending = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
+    results = pending.wait()                      # numpy arrays
 
 After a few steps of one size the descent is captured as a graph, which is replayed from then on. Results are copied to
 pinned memory. Retained sets stay on the device for the next step, which uploads them only where it is given others.
@@ -26,7 +26,7 @@ from torch import Tensor
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import largest_values
 from probemon.core.scores import Floats
-from probemon.engine.kernels.triton_cascade import DeviceCascade, Found
+from probemon.engine.kernels.triton_cascade import DeviceCascade, DeviceDescent
 
 LOG = logging.getLogger("probemon")
 _WARM = 3  # steps of one size before it is captured: Triton compiles in the first
@@ -36,7 +36,7 @@ _ENQUEUEING = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Arrived:
+class StepResults:
     """Holds, of N states and on the host, active probes and scores state by state, `ptr [N+1]`; `kept [N, P]`;
     `overflowed [N]`; `largest [I * N]`, as `Inputs.largest`.
     """
@@ -79,7 +79,7 @@ class DeviceSteps:
                     if x.device == self._side.device:
                         x.record_stream(self._side)  # its memory is not given to others before we have read it
 
-    def enqueue(self, x: Tensor, retained: Mask) -> UnderWay:
+    def enqueue(self, x: Tensor, retained: Mask) -> PendingResults:
         """Begin a step of states x `[I * N, D]` from retained sets `[N, P]`."""
         n = len(retained)
         key = (n, len(x), x.dtype)
@@ -89,22 +89,22 @@ class DeviceSteps:
             at = next((i for i in reversed(range(len(free))) if np.array_equal(free[i].kept, retained)), len(free) - 1)
             buffers = free.pop(at) if free else _Buffers(self.cascade, x, n, self._n_probes)
         buffers.run(self, x, retained)
-        return UnderWay(self, key, buffers)
+        return PendingResults(self, key, buffers)
 
     def _give_back(self, key: tuple[int, int, torch.dtype], buffers: _Buffers) -> None:
         with self._lock:
             self._free[key].append(buffers)
 
 
-class UnderWay:
+class PendingResults:
     """Waits for the results of a step."""
 
     def __init__(self, steps: DeviceSteps, key: tuple[int, int, torch.dtype], buffers: _Buffers) -> None:
         self._steps, self._key, self._buffers = steps, key, buffers
 
-    def wait(self) -> Arrived:
+    def wait(self) -> StepResults:
         """Return the results, once they are there; call it once."""
-        results = self._buffers.arrived()
+        results = self._buffers.results()
         self._steps._give_back(self._key, self._buffers)
         return results
 
@@ -117,7 +117,7 @@ class _Buffers:
         with torch.inference_mode(False):  # else they could not be written outside of that mode
             self._cascade, self._x = cascade, torch.zeros(x.shape, dtype=x.dtype, device=device)
             self._before = torch.full((n, cascade.n_kept), -1, dtype=torch.int32, device=device)
-        self._found: tuple[Found, Tensor] | None = None
+        self._results: tuple[DeviceDescent, Tensor] | None = None
         self._host: list[Tensor] = []
         self._graph: Any = None
         self._done: Any = torch.cuda.Event() if device.type == "cuda" else None
@@ -133,10 +133,10 @@ class _Buffers:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self._found = self._descend()
+            self._results = self._descend()
         self._n_runs += 1
-        assert self._found is not None
-        sets, largest = self._found
+        assert self._results is not None
+        sets, largest = self._results
         results = [sets.count, sets.ids, sets.scores, sets.kept, sets.overflowed, largest]
         if not self._host:
             with torch.inference_mode(False):
@@ -146,7 +146,7 @@ class _Buffers:
         if cuda:
             self._done.record()
 
-    def _descend(self) -> tuple[Found, Tensor]:
+    def _descend(self) -> tuple[DeviceDescent, Tensor]:
         n = len(self._before)
         sets = self._cascade.descend(self._x, n, self._before)
         return sets, largest_values(self._x)
@@ -167,14 +167,14 @@ class _Buffers:
             LOG.warning("the descent could not be captured as a graph (%s): it is launched kernel by kernel", why)
             steps.captures = False
             return
-        self._graph, self._found = graph, results
+        self._graph, self._results = graph, results
         steps.n_captured += 1
 
     def _take(self, steps: DeviceSteps, retained: Mask) -> None:
-        if self._found is not None and np.array_equal(self.kept, retained):
-            self._before.copy_(self._found[0].kept)
+        if self._results is not None and np.array_equal(self.kept, retained):
+            self._before.copy_(self._results[0].kept)
             return
-        if self._found is None and not retained.any():
+        if self._results is None and not retained.any():
             return
         steps.n_uploaded += 1
         rows, probes = np.nonzero(retained)
@@ -182,7 +182,7 @@ class _Buffers:
         before[rows, np.arange(len(rows)) - np.searchsorted(rows, rows)] = probes
         self._before.copy_(torch.from_numpy(before))
 
-    def arrived(self) -> Arrived:
+    def results(self) -> StepResults:
         if self._done is not None:
             self._done.synchronize()
         count, ids, scores, kept, overflowed, largest = (tensor.numpy() for tensor in self._host)
@@ -193,4 +193,4 @@ class _Buffers:
         keeps = kept >= 0
         self.kept[np.nonzero(keeps)[0], kept[keeps]] = True
         ptr = np.concatenate([[0], np.cumsum(count)])
-        return Arrived(ptr, ids[filled][order], scores[filled][order], self.kept, overflowed != 0, largest.copy())
+        return StepResults(ptr, ids[filled][order], scores[filled][order], self.kept, overflowed != 0, largest.copy())

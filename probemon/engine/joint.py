@@ -74,8 +74,8 @@ class JointInputs:
 
     def take(self, which: Ints) -> JointInputs:
         """Take some of the states."""
-        taken = {id(part): part.take(which) for part in _distinct(self.parts)}
-        return JointInputs(tuple(taken[id(part)] for part in self.parts))
+        parts = {id(part): part.take(which) for part in _distinct(self.parts)}
+        return JointInputs(tuple(parts[id(part)] for part in self.parts))
 
 
 class JointEngine:

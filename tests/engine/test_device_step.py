@@ -9,7 +9,7 @@ from test_arena import same
 
 from conftest import EOS, HIDDEN, make_model, make_pack
 from probemon import DynamicProbeManager
-from probemon.engine.device_steps import UnderWay
+from probemon.engine.device_steps import PendingResults
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]])
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
@@ -102,13 +102,13 @@ def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
 def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forward(model, pack, monkeypatch):
     """The results of a step are waited for once the decoder is through, and before anything of the next forward."""
     mine, theirs = managers(pack)
-    log, real = [], UnderWay.wait
+    log, real = [], PendingResults.wait
 
     def wait(self):
         log.append("read")
         return real(self)
 
-    monkeypatch.setattr(UnderWay, "wait", wait)
+    monkeypatch.setattr(PendingResults, "wait", wait)
     expected = []
     for manager in (mine, theirs):
         handles = [

@@ -55,7 +55,7 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
         return "cpu", "numba is not installed (probemon[cpu])"
     slots = torch.arange(min(_TRIAL, len(weights["w1"])), device="cpu")
     hidden, rows = torch.zeros(1, weights["w1"].shape[2], dtype=torch.float32, device="cpu"), torch.zeros_like(slots)
-    taken: dict[str, float] = {}
+    fastest: dict[str, float] = {}
     for impl in ("numba", "cpu"):
         score_probes(hidden, weights, rows, slots, impl=impl)  # numba may have to compile
         seconds = []
@@ -63,9 +63,9 @@ def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[st
             begin = time.perf_counter()
             score_probes(hidden, weights, rows, slots, impl=impl)
             seconds.append(time.perf_counter() - begin)
-        taken[impl] = min(seconds)
-    best, other = sorted(taken, key=lambda impl: taken[impl])
-    times = f"{taken[best] * 1e3:.2f} ms for {len(slots)} probes against {taken[other] * 1e3:.2f} ms by {other}"
+        fastest[impl] = min(seconds)
+    best, other = sorted(fastest, key=lambda impl: fastest[impl])
+    times = f"{fastest[best] * 1e3:.2f} ms for {len(slots)} probes against {fastest[other] * 1e3:.2f} ms by {other}"
     return best, f"measured: {times}"
 
 

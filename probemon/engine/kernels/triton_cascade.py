@@ -1,8 +1,8 @@
 """DeviceCascade descends a hierarchy on a GPU in one go: the host is asked nothing in between.
 
     cascade = DeviceCascade(plan, weights, input_of)
-    found = cascade.descend(x, n_states, retained)     # enqueues every launch; Found holds device tensors
-    found.overflowed.any()  # these states have more active probes than fit: the exact path must descend them
+    step = cascade.descend(x, n_states, retained)      # enqueues every launch; a DeviceDescent holds device tensors
+    step.overflowed.any()   # these states have more active probes than fit: they are descended again elsewhere
 
 `_begin` lists the probes that are active from the start. Then two kernels take turns: `_score` scores the newest
 entries of each state's list, `_expand` turns their scores into path scores, marks the children of those that open and
@@ -62,8 +62,8 @@ def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP):
     first = tl.load(ptr_ptr + ids, mask=valid, other=0)
     length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
     for e in range(0, tl.max(length, axis=0)):
-        here = e < length
-        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + first + e, mask=here, other=0), here, n, CAP)
+        linked = e < length
+        n = _append(ids_ptr, mark_ptr, tl.load(idx_ptr + first + e, mask=linked, other=0), linked, n, CAP)
     return n
 
 
@@ -153,10 +153,9 @@ def _expand(
                 last = tl.load(parent_ptr + ids + 1, mask=inside, other=0)
                 best = tl.full((BLOCK,), -1.0, dtype=tl.float32)
                 for e in range(0, MOST_PARENTS):
-                    here = inside & (first + e < last)
-                    above = tl.load(
-                        score_ptr + tl.load(parent_idx + first + e, mask=here, other=0), mask=here, other=-1.0
-                    )
+                    linked = inside & (first + e < last)
+                    parent = tl.load(parent_idx + first + e, mask=linked, other=0)
+                    above = tl.load(score_ptr + parent, mask=linked, other=-1.0)
                     best = tl.where((above > best) | (above != above), above, best)
                 score = tl.where(first < last, score * best, score)
             tl.store(score_ptr + ids, score, mask=inside)
@@ -166,9 +165,8 @@ def _expand(
         for s in range(begin, count, BLOCK):
             inside = s + i < count
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
-            opens = inside & (
-                tl.load(score_ptr + ids, mask=inside, other=0.0) > tl.load(threshold_ptr + ids, mask=inside, other=0.0)
-            )
+            score = tl.load(score_ptr + ids, mask=inside, other=0.0)
+            opens = inside & (score > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
             n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP)
         if CLOSE and OPEN == 1:
             tl.debug_barrier()  # the new children are in the list
@@ -210,7 +208,7 @@ def _finish(
 
 
 @dataclass(frozen=True)
-class Found:
+class DeviceDescent:
     """Holds, of N states and on the device: `count [N]`; `ids` and `scores [N, CAP]` in no order; `kept [N, K]`, -1 for
     none; `overflowed [N]`.
     """
@@ -262,7 +260,7 @@ class DeviceCascade:
         """Whether a state's active probes are few enough to be sorted by one program."""
         return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
-    def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
+    def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
         """Enqueue the descent of x `[I * N, D]` in the pack's dtype, and wait for nothing. `retained [N, R]`: int32
         ids, -1 for none; one out of range counts as none.
         """
@@ -283,7 +281,7 @@ class DeviceCascade:
         with torch.cuda.device_of(x):  # Triton launches on the current device
             return self._descend(x, n_states, retained)
 
-    def _descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> Found:
+    def _descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
         weights, cap, n_probes = self._weights, self.cap, self._plan.tree.n
         _, h1, d = weights["w1"].shape
         n_layers = 1 + ("w2" in weights) + ("w3" in weights)
@@ -321,4 +319,4 @@ class DeviceCascade:
         _finish[(n_states,)](
             ids, score, count, self._exempt, out, kept, n_probes, cap, self.n_kept, self.keep, BLOCK_CAP=cap
         )
-        return Found(count, ids, out, kept, over)
+        return DeviceDescent(count, ids, out, kept, over)

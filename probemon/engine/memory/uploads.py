@@ -77,12 +77,12 @@ class Staged:
                 min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device
             )
         self._side, self._background = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self._under_way: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
+        self._pending: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
         self.n_copies = 0
 
     def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
         most = len(self._staging)
         for at in range(0, len(states), most):
             self._upload_staged(states[at : at + most], slots[at : at + most])
@@ -103,7 +103,7 @@ class Staged:
             copied = torch.cuda.Event()
             copied.record()
         reading.wait_event(copied)
-        self._under_way.append((copied, (records, where)))
+        self._pending.append((copied, (records, where)))
 
     def _enqueue(self, memory: list[Tensor], where: Tensor) -> None:
         for begin, end in runs_of(memory):
@@ -118,5 +118,5 @@ class Staged:
         return nullcontext() if self._background is None else torch.cuda.stream(self._background)
 
     def wait(self) -> None:
-        while self._under_way:
-            self._under_way.popleft()[0].synchronize()
+        while self._pending:
+            self._pending.popleft()[0].synchronize()

@@ -19,7 +19,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import SEEN, Inputs, unseen_inputs
 from probemon.core.plan import CascadePlan
 from probemon.engine.cascade import Descent, PairRequests, answer, descend_in_rounds
-from probemon.engine.device_steps import Arrived, DeviceSteps, UnderWay
+from probemon.engine.device_steps import DeviceSteps, PendingResults, StepResults
 from probemon.engine.kernels.triton_cascade import DeviceCascade
 from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.engine.pairs import PackScores
@@ -35,7 +35,7 @@ class DeviceStep:
     way: OnDevice
     plan: CascadePlan
     inputs: Inputs
-    results: UnderWay
+    results: PendingResults
     retained: Mask
     keep: Ints
 
@@ -93,7 +93,7 @@ class OnDevice:
         yield from ()  # it asks for nothing
         return self.evaluate(plan, inputs, retained, keep)
 
-    def outcome(self, plan: CascadePlan, inputs: Inputs, results: Arrived, retained: Mask, keep: Ints) -> Outcome:
+    def outcome(self, plan: CascadePlan, inputs: Inputs, results: StepResults, retained: Mask, keep: Ints) -> Outcome:
         """Make the outcome of a step's results. States that overflowed on the device are descended again, round by
         round, and counted in `n_overflowed`.
         """

@@ -1,9 +1,9 @@
 """DeviceSteps runs steps of a few rows on a GPU, beside the host model.
 
-    steps = DeviceSteps(cascade)
+    steps = DeviceSteps(cascade, n_probes)
     with steps.beside(hidden):                      # a stream of our own, from the tapped layer on
-        pending = steps.enqueue(x, retained)      # x [I * N, D], retained [N, P] bool; waits for nothing
-    results = pending.wait()                      # numpy arrays
+        pending = steps.enqueue(x, retained)        # x [I * N, D], retained [N, P] bool; waits for nothing
+    results = pending.wait()                        # numpy arrays
 
 After a few steps of one size the descent is captured as a graph, which is replayed from then on. Results are copied to
 pinned memory. Retained sets stay on the device for the next step, which uploads them only where it is given others.

@@ -39,11 +39,10 @@ BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memo
 
 
 class StepUnderWay(Protocol):
-    """A step that a device is at."""
+    """Waits for a step that a device is at."""
 
     def wait(self) -> Outcome:
         """Return the outcome, once it is there; call it once."""
-        ...
 
 
 class Evaluator(Protocol):
@@ -56,15 +55,12 @@ class Evaluator(Protocol):
 
     def inputs(self, hidden: Mapping[str, Tensor]) -> Any:
         """Normalise and round hidden states, `[N, D]` at every site."""
-        ...
 
     def everything(self, inputs: Any) -> Floats:
         """Return scores `[N, P]` fp32 of every probe, by its pack's score rule; NaN where there is none."""
-        ...
 
     def begin(self, plan: Any, hidden: Mapping[str, Tensor], retained: Mask, keep: Ints) -> Outcome | StepUnderWay:
         """Make a step of hidden states `[N, D]`, or begin it: a GPU makes it beside the host model."""
-        ...
 
     def evaluate(
         self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None
@@ -73,23 +69,18 @@ class Evaluator(Protocol):
 
         `strategy` overrides the choice.
         """
-        ...
 
     def batch_size(self) -> int:
         """Return how many states are worth evaluating at once."""
-        ...
 
     def choose(self, plan: Any, strategy: str) -> Choice:
         """Set `choice`: as asked, or by timing both on a pack's golden states (on random ones where it has none)."""
-        ...
 
     def check_room(self, plan: Any, what: str) -> None:
         """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
-        ...
 
     def background_errors(self) -> list[Exception]:
         """Return the errors of loading in the background that were not raised or returned yet."""
-        ...
 
 
 class Engine:

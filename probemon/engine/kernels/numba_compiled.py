@@ -24,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 Array = npt.NDArray[Any]
+_compiled = njit(cache=True, nogil=True)
 _LANES = 16
 _MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
 
@@ -106,7 +107,7 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
 _dot_1x1, _dot_1x4, _dot_4x4 = _dot_tile(1, 1), _dot_tile(1, 4), _dot_tile(4, 4)
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n: int, out: Array) -> None:
     """Compute `out[i * n_rows + j]`: weight row j from element `base` on, times the state from `x[x_at[i]]` on."""
     w_at, at, tile = np.empty(4, np.int64), np.empty(4, np.int64), np.empty(16, np.float32)
@@ -150,7 +151,7 @@ def _products(w: Array, base: int, n_rows: int, d: int, x: Array, x_at: Array, n
         j += 1
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _add_bias(z: Array, scale: Array, bias: Array, base: int, n_rows: int, n: int, rectify: bool) -> None:
     for i in range(n):
         for j in range(n_rows):
@@ -158,13 +159,13 @@ def _add_bias(z: Array, scale: Array, bias: Array, base: int, n_rows: int, n: in
             z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # a NaN stays a NaN
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _sigmoid(logit: np.float32) -> np.float32:
     # One element at a time, through fp64: no vector body whose tail would differ.
     return np.float32(1.0 / (1.0 + math.exp(-np.float64(logit))))
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _touch(w: Array, begin: int, end: int) -> int:
     """Read one value of every cache line, so that the rest is near when it is asked for."""
     total, stride = 0, 64 // w.itemsize
@@ -173,7 +174,7 @@ def _touch(w: Array, begin: int, end: int) -> int:
     return total
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
     """Compute `own[i * n_slots + k]`: the score of slot + k for the state at `x[x_at[i]]`. Only slots of linear probes
     are scored several at once.
@@ -201,7 +202,7 @@ def _score_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: in
         own[i] = _sigmoid(own[i])
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> None:
     """Score M pairs whose slots never fall, `out [M]`."""
     d = net[9]
@@ -216,7 +217,7 @@ def score_pairs(net: Any, x: Array, rows: Array, slots: Array, out: Array) -> No
         at += n
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _score_round(
     net: Any, x: Array, n_states: int, input_of: Array, pair_row: Array, pair_probe: Array, n_pairs: int, scores: Array
 ) -> None:
@@ -248,7 +249,7 @@ def _score_round(
         at += n
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores: Array) -> None:
     """Score every probe for every state."""
     n_probes, d, linear = scores.shape[1], net[9], net[12] == 1
@@ -268,7 +269,7 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, scores
         at += n
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row: int, probe: int) -> None:
     begin, end = parent_ptr[probe], parent_ptr[probe + 1]
     if begin < end:
@@ -280,7 +281,7 @@ def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row:
         scores[row, probe] *= best
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _add_ancestors(
     parent_ptr: Array, parent_idx: Array, active: Array, row: int, mark: Array, stamp: int,
     probes: Array, begin: int, end: int,
@@ -300,7 +301,7 @@ def _add_ancestors(
     return end
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _admit(
     parent_ptr: Array, parent_idx: Array, path_rule: bool, active: Array, dropped: Array, scores: Array, row: int,
     room: int, expanded: Array, stamp: int, probes: Array, begin: int, end: int,
@@ -346,7 +347,7 @@ def _admit(
     return end
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def descend(  # noqa: C901, PLR0915 (compiled as one)
     net: Any, child_ptr: Array, child_idx: Array, parent_ptr: Array, parent_idx: Array, input_of: Array, x: Array,
     start: Array, retained: Array, threshold: Array, path_rule: bool, max_rounds: int, most: int, everything: bool,
@@ -436,7 +437,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
                     scores[row, p] = 0
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> Any:
     """Return active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; and how
     many were dropped `[N]`.
@@ -459,7 +460,7 @@ def collect(active: Array, dropped: Array, scores: Array, alert: Array) -> Any:
     return ptr, probes, values, fired, n_dropped
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
     """Mark in `[len(rows), P]` the best `most` active probes of rows that are not `exempt`, ties to the lower id."""
     kept = np.zeros((len(rows), len(exempt)), np.bool_)

@@ -59,23 +59,18 @@ class Arena(Protocol):
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Yield positions in `probes` (distinct) and their slots by waves. Raises `ProbeLoadError`, `ArenaFull`."""
-        ...
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
         """Load these and never evict them until as many `unpin`. All or nothing."""
-        ...
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
         """Take one `pin` back."""
-        ...
 
     def stats(self) -> ArenaStats:
         """Return a snapshot."""
-        ...
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every slot holds what the arena believes it holds."""
-        ...
 
 
 class ResidentArena:

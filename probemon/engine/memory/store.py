@@ -33,7 +33,6 @@ class ProbeSource(Protocol):
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
         """Return copies of distinct probes' weights, as asked. Raises `ProbeLoadError`, naming the concept."""
-        ...
 
 
 class PackSource:

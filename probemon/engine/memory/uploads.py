@@ -29,18 +29,15 @@ class Upload(Protocol):
 
     def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
         """Enqueue `states[i]` into slot `slots[i]`."""
-        ...
 
     def wait(self) -> None:
         """Wait on the host until all that was enqueued has arrived."""
-        ...
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
         """Enqueue what the block uploads so that neither it nor the reading stream waits for the other.
 
         It is for a background thread, which waits itself, and holds the arena's lock, so that no slot is being read.
         """
-        ...
 
 
 def upload_to(weights: Mapping[str, Tensor], device: torch.device) -> Upload:

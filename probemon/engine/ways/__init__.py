@@ -21,7 +21,6 @@ class Way(Protocol):
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
         """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
-        ...
 
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
@@ -30,4 +29,3 @@ class Way(Protocol):
 
         Whoever scores them marks in `late` the pairs whose weights are not there.
         """
-        ...

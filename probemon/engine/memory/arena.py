@@ -122,7 +122,7 @@ class ResidentArena:
 
     @property
     def checked(self) -> Any:
-        """Which probes were checked, `[P]` bool. Whoever asks is about to read weights: raises `PackChanged`."""
+        """Which probes were checked, `[P]` bool. Whoever asks is about to read weights, so it raises `PackChanged`."""
         if self._unchanged is not None:
             self._unchanged()
         return self._checked

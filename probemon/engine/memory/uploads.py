@@ -36,7 +36,8 @@ class Upload(Protocol):
     def on_background_stream(self) -> AbstractContextManager[Any]:
         """Enqueue what the block uploads so that neither it nor the reading stream waits for the other.
 
-        It is for a background thread, which waits itself, and holds the arena's lock, so that no slot is being read.
+        It is for a background thread, which waits itself. It holds the arena's lock, as readers do until they have what
+        they read, so no slot is being read.
         """
 
 

@@ -33,7 +33,7 @@ class DynamicProbeManager(Scorer):
     """Scores hidden states with a pack, or several, descending their hierarchies.
 
     `device`: where weights and scores are.
-    `impl`: the kernel; None picks one, on a CPU by measuring (see `manager.impl_why`).
+    `impl`: the kernel; None picks one by the device (see `manager.impl_why`).
     Settings of `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
     unload_threshold, always_on, report_top_k, max_rounds. Where one is not given, the pack's recommendation holds.
     `arena_bytes`: bounds the weights held on the device (None: the whole pack stays there).

@@ -33,7 +33,7 @@ def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.devic
     Raises `KernelUnavailable`, `ConfigError`.
     """
     largest = max(packs, key=ProbePack.weight_bytes)
-    chosen, why = choose_impl(device, largest.weights) if impl is None else (impl, "as asked")
+    chosen, why = choose_impl(device, largest.dtype) if impl is None else (impl, "as asked")
     for pack in packs:
         try:
             check_impl(chosen, device, pack.dtype)

@@ -37,6 +37,7 @@ class Choice:
     step: str
     batch: str
     why: str
+    measured: bool = False  # so that another run on this machine may choose otherwise
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Trial:
         states, kind = self._states()
         step, step_why = self._faster(plan, self.inputs.make({site: x[:1] for site, x in states.items()}))
         batch, batch_why = self._faster(plan, self.inputs.make(states))
-        return Choice(step, batch, f"measured on {kind} states: one token {step_why}; {BATCH} tokens {batch_why}")
+        why = f"measured on {kind} states: one token {step_why}; {BATCH} tokens {batch_why}"
+        return Choice(step, batch, why, measured=True)
 
     def _states(self) -> tuple[dict[str, Tensor], str]:
         golden, sites = self.pack.golden_hidden, self.pack.sites

@@ -140,7 +140,7 @@ class JointEngine:
         ]
         why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, choices, strict=True))
         step, batch = ([getattr(choice, name) for choice in choices] for name in ("step", "batch"))
-        self.choice = Choice(_joined(step), _joined(batch), why)
+        self.choice = Choice(_joined(step), _joined(batch), why, any(choice.measured for choice in choices))
         return self.choice
 
     def check_room(self, plan: JointPlan, what: str) -> None:

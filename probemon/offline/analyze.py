@@ -82,7 +82,7 @@ def analyze(
     check_bool("resume", resume)
     table = Tables(manager.pack, floor, keep_text)
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
-    analysis = Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
+    analysis = _begin(out, scorer, table, resume)
     with analysis.locked(rank, world_size):
         digests: list[str] = []
 
@@ -99,6 +99,18 @@ def analyze(
             write(analysis, table, scored)
         analysis.finish(digests)
     return analysis
+
+
+def _begin(out: str | os.PathLike[str], scorer: CorpusScorer, table: Tables, resume: bool) -> Analysis:
+    try:
+        return Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
+    except ConfigError:
+        # An earlier run, or another process that begins now, may have measured another strategy to be faster.
+        begun_with = kernel_of(out).get("strategy")
+        if not scorer.manager.strategy.measured or begun_with in (None, scorer.strategy):
+            raise
+        scorer.strategy = begun_with
+        return Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
 
 
 def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
@@ -174,7 +186,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
             if isinstance(config, CascadeConfig)
             else {name: dataclasses.asdict(one) for name, one in config.items()}
         ),
-        "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": manager.strategy.batch},
+        "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": scorer.strategy},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
         "audit_rate": manager.audit_rate,
         "floor": table.floor,

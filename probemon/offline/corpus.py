@@ -153,6 +153,7 @@ class CorpusScorer:
             )
         check_host(manager.pack, host, strict=strict)
         self.manager, self.tokenizer, self.reading = manager, tokenizer, reading
+        self.strategy = manager.strategy.batch  # may be set to another before anything is scored
         self._plan = manager.plan if floor is None else manager.plan.with_floor(floor)
         self.window = reading.window_for(type(host).__name__, longest_input(host))
         self.model, self.host = model, host
@@ -343,9 +344,7 @@ class CorpusScorer:
         exhaustive: bool,
     ) -> None:
         with torch.inference_mode():
-            _, scored = self.manager.score_prompt(
-                self._plan, states, [], audit=audit, strategy=self.manager.strategy.batch
-            )
+            _, scored = self.manager.score_prompt(self._plan, states, [], audit=audit, strategy=self.strategy)
             everything = self.manager.score_all(states) if exhaustive else None
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), everything))
 

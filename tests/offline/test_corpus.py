@@ -2,6 +2,7 @@
 work.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -23,12 +24,13 @@ from conftest import LAYERS, make_model, make_pack, n_hooks
 from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 from probemon import DynamicProbeManager
 from probemon.engine.audit import Audit
+from probemon.engine.choice import Choice
 from probemon.errors import ConfigError, HostMismatch, SinkFailed
 from probemon.offline import analysis_files, analysis_folder
 from probemon.offline import analyze as offline
 from probemon.offline.analysis_files import COUNTED, TABLES
 from probemon.offline.analysis_folder import Analysis
-from probemon.offline.analyze import analyze
+from probemon.offline.analyze import analyze, kernel_of
 from probemon.offline.corpus import CorpusScorer, score_documents
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Tokens, Window, batches, cut, encode, shards
@@ -397,6 +399,24 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
         analyze(manager, model, tokenizer, corpus(), tmp_path / "full", resume=True)
     with Analysis.open(out, unfinished=True).locked(), pytest.raises(ConfigError, match="another process"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
+
+
+@pytest.mark.parametrize("other", ["descent", "exhaustive"])
+def test_an_analysis_goes_on_with_the_strategy_of_its_begin(model, manager, tokenizer, tmp_path, monkeypatch, other):
+    measured = Choice("descent", other, "measured, on a busy machine", measured=True)
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
+    before, _ = tables(tmp_path / "out")
+    (tmp_path / "out/shards/00001.json").unlink()
+    monkeypatch.setattr(manager, "strategy", measured)
+    analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
+    assert tables(tmp_path / "out")[0] == before
+    with pytest.raises(ConfigError, match=r"floor was 'fired', now 0\.5"):
+        analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True, floor=0.5)
+    begun = kernel_of(tmp_path / "out")["strategy"]
+    monkeypatch.setattr(manager, "strategy", dataclasses.replace(measured, measured=False))
+    if other != begun:  # it was asked for, so that it is no accident
+        with pytest.raises(ConfigError, match=f"strategy was '{begun}', now '{other}'"):
+            analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
 
 
 def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(model, manager, tmp_path):

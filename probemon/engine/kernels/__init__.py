@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import time
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +25,6 @@ from probemon.errors import ConfigError, KernelUnavailable
 
 IMPLS = ("reference", "cpu", "numba", "triton")
 _NUMBA = (torch.float32, torch.bfloat16, torch.int8)
-_TRIAL, _TRIALS = 16, 5  # probes and repetitions of the measurement that chooses
 
 
 @functools.cache
@@ -43,30 +41,21 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def choose_impl(device: torch.device, weights: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Return the implementation for these weights, and why: triton on a GPU, on a CPU whichever is faster on some."""
+def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the implementation for weights of `dtype` on `device`, and why: triton on a GPU, numba on a CPU.
+
+    It depends on what is installed and never on a measurement: implementations differ in the last bits of a score, and
+    two runs of one program must not.
+    """
     if device.type == "cuda":
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":
         return "reference", f"no other runs on {device.type}"
-    if weights["w1"].dtype not in _NUMBA:
-        return "cpu", f"numba does not read {weights['w1'].dtype}"
+    if dtype not in _NUMBA:
+        return "cpu", f"numba does not read {dtype}"
     if not _installed("numba"):
         return "cpu", "numba is not installed (probemon[cpu])"
-    slots = torch.arange(min(_TRIAL, len(weights["w1"])), device="cpu")
-    hidden, rows = torch.zeros(1, weights["w1"].shape[2], dtype=torch.float32, device="cpu"), torch.zeros_like(slots)
-    fastest: dict[str, float] = {}
-    for impl in ("numba", "cpu"):
-        score_probes(hidden, weights, rows, slots, impl=impl)  # numba may have to compile
-        seconds = []
-        for _ in range(_TRIALS):
-            begin = time.perf_counter()
-            score_probes(hidden, weights, rows, slots, impl=impl)
-            seconds.append(time.perf_counter() - begin)
-        fastest[impl] = min(seconds)
-    best, other = sorted(fastest, key=lambda impl: fastest[impl])
-    times = f"{fastest[best] * 1e3:.2f} ms for {len(slots)} probes against {fastest[other] * 1e3:.2f} ms by {other}"
-    return best, f"measured: {times}"
+    return "numba", "the weights are on a CPU"
 
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:

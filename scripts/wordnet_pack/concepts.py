@@ -49,7 +49,7 @@ class Choice:
     everyday_uses: int = 25
     everyday_heads: int = 2
     max_share: float = 0.25  # of all uses: as with depth, what applies everywhere says nothing
-    max_child_share: float = 0.9  # a synset with a child this large is left out in favour of the child
+    max_child_share: float = 0.9  # of a synset's uses that a single child has: one of the two is left out
     max_concepts: int = 500
 
 
@@ -114,11 +114,15 @@ def choose(wordnet: WordNet, uses: Iterable[Use], choice: Choice) -> list[Concep
         and not any(TAXONOMY in wordnet.synsets[above].lemmas for above in up[key])
     }
     swallowed = {
-        above
+        # Where nearly all that is under a synset is under one below it, what people speak of stays, else the lower one.
+        key if (key in everyday, named[key] >= choice.min_named) < (above in everyday, named[above] >= choice.min_named)
+        else above
         for key in candidates
         for above in up[key][1:]
-        if n_uses[key] >= choice.max_child_share * n_uses[above] and above not in everyday
-    }
+        if above in candidates
+        and n_uses[key] >= choice.max_child_share * n_uses[above]
+        and not {key, above} <= everyday
+    }  # fmt: skip
     spoken = {key for key in candidates - swallowed if named[key] >= choice.min_named}
     ranked = sorted(spoken, key=lambda key: (key not in everyday, -n_uses[key], key))
     kept = _with_branching(set(ranked[: choice.max_concepts]), candidates - swallowed, up, choice.min_branches)

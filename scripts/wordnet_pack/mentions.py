@@ -35,8 +35,8 @@ MARKUP = re.compile(r"(<\|[a-z_]+\|>)(?:system|user|assistant)?")
 EVERYDAY = frozenset((
     "anger", "animal", "army", "bird", "book", "building", "car", "child", "city", "computer", "contract", "crime",
     "death", "disease", "doctor", "dog", "drug", "election", "emotion", "fear", "fish", "food", "god", "government",
-    "house", "king", "law", "love", "money", "music", "police", "religion", "school", "science", "ship", "software",
-    "soldier", "tax", "tree", "vehicle", "war", "weapon", "whale", "woman",
+    "house", "king", "law", "love", "mammal", "money", "music", "police", "religion", "school", "science", "ship",
+    "software", "soldier", "tax", "tree", "vehicle", "war", "weapon", "whale", "woman",
 ))  # fmt: skip
 # Words that tagged text has no sense of, and the one that running text means by them.
 MEANT = {"dolphin": "dolphin.n.02", "whale": "whale.n.02"}

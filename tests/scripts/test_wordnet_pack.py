@@ -597,21 +597,20 @@ def test_lowest_threshold_is_the_lowest_over_which_enough_is_right(seed):
     g = generator(seed)
     score = (torch.randint(1, 12, (60,), generator=g) / 12).float()
     right = torch.rand(60, generator=g) < score
-    weight = torch.rand(60, generator=g, dtype=torch.float64)
 
     def share(threshold):
         over = score > threshold
-        return float((weight * right)[over].sum() / weight[over].sum()) if over.any() else 0.0
+        return float(right[over].double().mean()) if over.any() else 0.0
 
     candidates = [0.05, *score.unique().tolist()]
     good = [threshold for threshold in candidates if share(threshold) >= 0.75]
-    assert lowest(score, right, weight, 0.75) == pytest.approx(min(good, default=1.0))
+    assert lowest(score, right, 0.75) == pytest.approx(min(good, default=1.0))
 
 
 def test_no_threshold_is_low_enough_where_nothing_is_right():
     score = torch.tensor([0.9, 0.5])
-    assert lowest(score, torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.float64), 0.9) == 1.0
-    assert lowest(score[:0], score[:0] > 1, score[:0].double(), 0.9) == 1.0
+    assert lowest(score, torch.zeros(2, dtype=torch.bool), 0.9) == 1.0
+    assert lowest(score[:0], score[:0] > 1, 0.9) == 1.0
 
 
 def test_concept_that_is_less_right_than_its_level_has_a_higher_threshold_of_its_own():
@@ -623,7 +622,7 @@ def test_concept_that_is_less_right_than_its_level_has_a_higher_threshold_of_its
     # Concepts 0 and 1 score word 1 at most .3; concept 2 scores it at most .8.
     for probe, most in enumerate((0.3, 0.3, 0.8)):
         scores[word == 1, probe] *= most
-    fires = Fires.of(scores, any_sense, word, torch.ones(n, dtype=torch.bool))
+    fires = Fires.of(scores, any_sense, word)
     thresholds, own = precision_thresholds(fires, torch.tensor([0, 0, 0]), 0.9)
     assert own.all() and thresholds[0] == thresholds[1] < thresholds[2]
     for probe in range(3):
@@ -631,21 +630,38 @@ def test_concept_that_is_less_right_than_its_level_has_a_higher_threshold_of_its
         assert float((word[over] == 0).double().mean()) >= 0.9
 
 
-def test_level_is_judged_on_new_words_and_on_other_tokens_in_their_mix():
-    # Old words are always right; new ones, a tenth of the nouns, are wrong under .6; others fire under .4.
-    score = torch.cat([torch.full((90,), 0.5), torch.full((10,), 0.55), torch.full((40,), 0.7), torch.full((50,), 0.3)])
-    scores = score[:, None]
-    word = torch.cat([torch.zeros(90), torch.ones(10), torch.full((40,), 2.0), torch.full((50,), -1.0)]).long()
-    new = (word == 1) | (word == 2)
-    any_sense = torch.tensor([[True], [False], [True], [False]])
-    fires = Fires.of(scores, any_sense, word, new)
-    # Each of the new words counts as five uses, and a token of no noun as they stand among the nouns.
-    assert fires.weight[fires.right & (fires.score > 0.6)].sum() == pytest.approx(5)
-    assert fires.weight[fires.score < 0.4].tolist() == pytest.approx([10 / 140] * 50)
-    assert fires.weight[fires.score == 0.5].sum() == 0
-    thresholds, _ = precision_thresholds(fires, torch.tensor([0]), 0.9)
-    assert float(thresholds[0]) == pytest.approx(0.55)
-    assert FLOOR < 0.3
+def test_levels_are_judged_apart_on_all_tokens_and_deep_ones_together():
+    g = generator(5)
+    n = 2000
+    scores, word = (
+        torch.rand(n, 5, generator=g),
+        torch.arange(n) % 2,
+    )  # word 0 lies under every concept, word 1 under none
+    level = torch.tensor([0, 1, 3, 4, 2])
+    for probe, most in enumerate((0.2, 0.7, 0.1, 0.5, 0.0)):  # what word 1 scores at most
+        scores[word == 1, probe] *= most
+    scores[:, 4] = 0.0
+    scores[::5] = torch.rand(len(scores[::5]), 5, generator=g) * 0.3
+    word[::5] = -1  # other tokens, at which a fire is wrong
+    any_sense = torch.tensor([[True] * 5, [False] * 5, [False] * 5])
+    fires = Fires.of(scores, any_sense, word)
+    thresholds, own = precision_thresholds(fires, level, 0.9)
+
+    def lowest_of(probes):
+        return min(
+            threshold
+            for threshold in [FLOOR, *scores[:, probes].flatten().tolist()]
+            if threshold >= FLOOR
+            and float((scores[:, probes] > threshold)[word != 0].sum())
+            <= 0.1 * float((scores[:, probes] > threshold).sum())
+        )
+
+    assert thresholds[0] == pytest.approx(lowest_of([0])) and thresholds[1] == pytest.approx(lowest_of([1]))
+    together = lowest_of([2, 3])
+    assert thresholds[2] == pytest.approx(together)
+    assert thresholds[3] == pytest.approx(lowest_of([3])) and thresholds[3] > together  # less right than both
+    assert thresholds[4] == 1.0  # what never fires has nothing to be judged by
+    assert own.tolist() == [True, True, True, True, False]
 
 
 def test_sentence_fires_where_its_best_token_does_and_is_right_where_any_word_is():
@@ -665,26 +681,9 @@ def test_precision_is_a_concepts_own_or_its_levels():
         torch.tensor([0, 0, 0, 1]),
         torch.tensor([0.9, 0.8, 0.1, 0.9]),
         torch.tensor([True, False, True, True]),
-        torch.ones(4, dtype=torch.float64),
     )
     found = precisions(fires, torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0, 0, 1]), torch.tensor([True, False, True]))
     assert found[:2].tolist() == pytest.approx([0.5, 2 / 3]) and found[2].isnan()
-
-
-def test_level_that_is_less_right_has_a_higher_threshold_and_one_without_fires_that_of_all():
-    n = 2000
-    g = generator(5)
-    scores = torch.zeros(n, 3)
-    scores[:, :2] = torch.rand(n, 2, generator=g)
-    word = torch.arange(n) % 2
-    scores[word == 1, 0] *= 0.2
-    scores[word == 1, 1] *= 0.7
-    any_sense = torch.tensor([[True] * 3, [False] * 3, [False] * 3])
-    fires = Fires.of(scores, any_sense, word, torch.ones(n, dtype=torch.bool))
-    thresholds, own = precision_thresholds(fires, torch.tensor([0, 1, 2]), 0.9)
-    for_all = lowest(fires.score, fires.right, fires.weight, 0.9)
-    assert thresholds[0] == thresholds[2] == pytest.approx(for_all) and thresholds[1] > thresholds[0]
-    assert own.tolist() == [True, True, False]
 
 
 def test_sibling_auroc_looks_at_the_family_alone():

@@ -193,7 +193,8 @@ class JsonLinesSink(FileSink):
     - `scores`: `[concept id, score]` of the active probes, best first, at most `top_k` (None: all). A score is the fp32
       value exactly, null for NaN.
     - `fired`: ids of all that fired.
-    - `coverage`: counts of active, dropped, not_reached and evaluated probes.
+    - `coverage`: counts of active, dropped, not_reached and evaluated probes; `far`: 1 where the token is unlike those
+      of the pack's calibration.
     - `unseen`: "", or why the token has no scores.
     """
 
@@ -224,7 +225,9 @@ class JsonLinesSink(FileSink):
             "provisional": bool(batch.provisional),
             "scores": [[self._concepts[probe], None if np.isnan(score) else score] for probe, score in best],
             "fired": [self._concepts[probe] for probe in scores.fired(t)],
-            "coverage": {n: int(getattr(coverage, n)[t]) for n in ("active", "dropped", "not_reached", "evaluated")},
+            "coverage": {
+                n: int(getattr(coverage, n)[t]) for n in ("active", "dropped", "not_reached", "evaluated", "far")
+            },
             "unseen": coverage.unseen[t],
         }
 
@@ -314,7 +317,7 @@ class ParquetSink(FileSink):
     def _finish(self) -> None:
         if self._n_held:
             self._write_groups(self._n_held)
-        names = ("tokens", "unseen", *COUNTS)
+        names = ("tokens", "unseen", *COUNTS, "far")
         about = {"coverage": {name: self._totals[name] for name in names}, "unseen": self._unseen}
         self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
         self._writer.close()

@@ -28,6 +28,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
     unseen = ["" if f else f"random reason {i}" for i, f in enumerate(fate)]
     evaluated = np.where(fate > 0, rng.integers(0, P, size=n), 0)
     rows, probes = np.nonzero(active)
+    far = np.where(fate > 0, np.arange(n) % 3 == 0, 0).astype(np.int64)
     coverage = Coverage(
         n_probes=P,
         active=active.sum(1),
@@ -37,6 +38,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
         released=np.zeros(n, np.int64),
         late=np.zeros(n, np.int64),
         unseen=tuple(unseen),
+        far=far,
         **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
     )
     scores = Scores(
@@ -67,6 +69,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
                 "dropped": int(dropped[t].sum()),
                 "not_reached": int(P - active[t].sum() - dropped[t].sum()) if fate[t] else 0,
                 "evaluated": int(evaluated[t]),
+                "far": int(far[t]),
             },
             "unseen": unseen[t],
         }
@@ -276,7 +279,7 @@ def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
     unseen = [{key: token[key] for key in keys} | {"reason": token["unseen"]} for token in tokens if token["unseen"]]
     sums = {
         name: sum(token["coverage"][name] for token in tokens)
-        for name in ("active", "dropped", "not_reached", "evaluated")
+        for name in ("active", "dropped", "not_reached", "evaluated", "far")
     }
     assert about == {
         "coverage": {"tokens": len(tokens), "unseen": len(unseen), "released": 0, "late": 0} | sums,

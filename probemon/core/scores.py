@@ -21,6 +21,7 @@ PROMPT, GENERATED = 0, 1
 Floats = npt.NDArray[np.float32]
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
+_EACH = (*COUNTS, *AUDITED, "far")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Coverage:
     `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
     retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`).
     Where `audited` is 1 every probe was evaluated too: `firing` of all fire and `firing_missed` of these were not
-    active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `unseen` is "" or the reason the state
-    could not be scored (its other entries are then 0).
+    active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `far` is 1 where the state is unlike
+    those that the pack was calibrated on, and 0 everywhere where the pack does not say what those were. `unseen` is ""
+    or the reason the state could not be scored (its other entries are then 0).
     """
 
     n_probes: int
@@ -46,6 +48,7 @@ class Coverage:
     top_missed: npt.NDArray[np.int64]
     firing: npt.NDArray[np.int64]
     firing_missed: npt.NDArray[np.int64]
+    far: npt.NDArray[np.int64]
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
@@ -59,9 +62,7 @@ class Coverage:
 
     def totals(self) -> dict[str, int]:
         """Sums over the states, with `tokens` and `unseen`."""
-        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {
-            n: int(getattr(self, n).sum()) for n in (*COUNTS, *AUDITED)
-        }
+        return {"tokens": len(self.unseen), "unseen": self.n_unseen} | {n: int(getattr(self, n).sum()) for n in _EACH}
 
     def __len__(self) -> int:
         return len(self.unseen)
@@ -70,7 +71,7 @@ class Coverage:
         """Some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
         missing = which < 0
         arrays = {}
-        for name in (*COUNTS, *AUDITED):
+        for name in _EACH:
             values = getattr(self, name)
             arrays[name] = np.where(missing, 0, values[np.where(missing, 0, which)] if len(values) else 0)
         reasons = unseen or {}
@@ -81,13 +82,13 @@ class Coverage:
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
         """Return `n` states that were not seen, for one reason."""
         none = np.zeros(n, dtype=np.int64)
-        return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys((*COUNTS, *AUDITED), none))
+        return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys(_EACH, none))
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
         """Return those of several, one after another."""
         empty = np.zeros(0, dtype=np.int64)
-        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in (*COUNTS, *AUDITED)}
+        arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in _EACH}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
 
 

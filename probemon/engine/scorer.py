@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_count
+from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states
+from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states, prepare_input
 from probemon.core.plan import CascadePlan
+from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
 from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import check_rate, compare
@@ -84,6 +86,7 @@ class Scorer:
             NO_SCORE: "its score is not a number: with a state this large, sums of an active probe overflow float32",
         }
         self._hidden_size = self._parts[0].pack.architecture.hidden_size
+        self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device)
         self.plan = self.plan_with(())
         engines = engines_of(
             self._parts,
@@ -119,7 +122,8 @@ class Scorer:
 
         A row whose state, or a score of it, is not a number is unseen and keeps its retained set.
         """
-        inputs = self.engine.inputs(self._sites(hidden))
+        sites = self._sites(hidden)
+        inputs, far = self.engine.inputs(sites), self._far(sites)
         n, shape = len(inputs), (len(inputs), self.pack.n_probes)
         if state is not None and not isinstance(state, RowState):
             raise ConfigError(
@@ -131,7 +135,7 @@ class Scorer:
                 f"state holds {retained.dtype} {list(retained.shape)}, hidden {n} rows: give a state of"
                 f" bool {list(shape)}"
             )
-        scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n))
+        scores, kept = self.evaluate(self.plan, inputs, retained, np.arange(n), far=far)
         return RowState(kept), scores
 
     def score_tokens(self, hidden: Hidden, prompt_len: int | None = None) -> Scores:
@@ -185,10 +189,11 @@ class Scorer:
         kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
         keep, parts = np.asarray(last, dtype=np.int64), []
         for at in range(0, n_tokens, size):
-            inputs = self.engine.inputs({site: x[at : at + size] for site, x in sites.items()})
+            batch = {site: x[at : at + size] for site, x in sites.items()}
+            inputs, far = self.engine.inputs(batch), self._far(batch)
             in_batch = np.flatnonzero((keep >= at) & (keep < at + size))
             some = None if audit is None else audit[at : at + size]
-            scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy)
+            scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy, far=far)
             parts.append(scores)
         return kept, parts
 
@@ -200,21 +205,30 @@ class Scorer:
         keep: Ints,
         audit: Mask | None = None,
         strategy: str | None = None,
+        far: Tensor | None = None,
     ) -> tuple[Scores, Mask]:
         """Score N states that start from `retained` (None: memoryless), and return the next retained sets of the states
-        `keep`.
+        `keep`. `far [N]`: which are unlike those of the calibration.
         """
         outcome = self.engine.evaluate(plan, inputs, retained, keep, strategy)
-        return self.scores_of(outcome, None if audit is None else self._audited(inputs, outcome, audit))
+        return self.scores_of(outcome, None if audit is None else self._audited(inputs, outcome, audit), far)
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
         """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
-        keep = np.arange(len(retained))
+        keep, far = np.arange(len(retained)), self._far(hidden)
         if audit is None:
-            return BegunStep(self, self.engine.begin(plan, hidden, retained, keep))
+            return BegunStep(self, self.engine.begin(plan, hidden, retained, keep), far=far)
         inputs = self.engine.inputs(hidden)
         outcome = self.engine.evaluate(plan, inputs, retained, keep)
-        return BegunStep(self, outcome, self._audited(inputs, outcome, audit))
+        return BegunStep(self, outcome, self._audited(inputs, outcome, audit), far)
+
+    def _far(self, hidden: Mapping[str, Tensor]) -> Tensor | None:
+        """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says."""
+        far = [
+            familiar.far(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
+            for spec, familiar in self._familiar
+        ]
+        return torch.stack(far).amax(0) if far else None
 
     def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
         """Count what every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
@@ -229,7 +243,9 @@ class Scorer:
         counts["audited"][at] = 1
         return counts
 
-    def scores_of(self, outcome: Outcome, audited: Mapping[str, Ints] | None = None) -> tuple[Scores, Mask]:
+    def scores_of(
+        self, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Tensor | None = None
+    ) -> tuple[Scores, Mask]:
         """Turn an outcome into scores, with what they cover, and the next retained sets."""
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
@@ -245,6 +261,7 @@ class Scorer:
             released=outcome.n_released,
             late=outcome.n_late,
             unseen=unseen,
+            far=np.zeros(n, dtype=np.int64) if far is None else np.where(outcome.unseen == SEEN, far.cpu().numpy(), 0),
             **(audited or dict.fromkeys(AUDITED, np.zeros(n, dtype=np.int64))),
         )
         scores = Scores(
@@ -290,13 +307,19 @@ class Scorer:
 class BegunStep:
     """Waits for a step of rows that `Scorer.begin` began."""
 
-    def __init__(self, scorer: Scorer, step: Outcome | StepUnderWay, audited: Mapping[str, Ints] | None = None) -> None:
-        self._scorer, self._step, self._audited = scorer, step, audited
+    def __init__(
+        self,
+        scorer: Scorer,
+        step: Outcome | StepUnderWay,
+        audited: Mapping[str, Ints] | None = None,
+        far: Tensor | None = None,
+    ) -> None:
+        self._scorer, self._step, self._audited, self._far = scorer, step, audited, far
 
     def wait(self) -> tuple[Scores, Mask]:
         """Return scores and the next retained sets `[N, P]`, once they are there; call it once."""
         outcome = self._step if isinstance(self._step, Outcome) else self._step.wait()
-        return self._scorer.scores_of(outcome, self._audited)
+        return self._scorer.scores_of(outcome, self._audited, self._far)
 
 
 def _rebuilt(
@@ -309,6 +332,17 @@ def _rebuilt(
     for engine, choice in zip(_engines_in(manager.engine), own, strict=True):
         engine.choice = choice
     return manager
+
+
+def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device) -> list[tuple[InputSpec, Familiar]]:
+    """Return what packs know of the states that they were calibrated on, each once, on a device."""
+    known = {
+        (spec, id(familiar)): (spec, familiar.to(device))
+        for pack in packs
+        for spec, familiar in zip(pack.inputs, pack.familiar, strict=True)
+        if familiar is not None
+    }
+    return list(known.values())
 
 
 def _engines_in(evaluator: Evaluator) -> Sequence[Evaluator]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from probemon.core.checks import check_count
+from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
 from probemon.monitor.result import ConceptScore, Result, describe, without_ancestors
 
@@ -26,26 +27,29 @@ _END = re.compile(r"""[.!?…]["')\]*_”’]*\s*$|\n""")
 @dataclass(frozen=True)
 class Stretch:
     """A sentence, or a whole answer: its text, its positions from `start` to before `stop`, how many tokens have no
-    scores, and the concepts in it, the strongest first, each at the token where it was strongest. Of those on one path
-    the lowest alone is listed.
+    scores and how many are far from the states that the pack was calibrated on, and the concepts in it, the strongest
+    first, each at the token where it was strongest. Of those on one path the lowest alone is listed.
     """
 
     text: str
     start: int
     stop: int
     n_unseen: int
+    n_far: int
     concepts: tuple[ConceptScore, ...]
 
 
 @dataclass(frozen=True)
 class Summary:
     """`thresholds`: what a concept had to exceed: "max", those that the pack has for the maximum over a sentence, or
-    "each", those of single tokens, where it has none.
+    "each", those of single tokens, where it has none. `unlike`: in words, where the answer is unlike the text that the
+    pack was calibrated on, else "".
     """
 
     answer: Stretch
     sentences: tuple[Stretch, ...]
     thresholds: str
+    unlike: str
 
 
 def summarise(result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5) -> Summary:
@@ -70,6 +74,7 @@ def summarise(result: Result, row: int = 0, *, phase: str | None = "generated", 
         replace(whole, concepts=tuple(in_answer)),
         tuple(replace(sentence, concepts=sentence.concepts[:k]) for sentence in sentences),
         name,
+        unlike(whole.n_far, len(tokens) - whole.n_unseen),
     )
 
 
@@ -101,7 +106,8 @@ def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: torch.T
     positions = result.position[tokens]
     n_unseen = int(np.count_nonzero(~result.coverage.seen[tokens]))
     start, stop = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
-    return Stretch("".join(texts), start, stop, n_unseen, tuple(sorted(found, key=_rank)))
+    n_far = int(result.coverage.far[tokens].sum())
+    return Stretch("".join(texts), start, stop, n_unseen, n_far, tuple(sorted(found, key=_rank)))
 
 
 def _rank(concept: ConceptScore) -> tuple[float, int]:

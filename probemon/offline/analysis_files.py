@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLES = ("scores", "documents", "summary", "concepts")
-COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late")
+COUNTED = ("active", "dropped", "not_reached", "evaluated", "released", "late", "far")
 ROWS_PER_GROUP = 1 << 18
 
 
@@ -45,7 +45,14 @@ def schemas() -> dict[str, pa.Schema]:
         "summary": per_document
         | {"concept": name, "level": i16, "n_tokens": i32, "max_score": f32, "max_position": i32, "mean_score": f64},
         "concepts": {"concept": text, "name": text, "level": i16, "parents": pa.list_(text), "path": pa.list_(text)}
-        | {"alert_threshold": f32, "n_documents": i64, "n_tokens": i64, "max_score": f32, "score_sum": f64},
+        | {
+            "alert_threshold": f32,
+            "precision": f64,
+            "n_documents": i64,
+            "n_tokens": i64,
+            "max_score": f32,
+            "score_sum": f64,
+        },
     }
     return {table: pa.schema(kinds) for table, kinds in columns.items()}
 

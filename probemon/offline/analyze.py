@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -387,6 +388,7 @@ class Tables:
             "parents": [c["parents"] for c in concepts],
             "path": [self.pack.path(i) for i in range(p)],
             "alert_threshold": self.pack.alert_threshold.numpy(),
+            "precision": [None if math.isnan(share) else share for share in map(self.pack.precision, range(p))],
             "n_documents": np.bincount(concept, minlength=p),
             "n_tokens": np.bincount(concept, weights=n_tokens, minlength=p).astype(np.int64),
             "max_score": highest,

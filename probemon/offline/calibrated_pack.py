@@ -108,6 +108,7 @@ def write_calibrated(
         expand_threshold=expand,
         aggregated=aggregated,
         **_alert_sets(pack, changes),
+        familiar=pack.familiar,
         golden_hidden=pack.golden_hidden,
         recommended=recommended,
         provenance=provenance,

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
 
 BINS = 100  # columns of the concepts over the documents
 BEST = 3  # concepts named beside a document
-_PER_DOCUMENT = ("active", "evaluated", "dropped", "not_reached")
+_PER_DOCUMENT = ("active", "evaluated", "dropped", "not_reached", "far")
 _TOTALS = ("documents", "bad_documents", "tokens", "unseen", "rows", *_PER_DOCUMENT)
 
 
@@ -104,6 +105,7 @@ class ReportData:
                 + (f", alert thresholds {identity['pack']['alert_set']}" if "alert_set" in identity["pack"] else "")
             ),
             "totals": {name: totals[name] for name in _TOTALS},
+            "unlike": unlike(totals["far"], totals["tokens"] - totals["unseen"]),
             "audit": str(Audit.of_totals(totals["audit"])) if "audit" in totals else "",
             "settings": [*_lines_of(identity), *_lines_of(manifest["environment"], "made with")],
             "made": {"per_concept": per_concept},
@@ -115,6 +117,7 @@ class ReportData:
                 "threshold": [
                     round(value, 5) if math.isfinite(value) else None for value in concepts["alert_threshold"]
                 ],
+                "precision": concepts["precision"],
                 "documents": concepts["n_documents"],
                 "tokens": concepts["n_tokens"],
                 "highest": [round(x, 4) for x in concepts["max_score"]],

@@ -75,6 +75,7 @@ def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
         "aggregated": {name: pack.thresholds_for(name)[at] for name in pack.aggregated},
         "alert_set": pack.alert_set,
         "alert_sets": {name: thresholds[at] for name, thresholds in pack.other_alert_sets().items()},
+        "familiar": pack.familiar,
         "golden_hidden": pack.golden_hidden,
         "recommended": pack.recommended,
     }

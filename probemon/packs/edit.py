@@ -24,8 +24,10 @@ from torch import Tensor
 
 from probemon.core.checks import shown
 from probemon.core.concept_names import Wanted
+from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, starting_probes
+from probemon.core.probes import InputSpec
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ConfigError, PackError
 from probemon.packs.configured import ConfiguredPack, errors_name_pack
@@ -99,6 +101,7 @@ def merge(
         expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
         **_joined_alert_sets(members),
+        familiar=[_one_familiar(members, spec) for spec in specs],
         golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
         recommended=recommended,
         provenance=made_by("merge", members, prefixes=[prefix for prefix, _ in named]),
@@ -268,6 +271,20 @@ def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
                 )
             host[key] = value if host[key] is None else host[key]
     return host
+
+
+def _one_familiar(packs: Sequence[ProbePack], spec: InputSpec) -> Familiar | None:
+    """Return what is known of the calibration states of an input, where all packs that read it know the same."""
+    known = [pack.familiar[pack.inputs.index(spec)] for pack in packs if spec in pack.inputs]
+    first = known[0]
+    same = first is not None and all(
+        other is not None
+        and torch.equal(other.mean, first.mean)
+        and torch.equal(other.basis, first.basis)
+        and other.limit == first.limit
+        for other in known
+    )
+    return first if same else None
 
 
 def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:

@@ -52,6 +52,7 @@ from probemon.packs.tensors import (
     alert_set_names,
     check_dtypes,
     check_golden,
+    familiar_of,
     first_wrong_threshold,
     largest_magnitudes,
     name_of,
@@ -73,6 +74,7 @@ class OpenedPack:
       (`thresholds_for`)
     - `alert_set`: the name of the set that `alert_threshold` is, or None; `alert_sets`: the names of all there are
       (`with_alert_set`)
+    - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
     - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: found by `verify`
     - `input_limit [P]` fp64: the largest value of an input with which no sum of the probe can overflow fp32, NaN until
       its weights are looked at; `lowest_input_limit` of those that were
@@ -117,6 +119,7 @@ class OpenedPack:
         }
         if self.alert_set is not None:
             self._alert_sets = {self.alert_set: self.alert_threshold, **self._alert_sets}
+        self.familiar = familiar_of(described, tensors.read, len(self.inputs), self.architecture.hidden_size, where)
         self.golden_error: float | None = None
         self.input_limit = np.full(self.n_probes, np.nan)
         self.lowest_input_limit = math.inf

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from probemon.core.checks import check_mapping, check_mappings, check_tensor
+from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
 from probemon.errors import PackError
 from probemon.packs import hub
@@ -88,6 +89,7 @@ class ProbePack(OpenedPack):
         aggregated: Mapping[str, Tensor] | None = None,
         alert_set: str | None = None,
         alert_sets: Mapping[str, Tensor] | None = None,
+        familiar: Sequence[Familiar | None] | None = None,
         golden_hidden: Tensor | None = None,
         recommended: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
@@ -126,6 +128,7 @@ class ProbePack(OpenedPack):
             aggregated=aggregated,
             alert_set=alert_set,
             alert_sets=alert_sets,
+            familiar=familiar,
             golden_hidden=golden_hidden,
             recommended=recommended,
             provenance=provenance,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_choice, check_mapping, check_mappings, check_tensor, check_text
+from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.probes import Architecture, InputSpec
 from probemon.errors import ConfigError, PackError
@@ -28,6 +29,7 @@ from probemon.packs.tensors import (
     ALERT_SET,
     DTYPES,
     THRESHOLDS,
+    familiar_tensors,
     first_wrong_threshold,
     name_of,
 )
@@ -52,6 +54,7 @@ class PackSpec:
     aggregated: Mapping[str, Tensor] | None = None
     alert_set: str | None = None
     alert_sets: Mapping[str, Tensor] | None = None
+    familiar: Sequence[Familiar | None] | None = None
     golden_hidden: Tensor | None = None
     recommended: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
@@ -107,6 +110,7 @@ class PackSpec:
             "expand_threshold": ordered(self.expand_threshold),
             **{AGGREGATED + str(name): ordered(thresholds) for name, thresholds in (self.aggregated or {}).items()},
             **{ALERT_SET + name: ordered(thresholds) for name, thresholds in (self.alert_sets or {}).items()},
+            **familiar_tensors(self.familiar or ()),
         }
         self._check_values(small)
         if self.golden_hidden is not None:
@@ -154,6 +158,15 @@ class PackSpec:
         check_mappings("inputs", self.inputs, PackError)
         if self.golden_hidden is not None:
             check_tensor("golden_hidden", self.golden_hidden, error=PackError)
+        familiar = self.familiar or ()
+        if len(familiar) not in (0, len(self.inputs)) or not all(
+            known is None or (isinstance(known, Familiar) and known.basis.shape[1:] == (self.architecture.hidden_size,))
+            for known in familiar
+        ):
+            raise PackError(
+                f"familiar says something of {len(familiar)} inputs: give, for each of {len(self.inputs)}, a Familiar"
+                f" of states of {self.architecture.hidden_size} values, or None"
+            )
         if self.dtype not in DTYPES.values():
             raise ConfigError(f"dtype {self.dtype}: a pack's weights are one of {', '.join(DTYPES)}")
 

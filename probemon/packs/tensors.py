@@ -7,12 +7,13 @@ largest_magnitudes(weights)                            # of each probe; infinite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.familiarity import Familiar
 from probemon.core.probes import Architecture
 from probemon.errors import PackCorrupt
 from probemon.packs.claims import SET_NAME
@@ -25,6 +26,7 @@ VECTORS = {
 }
 AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
 ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
+FAMILIAR = ("familiar_mean@", "familiar_basis@", "familiar_limit@")  # and the number of an input
 ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
 THRESHOLDS = (
     "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
@@ -85,6 +87,50 @@ def alert_set_names(described: Mapping[str, Tensor], n_probes: int, where: str) 
                 f" letters, digits and . _ - and torch.float32 ({n_probes},)"
             )
     return tuple(names)
+
+
+def familiar_of(
+    described: Mapping[str, Tensor], read: Callable[[str], Tensor], n_inputs: int, hidden_size: int, where: str
+) -> list[Familiar | None]:
+    """Return what is known of the calibration states of each input, or None. Raises `PackCorrupt`."""
+    result: list[Familiar | None] = [None] * n_inputs
+    numbers = {key.rpartition("@")[2] for key in described if key.startswith(FAMILIAR)}
+    for text in sorted(numbers):
+        names = [prefix + text for prefix in FAMILIAR]
+        tensors = [described.get(name) for name in names]
+        mean, basis, limit = tensors
+        if (
+            text not in map(str, range(n_inputs))
+            or mean is None
+            or basis is None
+            or limit is None
+            or [tensor.dtype for tensor in (mean, basis, limit)] != [torch.float32, torch.float16, torch.float32]
+            or tuple(mean.shape) != (hidden_size,)
+            or basis.dim() != 2
+            or not 0 < basis.shape[0] < hidden_size == basis.shape[1]
+            or tuple(limit.shape) != (1,)
+        ):
+            raise PackCorrupt(
+                f"{where}: {', '.join(names)} are"
+                f" {', '.join('missing' if t is None else f'{t.dtype} {tuple(t.shape)}' for t in tensors)}: expected"
+                f" float32 [{hidden_size}], float16 [K, {hidden_size}] and float32 [1] of one of {n_inputs} inputs"
+            )
+        values = [read(name) for name in names]
+        if not all(bool(torch.isfinite(value).all()) for value in values):
+            raise PackCorrupt(f"{where}: a value of {', '.join(names)} is not finite: fetch the pack again")
+        result[int(text)] = Familiar(values[0], values[1], float(values[2]))
+    return result
+
+
+def familiar_tensors(familiar: Sequence[Familiar | None]) -> dict[str, Tensor]:
+    """Return the tensors of a pack's file that say what `familiar_of` reads."""
+    tensors: dict[str, Tensor] = {}
+    for i, known in enumerate(familiar):
+        if known is not None:
+            limit = torch.tensor([known.limit], dtype=torch.float32, device="cpu")
+            values = (known.mean.float(), known.basis.half(), limit)
+            tensors |= {prefix + str(i): value.contiguous() for prefix, value in zip(FAMILIAR, values, strict=True)}
+    return tensors
 
 
 def check_golden(described: Mapping[str, Tensor], n_sites: int, n_probes: int, hidden_size: int, where: str) -> None:

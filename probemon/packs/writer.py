@@ -63,6 +63,7 @@ class PackWriter:
     - `alert_threshold`, `expand_threshold` `[P]`: NaN, the default, where not calibrated
     - `aggregated`: alert thresholds `[P]` by `str()` of an aggregator
     - `alert_set`: the name of the set that `alert_threshold` is; `alert_sets`: further sets `[P]` by name
+    - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
     - `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`, whose scores are kept
     - `recommended`: settings; `provenance`, `quality`: dicts of JSON
     - `overwrite`: whether a pack at `path` is replaced

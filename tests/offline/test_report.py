@@ -123,6 +123,12 @@ def weights(concepts):
     return found
 
 
+def ancestors_of(concepts, concept):
+    """All ids above one, by every parent."""
+    parents = {row["concept"]: row["parents"] for row in concepts}
+    return {above for parent in parents[concept] for above in (parent, *ancestors_of(concepts, parent))}
+
+
 # -- what it says --------------------------------------------------------------------------------
 
 
@@ -137,8 +143,10 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     ]
     assert totals["dropped"] > 0 and sum(totals[name] for name in ("active", "dropped", "not_reached")) == 40 * seen
     assert texts_of(page, "#bad td") == ["empty", "empty"]
-    most = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"]))[:8]
-    assert texts_of(page, "#leading .name") == [row["name"] for row in most]
+    most = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"]))[:24]
+    above = {concept for row in most for concept in ancestors_of(tables["concepts"], row["concept"])}
+    lowest = [row["name"] for row in most if row["concept"] not in above]
+    assert texts_of(page, "#leading .name") == lowest[:8] != [row["name"] for row in most[:8]]
     said = page("document.body.textContent")
     assert (
         "The floor is a score of 0.5" in said

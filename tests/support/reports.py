@@ -51,6 +51,7 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                     active,
                     0,
                     0,
+                    0,
                     text,
                 )
             )
@@ -78,6 +79,7 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                 parents,
                 paths[c],
                 threshold,
+                None,
                 len(mine[c]),
                 sum(map(len, mine[c])),
                 max((max(found)[0] for found in mine[c]), default=0.0),

@@ -10,7 +10,7 @@ const allSeen = totals.tokens - totals.unseen;
 const byId = new Map(concepts.id.map((id, c) => [id, c]));
 const embedded = new Set(documents.texts);
 const VIEWS = ["overview", "hierarchy", "concepts", "documents"];
-const PAGE = 50, MARKED = 12;
+const PAGE = 50, MARKED = 12, LEAD = 24;
 
 // -- words and numbers ---------------------------------------------------------------------------
 
@@ -36,6 +36,13 @@ const paths = [];
 /** Concepts from the root to this one, by first parents. */
 function path(c) {
   return paths[c] ??= concepts.parents[c].length ? [...path(concepts.parents[c][0]), c] : [c];
+}
+/** All concepts above one, by every parent. */
+function ancestors(c, known = new Set()) {
+  for (const parent of concepts.parents[c]) {
+    if (!known.has(parent)) ancestors(parent, known.add(parent));
+  }
+  return known;
 }
 const inWords = (line) => line.map((c) => concepts.name[c]).join(" › ");
 const above = (c) => inWords(path(c).slice(0, -1));
@@ -171,12 +178,18 @@ function drawOverview() {
     `What is over it is a hint and not a finding: false alarms are expected, at the rate that the card of the pack ${data.pack} states for its thresholds.`,
     "What is not over it may be there all the same.",
   ].join(" ");
+  $("unlike").textContent = data.unlike;
+  $("unlike").hidden = !data.unlike;
   drawCoverage();
   const best = [...concepts.id.keys()].filter((c) => concepts.documents[c]);
   best.sort((a, b) => concepts.documents[b] - concepts.documents[a] || concepts.tokens[b] - concepts.tokens[a] || a - b);
+  // Of those that lead, what stands above another says nothing more: the lowest on each path are listed.
+  const inLead = best.slice(0, LEAD), covered = new Set(inLead.flatMap((c) => [...ancestors(c)]));
+  const strongest = (c) => concepts.threshold[c] === null ? score(concepts.highest[c]) : `strength ${strength(c, concepts.highest[c]).toFixed(1)}`;
   const leading = (c) => [td(link({ concept: c }, named(c)), el("span", { class: "path" }, above(c))),
-    right("", plural(concepts.documents[c], "document")), right("", plural(concepts.tokens[c], "token"))];
-  $("leading").replaceChildren(best.length ? table("", best.slice(0, 8).map(leading)) : dim("p", "No concept was over the floor in any document."));
+    right("", plural(concepts.documents[c], "document")), right("", plural(concepts.tokens[c], "token")),
+    right("", strongest(c)), right("", concepts.precision[c] === null ? "" : `${percent(concepts.precision[c])} right`)];
+  $("leading").replaceChildren(best.length ? table("", inLead.filter((c) => !covered.has(c)).slice(0, 8).map(leading)) : dim("p", "No concept was over the floor in any document."));
   const bad = Object.keys(documents.reasons).map(Number), reason = (d) => [td(link({ doc: d }, el("bdi", {}, idOf(d)))), td(el("bdi", {}, documents.reasons[d]))];
   $("bad").replaceChildren(...(bad.length ? [el("h2", {}, `${plural(bad.length, "document")} that could not be scored`), dim("p", "Nothing is known of what is in them."), growing(bad, 20, reason)] : []));
   if ($("settings").children.length === 1) $("settings").append(table("plain", data.settings.map(([name, value]) => [dim("td", name), td(el("bdi", {}, value))])));
@@ -512,7 +525,7 @@ function factsOf(d) {
   const each = (name) => seen[d] ? (documents[name][d] / seen[d]).toFixed(1) : 0;
   if (d in documents.reasons) return `Document ${count(d)} of the input.`;
   return `Document ${count(d)} of the input: ${plural(documents.tokens[d], "token")}, ${documents.unseen[d] ? `${count(documents.unseen[d])} of them unseen` : "all seen"}; ` +
-    `${plural(documents.rows[d], "score")} over the floor. A token: ${each("active")} probes active, ${each("dropped")} dropped, ${each("not_reached")} not reached, ${each("evaluated")} evaluated.`;
+    `${documents.far[d] ? `${count(documents.far[d])} unlike the text that the pack was calibrated on; ` : ""}${plural(documents.rows[d], "score")} over the floor. A token: ${each("active")} probes active, ${each("dropped")} dropped, ${each("not_reached")} not reached, ${each("evaluated")} evaluated.`;
 }
 
 /** Why a document is not shown as others are, and what helps. */

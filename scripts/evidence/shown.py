@@ -24,10 +24,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 
+from probemon.core.familiarity import Familiar  # noqa: E402
 from probemon.core.files import write_text_atomically  # noqa: E402
 from probemon.packs.pack import ProbePack  # noqa: E402
 from provenance import commit, machine  # noqa: E402
-from wordnet_pack.build import LINEAR, Bank  # noqa: E402
+from wordnet_pack.build import LINEAR, N_FAMILIAR, Bank  # noqa: E402
 from wordnet_pack.concepts import Concept, ancestors, parents_of  # noqa: E402
 from wordnet_pack.dataset import Dataset, Source, prepare, rmsnorm  # noqa: E402
 from wordnet_pack.evaluate import CHUNK, concepts_of, running_scores, seen_of  # noqa: E402
@@ -54,6 +55,7 @@ def main() -> int:
     data = prepare(Source(None, made["layer"], made["seed"]))
     results = {name: study(pack, data) for name, pack in packs.items()}
     first = results[PACKS[0]]
+    first["unlike"] = {"pack": far_shares(packs[PACKS[0]].familiar[0], data), "without_code": far_without_code(data)}
     first["input_embedding"] = embedding_control(packs[PACKS[0]], data)
     news, answers = first["texts"]["news"], first["texts"][ANSWERS]
     claims = {
@@ -117,6 +119,26 @@ def study(pack: Any, data: Dataset) -> dict[str, Any]:
         },
         "sense_choice": sense_choice(data, concepts, lambda rows: probe_scores(pack, data.states[rows], parents)),
     }
+
+
+def far_shares(familiar: Any, data: Dataset) -> dict[str, float]:
+    """The share of the tokens of each kind of text that are unlike those of a calibration."""
+    running, shares = data.running, {}
+    for name in (*PROSE, *CODE):
+        rows = running.where(split="test", domains=(name,)).nonzero().flatten()
+        if len(rows):
+            shares[name] = round(float(familiar.far(rmsnorm(running.states[rows])).double().mean()), 4)
+    return shares
+
+
+def far_without_code(data: Dataset) -> dict[str, float]:
+    """`far_shares` of a calibration on prose alone; manuals quote code."""
+    running = data.running
+    prose = tuple(domain.name for domain in DOMAINS if domain.is_prose and domain.name != "manuals")
+    rows = running.where(split="train", domains=prose).nonzero().flatten()
+    some = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(data.source.seed))[:N_FAMILIAR]]
+    held_out = running.where(split="validation", domains=prose)
+    return far_shares(Familiar.of(rmsnorm(running.states[some]), rmsnorm(running.states[held_out])), data)
 
 
 def joined(parts: list[Seen]) -> Seen:

@@ -33,7 +33,16 @@ import torch
 from bench.scoring import Cell, WrongScores
 from probemon.core.files import write_text_atomically
 from profile_cascade import Disagreement
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = (
+    "scripts/benchmark.py",
+    "probemon/core",
+    "probemon/engine",
+    "probemon/monitor",
+    "probemon/tracking",
+    "scripts/bench",
+)
 
 HEADLINE = Cell(576, "bfloat16", 1, 64)
 QUICK = (HEADLINE, Cell(576, "float32", 1, 64), Cell(576, "bfloat16", 8, 64), Cell(2560, "bfloat16", 1, 64))
@@ -71,8 +80,8 @@ def run_gpu() -> dict[str, Any]:
         "rows": found["rows"],
         "read_gb_per_s": found["read_gb_per_s"],
         "seconds": round(time.perf_counter() - begin, 1),
-        "machine": {**machine(), "cuda": torch.version.cuda},
-        "commit": commit(),
+        **about(*MEASURES),
+        "cuda": torch.version.cuda,
     }
 
 
@@ -107,8 +116,7 @@ def run(suite: str) -> dict[str, Any]:
         "rows": rows,
         "agreement": steps["agreement"],
         "seconds": round(time.perf_counter() - begin, 1),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
 
 

@@ -56,10 +56,13 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 def keep_figures(file: Path, name: str, entry: dict[str, Any]) -> None:
     """Set one pack's entry in a JSON file of figures, leaving the others."""
-    figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    figures[name] = entry
+    from provenance import about
+
+    figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"packs": {}}
+    packs = dict(sorted({**figures["packs"], name: entry}.items()))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n", encoding="utf-8")
+    document = {"packs": packs, **about("scripts/wordnet_pack", "probes")}
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

@@ -54,7 +54,9 @@ from cascade_profile.world import (
 )
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.scores import RowState
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/profile_cascade.py", "probemon/core", "probemon/engine", "scripts/cascade_profile")
 
 PARTS = ("scoring_loaded", "child_lookup", "loading", "scoring_children", "sorting")
 LOAD_PARTS = ("file_read", "model_and_weights", "transfer")
@@ -399,8 +401,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         "probes_per_level": np.bincount(world.level).tolist(),
         "random_weights": True,
         "states": world.states_are,
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
 
 

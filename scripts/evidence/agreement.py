@@ -28,8 +28,18 @@ from probemon.host.model import find_layers, site_module
 from probemon.monitor.stream import encode
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, Window
-from provenance import commit, machine
+from provenance import about
 from real_text import bbc
+
+MEASURES = (
+    "scripts/evidence/agreement.py",
+    "probemon/core",
+    "probemon/engine",
+    "probemon/tracking",
+    "probemon/offline/corpus.py",
+    "probemon/offline/windows.py",
+    "probes",
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
@@ -58,7 +68,7 @@ def main() -> None:
                     ("analysis", offline(manager, model, tokenizer)),
                 )
             ]
-    found = {"host": "SmolLM2-135M-Instruct", "rows": rows, "machine": machine(), "commit": commit()}
+    found = {"host": "SmolLM2-135M-Instruct", "rows": rows, **about(*MEASURES)}
     print(json.dumps(found, indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -46,6 +46,8 @@ from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.trials import CACHES
 from probemon.host.twin import VOCABULARY, shrunken, twin
 
+MEASURES = ("scripts/evidence/architectures.py", "probemon/tracking", "probemon/host", "probemon/offline/corpus.py")
+
 ROOT = Path(__file__).parents[2]
 BAR = (
     1e-3  # of scores between 0 and 1, in fp32: rounding grows in random hosts, what is wrong is wrong by more than 1e-2
@@ -502,8 +504,7 @@ def main() -> int:
         path = given.out or ROOT / "docs/benchmarks/architectures.json"
         before = json.loads(path.read_text()) if given.names and path.is_file() else {"architectures": {}}
         answer = {
-            "commit": provenance.commit(),
-            "machine": provenance.machine(),
+            **provenance.about(*MEASURES),
             "transformers": transformers.__version__,
             "bar": BAR,
             "seconds": before.get("seconds") or round(time.perf_counter() - begin),

@@ -42,7 +42,9 @@ from probemon.bem.losses import Batch, LossWeights
 from probemon.bem.policy import Categorical, Gaussian, improve, regret
 from probemon.bem.training import TrainSettings, evaluate, fit, train
 from probemon.core.files import write_text_atomically
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/evidence/bem_learns.py", "probemon/bem")
 
 ROOT = Path(__file__).resolve().parents[2]
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
@@ -517,13 +519,12 @@ def main() -> None:
             found[name] = parts[name]()
             found["measured"][name] = {
                 "cpu_seconds": round(time.process_time() - begin, 1),
-                "machine": machine(),
-                "commit": commit(),
+                **about(*MEASURES),
             }
             outcome = found[name] if isinstance(found[name], dict) else {}
             outcome = outcome.get("summary") or outcome.get("over_routed") or outcome
             print(f"{name}: {json.dumps(outcome, indent=1)[:3000]}", file=sys.stderr)
-    found |= {"machine": machine(), "commit": commit()}
+    found |= {**about(*MEASURES)}
     found.pop("cpu_seconds", None)
     write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
 

@@ -40,7 +40,9 @@ from probemon.bem import Bem, BemConfig, attach_bem
 from probemon.bundled import load_bundled
 from probemon.core.files import write_text_atomically
 from probemon.telemetry.monitor import RoutingMonitor
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/evidence/benchmark_bem.py", "probemon/bem", "probemon/telemetry")
 
 # Rows, tokens, and how often: short ones are noisy.
 GRID, QUICK = ((1, 128, 21), (4, 256, 9), (8, 512, 5), (2, 2048, 5)), ((1, 128, 9), (2, 256, 5))
@@ -106,8 +108,7 @@ def main() -> int:
             "host": "SmolLM2-135M-Instruct, bf16",
         },
         "seconds": round(time.perf_counter() - begin, 1),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
     for name, claim in found["claims"].items():
         print(

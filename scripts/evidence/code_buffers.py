@@ -30,7 +30,9 @@ from benchmark_bem import GRID, SITES, weighted
 from probemon.bem import BemConfig, attach_bem
 from probemon.bundled import load_bundled
 from probemon.core.files import write_text_atomically
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/evidence/code_buffers.py", "probemon/bem")
 
 ROUNDS = 31
 
@@ -64,7 +66,7 @@ def main() -> None:
                 }
             )
             print(rows[-1])
-    found = {"rows": rows, "n_sites": n_sites, "rank": rank, "rounds": ROUNDS, "machine": machine(), "commit": commit()}
+    found = {"rows": rows, "n_sites": n_sites, "rank": rank, "rounds": ROUNDS, **about(*MEASURES)}
     if arguments.json:
         write_text_atomically(arguments.json, json.dumps(found, indent=1) + "\n")
 

@@ -37,8 +37,10 @@ from probemon.offline.analyze import analyze
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, shards
-from provenance import commit, machine
+from provenance import about, commit, machine
 from real_text import bbc
+
+MEASURES = ("scripts/evidence/corpus_cost.py", "probemon/core", "probemon/engine", "probemon/offline", "probes")
 
 ROOT = Path(__file__).resolve().parents[2]
 BAR_PCT = 15.0
@@ -71,7 +73,7 @@ def main() -> None:
         )
         what = "the larger overhead of both packs, the host stopped early or not"
         found["claim"] = {"what": what, "value_pct": worst, "bar_pct": BAR_PCT, "holds": worst <= BAR_PCT}
-        found["commit"] = commit()
+        found |= about(*MEASURES)
     if arguments.part != "times":
         manager = DynamicProbeManager(ProbePack.open(ROOT / "probes/wordnet-smollm2-135m"))
         found["memory"] = memory(manager, narrow(model.config), tokenizer, texts, arguments.tokens) | {

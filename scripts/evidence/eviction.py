@@ -33,7 +33,9 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
 from probemon.core.files import write_text_atomically
 from probemon.engine.memory.arena import HALF_LIFE
-from provenance import commit
+from provenance import about
+
+MEASURES = ("scripts/evidence/eviction.py", "probemon/engine/memory", "probes")
 
 Trace = list[list[int]]
 MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of prefetching
@@ -160,7 +162,7 @@ def main() -> None:
             },
         }
         print(name, json.dumps(found["traces"][name], indent=1))
-    write_text_atomically(arguments.out, json.dumps({**found, "commit": commit()}, indent=1) + "\n")
+    write_text_atomically(arguments.out, json.dumps({**found, **about(*MEASURES)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The tables of README and docs/performance.md, from the result files; the tests compare them.
 
 python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
+python scripts/evidence/figures.py --stale                           # files older than the code they measure
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from staleness import stale_files
 
 WORDS = {
     "score_vs_floor": "scoring 64 probes in one call, over reading the same bytes",
@@ -332,8 +335,13 @@ TABLES = {
 
 
 def main() -> None:
-    """Print every table of a result file."""
+    """Print every table of a result file, or which files are stale."""
     path = Path(sys.argv[1])
+    if str(path) == "--stale":
+        stale = dict(stale_files(Path("docs/benchmarks")))
+        for name, changed in stale.items():
+            print(f"{name}: {', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}")
+        sys.exit(1 if stale else 0)
     found = json.loads(path.read_text(encoding="utf-8"))
     for table in TABLES[path.name]:
         print("\n".join(table(found)), end="\n\n")

@@ -44,7 +44,16 @@ from fuzzing.coverage import Edges
 from fuzzing.mutate import write_tree
 from fuzzing.targets import TARGETS
 from probemon.core.files import write_text_atomically
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = (
+    "scripts/evidence/fuzz.py",
+    "probemon/core",
+    "probemon/packs",
+    "probemon/importers",
+    "probemon/cli/terminal.py",
+    "tests/fuzzing",
+)
 
 # Shares of the cases: more of what is quick, and of what all the others stand on.
 SHARES = {
@@ -276,8 +285,7 @@ def summary(found: list[dict[str, Any]], died: list[dict[str, Any]], seed: int, 
         },
         "seed": seed,
         "seconds": round(seconds, 1),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
 
 

@@ -25,7 +25,9 @@ from tqdm import tqdm
 
 from probemon.core.files import write_text_atomically
 from probemon.importers.hatcat import import_pack
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/evidence/import_speed.py", "probemon/importers", "probemon/packs")
 
 LEVELS = (5, 23, 241, 1283, 2603, 2687, 1158)  # 8,000
 WIDTHS = (128, 64)
@@ -90,8 +92,7 @@ def measure(folder: Path, hidden_size: int) -> dict[str, Any]:
             "bar_bytes": BAR_BYTES,
             "holds": seconds <= BAR_SECONDS and peak <= BAR_BYTES,
         },
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
 
 

@@ -37,8 +37,15 @@ from probemon.offline.calibrate import calibrate_alerts
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.windows import Reading, shards
-from provenance import commit, machine
+from provenance import about
 from real_text import Text, mails
+
+MEASURES = (
+    "scripts/evidence/mail_case.py",
+    "probemon/aggregate.py",
+    "probemon/offline/calibrate.py",
+    "probemon/core/intervals.py",
+)
 
 SITE, NORM, SEED, FPR = "resid_post.15", "rmsnorm", 0, 0.01
 AGGREGATORS: tuple[Aggregator, ...] = (
@@ -87,8 +94,7 @@ def main() -> None:
         "tokens": {name: int(sum(map(len, part))) for name, part in scored.items()},
         "rows": rows,
         "minutes": round((time.perf_counter() - begin) / 60, 1),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
     for row in rows:
         print(json.dumps(row))

@@ -21,7 +21,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from probemon.core.files import write_text_atomically
-from provenance import commit
+from provenance import about, commit
+
+MEASURES = ("scripts/evidence/mutate_alignment.py", "probemon/tracking", "probemon/host")
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
@@ -609,7 +611,7 @@ def main() -> int:
                 "n_mutations": len(caught),
                 "n_caught": sum(bool(one["caught_by"]) for one in caught),
                 "mutations": caught,
-                "commit": commit(),
+                **about(*MEASURES),
             }
             if arguments.out:  # after each, so that a run that is ended goes on where it was
                 write_text_atomically(arguments.out, json.dumps(report, indent=1) + "\n")

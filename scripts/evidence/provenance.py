@@ -12,6 +12,13 @@ import numpy as np
 import torch
 
 
+def about(*measures: str) -> dict[str, Any]:
+    """What a result file says of itself: the modules, folders and packs that it measures, as paths in the repository,
+    the commit and the machine.
+    """
+    return {"measures": list(measures), "commit": commit(), "machine": machine()}
+
+
 def machine() -> dict[str, Any]:
     """Processor, threads and versions."""
     info = Path("/proc/cpuinfo")

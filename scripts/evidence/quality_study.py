@@ -35,13 +35,21 @@ from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Reach, calibrate_expansion
 from probemon.offline.windows import Reading, shards
-from provenance import commit, machine
+from provenance import about
 from real_text import bbc
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the pack builder
 from wordnet_pack.dataset import Source, prepare
 from wordnet_pack.generated import generate_texts
 from wordnet_pack.mentions import LABELLED
+
+MEASURES = (
+    "scripts/evidence/quality_study.py",
+    "probemon/core",
+    "probemon/engine/cascade.py",
+    "probemon/offline/expansion.py",
+    "probes",
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
@@ -73,8 +81,7 @@ def main() -> None:
         "calibration": {"documents": len(calibrating), "tokens": sum(len(x) for x, _ in calibrating)},
         "top": TOP,
         "minutes": round((time.perf_counter() - begin) / 60, 1),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -24,7 +24,9 @@ from probemon.core.files import write_text_atomically
 from probemon.core.intervals import upper_bound
 from probemon.telemetry.decisions import BEM, MOE, XLORA, Decisions, History, Stream, largest
 from probemon.telemetry.tally import Tally
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = ("scripts/evidence/routing_alarms.py", "probemon/telemetry")
 
 ROWS, BATCH, CHUNK, RANK = 4, 250, 32, 8  # BATCH: steps made at a time; how a stream is cut changes nothing
 DecisionStream = Iterator[Decisions]
@@ -176,8 +178,7 @@ def main() -> None:
             upper_bound(min(n_alarms, n_windows), n_windows)
         ),  # 95 %, of windows of 512 tokens
         "seconds": round(time.perf_counter() - begin, 1),
-        "commit": commit(),
-        "machine": machine(),
+        **about(*MEASURES),
     }
     write_text_atomically(options.out, json.dumps(result, indent=1) + "\n")
 

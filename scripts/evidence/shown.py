@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from probemon.core.familiarity import Familiar  # noqa: E402
 from probemon.core.files import write_text_atomically  # noqa: E402
 from probemon.packs.pack import ProbePack  # noqa: E402
-from provenance import commit, machine  # noqa: E402
+from provenance import about  # noqa: E402
 from wordnet_pack.build import LINEAR, N_FAMILIAR, Bank  # noqa: E402
 from wordnet_pack.concepts import Concept, ancestors, parents_of  # noqa: E402
 from wordnet_pack.dataset import Dataset, Source, prepare, rmsnorm  # noqa: E402
@@ -37,6 +37,8 @@ from wordnet_pack.passages import ANSWERS, DOMAINS  # noqa: E402
 from wordnet_pack.running import labels_by_distance  # noqa: E402
 from wordnet_pack.shown import STRENGTHS, Seen, rate, share_right, strengths  # noqa: E402
 from wordnet_pack.train import Weights, logits_of  # noqa: E402
+
+MEASURES = ("scripts/evidence/shown.py", "scripts/wordnet_pack", "probemon/core/familiarity.py", "probes")
 
 PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 PER_NOUN = (0.7, 1.5)
@@ -69,8 +71,7 @@ def main() -> int:
     document = {
         "claims": claims,
         "packs": results,
-        "commit": commit(),
-        "machine": machine(),
+        **about(*MEASURES),
     }
     write_text_atomically(args.out, json.dumps(document, indent=1) + "\n")
     print(json.dumps(claims, indent=1))

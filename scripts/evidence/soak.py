@@ -27,7 +27,16 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import write_text_atomically
 from probemon.host.fingerprint import fingerprint
 from probemon.sinks import JsonLinesSink
-from provenance import commit, machine
+from provenance import about
+
+MEASURES = (
+    "scripts/evidence/soak.py",
+    "probemon/core",
+    "probemon/engine",
+    "probemon/monitor",
+    "probemon/tracking",
+    "probemon/sinks.py",
+)
 
 HIDDEN, LAYERS, PROBES, WINDOW = 32, 2, 300, 64
 KEEP = 1000
@@ -156,8 +165,7 @@ def main() -> int:
     found["flat"] = found["growth_of_watching_bytes"] < FLAT_BYTES
     found |= {
         "kept_bytes_per_token": round(found["whole"]["growth_bytes"] / (0.7 * arguments.tokens / 10)),
-        "machine": machine(),
-        "commit": commit(),
+        **about(*MEASURES),
     }
     print(json.dumps(found, indent=1))
     if arguments.out:

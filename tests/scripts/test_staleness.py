@@ -1,0 +1,79 @@
+"""A result file is stale where what it measures means something else than at its commit."""
+
+import json
+import subprocess
+
+import pytest
+
+from staleness import ROOT, changes_since, definitions, stale_files
+
+BEFORE = '''"""A module."""
+import os
+
+LIMIT = 3
+
+
+class Box:
+    """Holds."""
+
+    size = 2
+
+    def area(self):
+        """Return it."""
+        if self.size < 0:
+            raise ValueError(f"no size: {self.size}")
+        return self.size ** 2  # a square
+
+
+def main():
+    return Box().area() * LIMIT
+'''
+
+
+def changed(after):
+    known = definitions(BEFORE)
+    return [name for tree, name in definitions(after).items() if tree not in known]
+
+
+def test_form_comments_docstrings_words_of_errors_imports_and_order_are_no_meaning():
+    after = BEFORE.replace('"""Return it."""', '"""Return what it is."""').replace("  # a square", "")
+    after = after.replace("self.size ** 2", "self.size**2").replace("import os", "import os\nimport sys")
+    after = after.replace('f"no size: {self.size}"', '"give a size"').replace("LIMIT = 3", "")
+    assert changed(after + "\n\nLIMIT = (\n    3\n)\n") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("LIMIT = 3", "LIMIT = 4", "LIMIT"),
+        ("size = 2", "size = 3", "Box.size"),
+        ("self.size ** 2", "self.size * 2", "Box.area"),
+        ("ValueError", "TypeError", "Box.area"),
+        ("class Box:", "class Box(dict):", "Box"),
+        ("* LIMIT", "+ LIMIT", "main"),
+        ("def main():", "def main(n=1):", "main"),
+    ],
+)
+def test_every_change_of_meaning_is_named(old, new, name):
+    assert changed(BEFORE.replace(old, new)) == [name]
+
+
+def test_files_of_this_commit_are_fresh_and_others_say_why(tmp_path):
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
+    for name, document in {
+        "silent.json": {"rows": []},
+        "lost.json": {"commit": "0" * 40, "measures": ["probemon/errors.py"]},
+        "gone.json": {"commit": commit, "measures": ["probemon/nowhere"]},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(document))
+    assert dict(stale_files(tmp_path)) == {
+        "silent.json": ["it does not say of which commit it is and what it measures"],
+        "lost.json": ["commit 000000000 is not in this clone"],
+        "gone.json": ["probemon/nowhere, which is not there"],
+    }
+    root = subprocess.run(
+        ["git", "rev-list", "--max-parents=0", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    if root.stdout.split()[0] != commit:  # of the first commit nearly all has changed since
+        assert len(changes_since(root.stdout.split()[0], ["probemon/errors.py"])) > 3

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.checks import check_count
-from probemon.core.familiarity import Familiar
+from probemon.core.familiarity import FarStates
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.inputs import NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, Inputs, check_states, prepare_input
 from probemon.core.plan import CascadePlan
@@ -225,10 +225,10 @@ class Scorer:
     def _far(self, hidden: Mapping[str, Tensor]) -> Tensor | None:
         """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says."""
         far = [
-            familiar.far(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
-            for spec, familiar in self._familiar
+            far_states(prepare_input(hidden[spec.site].to(self.device), spec, torch.float32))
+            for spec, far_states in self._familiar
         ]
-        return torch.stack(far).amax(0) if far else None
+        return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
     def _audited(self, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
         """Count what every probe's scores say about the active sets of some states, `[N]` each, 0 for the others."""
@@ -334,10 +334,10 @@ def _rebuilt(
     return manager
 
 
-def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device) -> list[tuple[InputSpec, Familiar]]:
+def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device) -> list[tuple[InputSpec, FarStates]]:
     """Return what packs know of the states that they were calibrated on, each once, on a device."""
     known = {
-        (spec, id(familiar)): (spec, familiar.to(device))
+        (spec, id(familiar)): (spec, FarStates(familiar, device))
         for pack in packs
         for spec, familiar in zip(pack.inputs, pack.familiar, strict=True)
         if familiar is not None

@@ -9,7 +9,7 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.familiarity import Familiar, unlike
+from probemon.core.familiarity import Familiar, FarStates, unlike
 from probemon.core.inputs import prepare_input
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.monitor.summary import summarise
@@ -47,8 +47,15 @@ def test_residual_is_that_of_the_principal_components():
 def test_same_states_give_the_same_and_company_changes_nothing():
     a, b = (Familiar.of(states(500, 2), states(300, 3)) for _ in range(2))
     assert torch.equal(a.basis, b.basis) and a.limit == b.limit and len(a.basis) == 12  # half of the width
-    many = states(400, 4)
-    assert torch.equal(a.far(many), torch.cat([a.far(one[None]) for one in many]))
+    many, fast = states(400, 4), FarStates(a, torch.device("cpu"))
+    many[::7] *= torch.rand(58, 1, generator=torch.Generator().manual_seed(6)) * 2
+    # On the limit itself, as nearly as fp32 can say.
+    along = (many - a.mean) @ a.basis.float().T @ a.basis.float()
+    off = many - a.mean - along
+    many[1::7] = (a.mean + along + off * (a.limit**0.5 / off.norm(dim=1, keepdim=True)))[1::7]
+    alone = torch.cat([fast(one[None]) for one in many])
+    assert torch.equal(a.far(many), alone) and torch.equal(fast(many), alone) and 20 < int(alone.sum()) < 100
+    assert fast(torch.full((1, 24), torch.inf)).tolist() == fast(torch.full((1, 24), torch.nan)).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): make the analysis again in another folder") from error
     if not isinstance(content, dict):

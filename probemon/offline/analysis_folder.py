@@ -128,10 +128,13 @@ class Analysis:
         path, identity_json = Path(directory), json.loads(json.dumps(identity))
         # Hidden files may be left of a run that was killed at its very start. This looks first, since another process
         # may begin the analysis at the same time.
-        is_taken = path.exists() and (
-            not path.is_dir()
-            or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
-        )
+        try:
+            is_taken = path.exists() and (
+                not path.is_dir()
+                or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
+            )
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
         begun = read_json(path / MANIFEST)
         if begun is None:
             if is_taken:

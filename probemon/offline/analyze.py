@@ -30,7 +30,7 @@ from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.host.model import host_state
-from probemon.offline.analysis_files import COUNTED, arrow, schemas
+from probemon.offline.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.offline.analysis_folder import MANIFEST, Analysis
 from probemon.offline.corpus import CorpusScorer, ScoredShard
 from probemon.offline.documents import MAX_CHARS, Source, read_documents
@@ -116,7 +116,7 @@ def _begin(out: str | os.PathLike[str], scorer: CorpusScorer, table: Tables, res
 
 def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same."""
-    begun = (Path(out) / MANIFEST).is_file()
+    begun = read_json(Path(out) / MANIFEST) is not None
     kernel = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if begun else {}
     return {name: kernel[name] for name in ("impl", "strategy") if name in kernel}
 

@@ -632,9 +632,10 @@ def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp
     analyze(manager, model, tokenizer, ["abc"], tmp_path / "begun", resume=True)
     for folder in (tmp_path, *(above for above in tmp_path.parents if "pytest" in above.name or "popen" in above.name)):
         folder.chmod(0o755)  # pytest makes its folders for one user alone
-    for name in ("begun", "empty"):
-        (tmp_path / name).chmod(0o555)
-    for out in ("begun", "empty"):
+    for name, mode in {"begun": 0o555, "empty": 0o555, "closed": 0o000}.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name).chmod(mode)
+    for out in ("begun", "empty", "closed"):
         read, write = os.pipe()
         child = os.fork()
         if not child:
@@ -650,9 +651,9 @@ def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp
         os.waitpid(child, 0)
         with os.fdopen(read) as stream:
             told = stream.read()
-        assert (
-            told.startswith("ConfigError") and "cannot be written (Permission denied): check its permissions" in told
-        ), told
+        verb = "read" if out == "closed" else "written"
+        assert told.startswith("ConfigError"), told
+        assert f"cannot be {verb} (Permission denied): check its permissions" in told
 
 
 @pytest.mark.parametrize("other", ["same", "another"])

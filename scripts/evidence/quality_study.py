@@ -4,8 +4,9 @@
 
 The shipped packs on three real texts, each scored by every probe once, which is the truth: noun mentions of WordNet's
 examples and glosses whose words the packs were not trained on; answers that the host model wrote with a seed of its
-own; BBC news articles. Expand thresholds are calibrated on other news articles. An "independent" pack is the same
-weights without the path rule, with alert thresholds at which every probe fires as often on the calibration articles.
+own; BBC news articles that trained nothing. Expand thresholds are calibrated on other news articles. An "independent"
+pack is the same weights without the path rule, with alert thresholds at which every probe fires as often on the
+calibration articles.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the pack builder
 from wordnet_pack.dataset import Source, prepare
 from wordnet_pack.generated import generate_texts
 from wordnet_pack.mentions import LABELLED
+from wordnet_pack.passages import DOMAINS, split_of_text
 
 MEASURES = (
     "scripts/evidence/quality_study.py",
@@ -100,11 +102,10 @@ def read(model: Any, tokenizer: Any, n_articles: int, n_mentions: int) -> tuple[
         for _, tokens, hidden in reader.states(shards(read_documents(list(texts)))):
             yield next(iter(hidden.values())).float(), tokens.ids.tolist()
 
-    articles = [text.text[:1200] for text in bbc()]
-    order = torch.randperm(len(articles), generator=torch.Generator().manual_seed(SEED)).tolist()[
-        : n_articles + n_articles // 3
-    ]
-    news = [(x, len(x)) for x, _ in states([articles[i] for i in order])]
+    news = {
+        split: [(x, len(x)) for x, _ in states(articles(split, n))]
+        for split, n in (("validation", n_articles), ("test", n_articles // 3))
+    }
     written = generate_texts(model, tokenizer, seed=SEED, fingerprint=fingerprint(model), folder=cache_dir())
     start = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     generated = []
@@ -115,7 +116,15 @@ def read(model: Any, tokenizer: Any, n_articles: int, n_mentions: int) -> tuple[
     chosen = torch.nonzero(data.where(split="test", sources=LABELLED))[:, 0]
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(SEED))[:n_mentions]]
     mentions = [(x[None].float(), 1) for x in data.states[chosen]]
-    return news[:n_articles], {"mentions": mentions, "generated": generated, "news": news[n_articles:]}
+    return news["validation"], {"mentions": mentions, "generated": generated, "news": news["test"]}
+
+
+def articles(split: str, n: int) -> list[str]:
+    """`n` BBC articles of a split of the packs' own, so that none has trained them."""
+    [domain] = [domain for domain in DOMAINS if domain.name == "news"]
+    texts = [text.text[:1200] for text in bbc() if split_of_text(domain, text.id) == split]
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
+    return [texts[i] for i in order[:n]]
 
 
 def every(manager: DynamicProbeManager, documents: States) -> list[np.ndarray]:

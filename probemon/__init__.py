@@ -1,22 +1,66 @@
-"""probemon: watch a language model from the inside, token by token."""
+"""probemon: watch a language model from the inside, token by token.
 
+from probemon import DynamicProbeManager
+
+manager = DynamicProbeManager("probes/wordnet-smollm2-135m")    # a folder, or org/name on the Hugging Face hub
+with manager.attach(model, tokenizer) as run:
+    out = model.generate(**inputs)
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from probemon.manager import DynamicProbeManager
-    from probemon.packs.pack import ProbePack
+    from probemon.aggregate import Attention as Attention
+    from probemon.aggregate import Ema as Ema
+    from probemon.aggregate import Max as Max
+    from probemon.aggregate import Mean as Mean
+    from probemon.aggregate import RollingMax as RollingMax
+    from probemon.aggregate import RollingMean as RollingMean
+    from probemon.core.scores import Coverage as Coverage
+    from probemon.core.scores import RowState as RowState
+    from probemon.core.scores import Scores as Scores
+    from probemon.errors import ProbemonError as ProbemonError
+    from probemon.manager import DynamicProbeManager as DynamicProbeManager
+    from probemon.monitor.result import Result as Result
+    from probemon.monitor.rules import Event as Event
+    from probemon.monitor.run import MonitorRun as MonitorRun
+    from probemon.monitor.stream import TokenEvent as TokenEvent
+    from probemon.monitor.summary import Summary as Summary
+    from probemon.monitor.summary import summarise as summarise
+    from probemon.offline.analysis_folder import Analysis as Analysis
+    from probemon.packs.pack import ProbePack as ProbePack
 
-__all__ = ["DynamicProbeManager", "ProbePack"]
+# Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
+_MODULES = {
+    "Analysis": "offline.analysis_folder",
+    "Attention": "aggregate",
+    "Coverage": "core.scores",
+    "DynamicProbeManager": "manager",
+    "Ema": "aggregate",
+    "Event": "monitor.rules",
+    "Max": "aggregate",
+    "Mean": "aggregate",
+    "MonitorRun": "monitor.run",
+    "ProbePack": "packs.pack",
+    "ProbemonError": "errors",
+    "Result": "monitor.result",
+    "RollingMax": "aggregate",
+    "RollingMean": "aggregate",
+    "RowState": "core.scores",
+    "Scores": "core.scores",
+    "Summary": "monitor.summary",
+    "TokenEvent": "monitor.stream",
+    "summarise": "monitor.summary",
+}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
-    if name == "DynamicProbeManager":
-        from probemon.manager import DynamicProbeManager
+    if name not in _MODULES:
+        raise AttributeError(f"module 'probemon' has no attribute {name!r}")
+    return getattr(import_module(f"probemon.{_MODULES[name]}"), name)
 
-        return DynamicProbeManager
-    if name == "ProbePack":
-        from probemon.packs.pack import ProbePack
 
-        return ProbePack
-    raise AttributeError(f"module 'probemon' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

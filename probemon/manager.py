@@ -1,6 +1,6 @@
 """DynamicProbeManager: the one face over all of it.
 
-manager = DynamicProbeManager(ProbePack.open(path), keep_top_k=30)
+manager = DynamicProbeManager("probes/wordnet-smollm2-135m", keep_top_k=30)
 with manager.attach(model, tokenizer) as run:         # every token of generate()
     out = model.generate(**inputs)
 state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 class DynamicProbeManager(Scorer):
     """Scores hidden states with a pack, or several, descending their hierarchies.
 
+    The pack: a `ProbePack`, or its folder or its name on the Hugging Face hub, which `ProbePack.from_pretrained` opens.
     `device`: where weights and scores are.
     `impl`: the kernel; None picks one by the device (see `manager.impl_why`).
     Settings of `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,

@@ -2,13 +2,18 @@
 aloud.
 """
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import probemon
 from conftest import make_pack
 from probemon import DynamicProbeManager, ProbePack
-from probemon.errors import ConfigError, UnknownConcept, UnknownSetting
+from probemon.errors import ConfigError, PackError, UnknownConcept, UnknownSetting
 
 LINEAR, MLP = "probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp"
 
@@ -127,3 +132,27 @@ def test_a_pack_recommends_settings_and_the_user_decides(model, tmp_path):
     assert left.plan.expand_threshold[0] == np.float32(0.4)
     with pytest.raises(UnknownSetting, match=r"'random': .* did you mean 'keep_top_k'"):
         make_pack(tmp_path / "odd", model, recommended={"keep_top": 3})
+
+
+def test_folders_are_opened_wherever_packs_are_given(tmp_path):
+    shipped, mlp = "probes/wordnet-smollm2-135m", Path("probes/wordnet-smollm2-135m-mlp")
+    pack = ProbePack.open(shipped)
+    hidden = pack.golden_hidden[:3, 0]
+    expected = DynamicProbeManager(pack).score_tokens(hidden)
+    assert np.array_equal(DynamicProbeManager(shipped).score_tokens(hidden).values, expected.values)
+    assert list(DynamicProbeManager([shipped, mlp]).pack.packs) == [Path(shipped).name, mlp.name]
+    assert list(DynamicProbeManager({"a": pack, "b": mlp}).pack.packs) == ["a", "b"]
+    with pytest.raises(PackError, match="wordnet-smollm2-135n"):
+        DynamicProbeManager("probes/wordnet-smollm2-135n")
+    for wrong in (b"probes", 3, [], [3]):
+        with pytest.raises(ConfigError, match="give a ProbePack, or the folder of one"):
+            DynamicProbeManager(wrong)
+
+
+def test_public_nouns_are_importable_and_loaded_at_first_use():
+    for name in probemon.__all__:
+        assert getattr(probemon, name).__name__ == name and name in dir(probemon)
+    with pytest.raises(AttributeError, match="no attribute 'Scoers'"):
+        probemon.Scoers  # noqa: B018
+    loaded = "import sys, probemon; assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", loaded], check=True)

@@ -1,6 +1,6 @@
 """Scorer composes packs, arenas and kernels into scores; runs and corpora call it.
 
-scorer = Scorer(ProbePack.open(path), keep_top_k=30)
+scorer = Scorer("probes/wordnet-smollm2-135m", keep_top_k=30)
 state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
 scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
 everything = scorer.score_all(hidden)                 # fp32 [T, P]
@@ -33,7 +33,7 @@ from probemon.engine.memory.arena import Arena
 from probemon.engine.outcome import Outcome
 from probemon.errors import ConfigError
 from probemon.packs.configured import ConfiguredPack, configure_group
-from probemon.packs.group import AnyPack, PackGroup, one_or_several
+from probemon.packs.group import AnyPack, PackGroup, Packs, one_or_several
 from probemon.packs.pack import ProbePack
 
 Hidden = Tensor | Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class Scorer:
 
     def __init__(
         self,
-        pack: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack],
+        pack: Packs,
         *,
         device: str | torch.device = "cpu",
         impl: str | None = None,

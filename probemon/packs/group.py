@@ -12,8 +12,10 @@ thresholds, score rule and recommendations.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,9 +159,24 @@ class PackGroup:
 AnyPack = ProbePack | PackGroup
 
 
-def one_or_several(packs: AnyPack | Sequence[ProbePack] | Mapping[str, ProbePack]) -> AnyPack:
-    """Return a pack, or a group, as it is; several packs as a group."""
-    return packs if isinstance(packs, (ProbePack, PackGroup)) else PackGroup(packs)
+PackOrName = ProbePack | str | os.PathLike[str]  # a pack, its folder, or its name on the hub
+Packs = PackOrName | PackGroup | Sequence[PackOrName] | Mapping[str, PackOrName]
+
+
+def one_or_several(packs: Packs) -> AnyPack:
+    """Return a pack, or a group, as it is; several packs as a group. Folders, and names on the hub, are opened."""
+    if isinstance(packs, (str, os.PathLike)):
+        return ProbePack.from_pretrained(os.fspath(packs))
+    if isinstance(packs, (ProbePack, PackGroup)):
+        return packs
+    if isinstance(packs, Mapping):
+        return PackGroup({name: _opened(pack) for name, pack in packs.items()})
+    several: Any = [_opened(pack) for pack in packs] if isinstance(packs, Sequence) else packs
+    return PackGroup(several)
+
+
+def _opened(pack: Any) -> Any:
+    return ProbePack.from_pretrained(os.fspath(pack)) if isinstance(pack, (str, os.PathLike)) else pack
 
 
 def open_packs(wanted: Sequence[str], alert_set: str | None = None) -> AnyPack:
@@ -182,14 +199,14 @@ def open_packs(wanted: Sequence[str], alert_set: str | None = None) -> AnyPack:
 
 def _checked(packs: Sequence[ProbePack]) -> Sequence[ProbePack]:
     if (
-        isinstance(packs, (str, bytes))
+        isinstance(packs, bytes)
         or not isinstance(packs, Sequence)
         or not packs
         or not all(isinstance(pack, ProbePack) for pack in packs)
     ):
         raise ConfigError(
-            f"packs are {packs!r}: give a ProbePack, a list of some, or a mapping of names to them (ProbePack.open"
-            " opens a folder)"
+            f"packs are {packs!r}: give a ProbePack, or the folder of one or its name on the hub, a list of some, or a"
+            " mapping of names to them"
         )
     return packs
 

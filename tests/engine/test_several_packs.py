@@ -604,7 +604,7 @@ def test_packs_of_one_name_need_names_of_their_own(packs):
     manager = DynamicProbeManager({"one": pack, "two": pack}, impl="numba", strategy="descent")
     assert manager.pack.find("two:c5") == manager.pack.numbers[1][pack.find("c5")]
     stepped(manager, [DynamicProbeManager(pack, impl="numba", strategy="descent")] * 2, n_steps=2)
-    for wrong in ([], {}, [pack, "a"], "a", {"a:b": pack}, {"": pack}, {3: pack}):
+    for wrong in ([], {}, [pack, 3], b"a", {"a:b": pack}, {"": pack}, {3: pack}):
         with pytest.raises(ConfigError, match=r"ProbePack|is named"):
             DynamicProbeManager(wrong)
 

@@ -5,14 +5,12 @@ probemon inspect probes/wordnet-smollm2-135m
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from probemon.cli.options import AsJson, Pack
 from probemon.cli.terminal import answer, plain_table, say, terminal
-from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
@@ -26,8 +24,6 @@ def inspect(pack: Pack, as_json: AsJson = False) -> None:
     """Show what is in PACK, how good it is, and whether it is whole (every hash, every weight, the golden scores)."""
     from probemon.packs.pack import ProbePack
 
-    if Path(pack).is_file():
-        raise ConfigError(f"{pack} is a file: give the folder of the pack, {Path(pack).parent}")
     opened = ProbePack.from_pretrained(pack, verify=True)
     if as_json:
         answer(_as_dict(opened))

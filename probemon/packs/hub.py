@@ -35,6 +35,7 @@ from probemon.core.files import sha256, write_text_atomically
 from probemon.errors import ConfigError, PackChanged, PackCorrupt, PackError, ProbemonError
 from probemon.packs import files as packfile
 from probemon.packs.files import check_target
+from probemon.packs.local import hint
 from probemon.packs.manifest import CARD, CONCEPTS, MANIFEST, PROBES, read_manifest
 from probemon.packs.opened import OpenedPack
 
@@ -348,7 +349,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except ProbemonError:
         raise
     except Exception as error:
-        raise PackError(_explanation(repo, revision, error)) from error
+        raise PackError(_explanation(repo, revision, error) + hint(repo)) from error
 
 
 def _explanation(repo: str, revision: str | None, error: Exception) -> str:
@@ -382,8 +383,8 @@ def _explanation(repo: str, revision: str | None, error: Exception) -> str:
                 " HF_HUB_OFFLINE and leave out local_files_only once"
             )
         return (
-            f"{repo!r} is not whole in the cache, and the hub cannot be reached ({_first_line(error.__cause__)}): check"
-            " the connection, and HF_ENDPOINT if it is set"
+            f"{repo!r} is not a folder, and not whole in the cache, and the hub cannot be reached"
+            f" ({_first_line(error.__cause__)}): check the connection, and HF_ENDPOINT if it is set"
         )
     return (
         f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {_first_line(error)}): check the"

@@ -22,6 +22,7 @@ from probemon.core.probes import Architecture
 from probemon.errors import PackError
 from probemon.packs import hub
 from probemon.packs.files import check_target
+from probemon.packs.local import find_folder
 from probemon.packs.opened import OpenedPack
 from probemon.packs.writer import PackWriter
 
@@ -49,7 +50,7 @@ class ProbePack(OpenedPack):
         verify: bool = False,
         endpoint: str | None = None,
     ) -> ProbePack:
-        """Open a local directory, or a pack published on the Hugging Face hub as `org/name`.
+        """Open a local directory, a pack that comes with probemon by its name (or "demo"), or `org/name` of the hub.
 
         `revision` (branch, tag or commit), `token`, `cache_dir`, `local_files_only` and `endpoint` are
         huggingface_hub's, and so is the cache. Files that were fetched are hashed before their first use.
@@ -57,8 +58,9 @@ class ProbePack(OpenedPack):
         directory too. Raises `PackError` saying what to do where there is no such pack, or no way to it, and
         `PackCorrupt` where a byte differs.
         """
+        folder = find_folder(repo)
         local = hub.find(
-            repo,
+            repo if folder is None else str(folder),
             revision=revision,
             token=token,
             cache_dir=cache_dir,
@@ -68,7 +70,7 @@ class ProbePack(OpenedPack):
         )
         # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the
         # hub's cache were.
-        return cls._open(local, verify, hashed=manifest_sha256 is not None and local == Path(repo), pin=manifest_sha256)
+        return cls._open(local, verify, hashed=manifest_sha256 is not None and folder is not None, pin=manifest_sha256)
 
     @classmethod
     def write(

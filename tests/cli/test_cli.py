@@ -235,7 +235,8 @@ def test_bad_input_is_one_line_and_status_2(arguments, words):
 )
 def test_a_text_in_the_place_of_a_path_is_one_line_and_status_2(arguments):
     done = cli(*(argument.format("so it was " * 30) for argument in arguments))
-    assert done.returncode == 2 and "File name too long" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "File name too long" in done.stderr or "no such folder" in done.stderr
 
 
 def test_damaged_pack_is_one_line_and_status_2(tmp_path):

@@ -451,7 +451,7 @@ def test_what_was_fetched_opens_without_the_hub(hub, fetch, pack, saved, monkeyp
     for revision in (None, "main", commit):
         assert same(fetch(revision=revision, manifest_sha256=sha256(saved["manifest.json"]), verify=True, **how), pack)
     told = {
-        "refused": r"is not whole in the cache, and the hub cannot be reached \(.+\): check the connection",
+        "refused": r"not whole in the cache, and the hub cannot be reached \(.+\): check the connection",
         "HF_HUB_OFFLINE": r"not whole in the cache, and the hub may not be asked: unset HF_HUB_OFFLINE",
         "local_files_only": r"not whole in the cache, and the hub may not be asked: .+ leave out local_files_only once",
     }[away]
@@ -496,11 +496,14 @@ def test_half_a_pack_in_the_cache_is_said_to_be_half(hub, fetch, saved, monkeypa
         ({"token": "hf_wrong"}, r"the hub refuses 'org/probes' \(401: .+\): log in"),
         ({"revision": "v9"}, r"'org/probes' has no revision 'v9': give a branch, a tag, or the whole hash of a commit"),
         ({"revision": "0" * 40}, r"'org/probes' has no revision '0{40}'"),
-        ({"repo": "no/such/folder"}, r"'no/such/folder' is neither a folder nor a name on the hub such as 'org/name'"),
-        ({"repo": "x" * 5000}, r"is neither a folder nor a name on the hub"),
+        (
+            {"repo": "no/such/folder"},
+            r"no such folder: 'no/such/folder'; give a folder, or a name on the hub",
+        ),
+        ({"repo": "x" * 5000}, r"no such folder: 'x{300}'; give a folder"),
         ({"repo": "org/\0"}, r"is neither a folder nor a name on the hub"),
         ({"repo": "org/model"}, r"'org/model' holds no manifest.json: it is not a probe pack"),
-        ({"endpoint": "http://127.0.0.1:9"}, r"is not whole in the cache, and the hub cannot be reached"),
+        ({"endpoint": "http://127.0.0.1:9"}, r"not whole in the cache, and the hub cannot be reached"),
         ({"endpoint": "no address"}, r"'org/probes' .+: check the connection"),
     ],
 )

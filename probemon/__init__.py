@@ -53,7 +53,8 @@ _MODULES = {
     "TokenEvent": "monitor.stream",
     "summarise": "monitor.summary",
 }
-__all__ = list(_MODULES)
+__all__ = [*_MODULES, "__version__"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

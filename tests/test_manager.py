@@ -150,7 +150,7 @@ def test_folders_are_opened_wherever_packs_are_given(tmp_path):
 
 
 def test_public_nouns_are_importable_and_loaded_at_first_use():
-    for name in probemon.__all__:
+    for name in set(probemon.__all__) - {"__version__"}:
         assert getattr(probemon, name).__name__ == name and name in dir(probemon)
     with pytest.raises(AttributeError, match="no attribute 'Scoers'"):
         probemon.Scoers  # noqa: B018

@@ -1,0 +1,5 @@
+"""`python -m probemon COMMAND`."""
+
+from probemon.cli import main
+
+main()

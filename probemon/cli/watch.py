@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from probemon.cli.common import chat_messages, check_generation, load_aloud, use_threads
+from probemon.cli.common import chat_messages, check_generation, load_aloud, pack_for, use_threads
 from probemon.cli.options import (
     PROMPT,
     AlertSet,
@@ -22,7 +22,7 @@ from probemon.cli.options import (
     MaxNewTokens,
     Model,
     MorePacks,
-    Pack,
+    PackOfModel,
     Plain,
     Prompt,
     Strict,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def watch(
     model: Model,
-    pack: Pack,
+    pack: PackOfModel = None,
     more_packs: MorePacks = None,
     prompt: Prompt = PROMPT,
     max_new_tokens: MaxNewTokens = 48,
@@ -60,7 +60,8 @@ def watch(
 
     check_device(device)
     use_threads(threads)
-    opened = open_packs([pack, *(more_packs or ())], alert_set)  # first: it takes milliseconds, the model seconds
+    # First: it takes milliseconds, the model seconds.
+    opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     host, tokenizer = load_aloud(model, device)
     from probemon.cli.live_view import LiveView, PlainView, summary
     from probemon.manager import DynamicProbeManager

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import ConfigError
+
+_MARKER = "config.json"  # a folder that holds one is taken for a model
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:
@@ -30,16 +33,48 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     if dtype not in kinds:
         raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(kinds)}")
     logging.disable_progress_bar()
+    _check_name(name)
     if name == "demo":
         from probemon.bundled import load_bundled
 
         model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kinds[dtype], say=say)
         return model.to(device), tokenizer
+    only_cached = not Path(name).is_dir() and not _hub_answers(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kinds[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=only_cached)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kinds[dtype], local_files_only=only_cached)
         return model.eval().to(torch.device(device)), tokenizer
     except Exception as error:  # a damaged folder fails in as many ways as there are readers
         where = "a folder" if Path(name).exists() else "neither a folder nor a model that can be fetched"
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {first_line}") from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ConfigError(f"{name!r} is {where} and cannot be loaded: {first_line}{_hint(name)}") from error
+
+
+def _check_name(name: str) -> None:
+    """Raise `ConfigError` for what can be no model: an empty name, a file, a path to nothing."""
+    if not name.strip():
+        raise ConfigError("the name of the model is empty: give a folder, a name on the hub, or demo")
+    if Path(name).is_file():
+        raise ConfigError(f"{name} is a file: give the folder of a model")
+    if not Path(name).is_dir() and (is_path(name) or ("/" in name and folders_with(Path(name).parent, _MARKER))):
+        raise ConfigError(f"no such folder: {name!r}{_hint(name) or '; give a folder, or a name on the hub'}")
+
+
+def _hint(name: str) -> str:
+    """Return which models have a name like this one, as the end of a message; "" where none has."""
+    near = [] if Path(name).is_dir() else near_folders(name, _MARKER, ["demo"])
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _hub_answers(name: str) -> bool:
+    """Ask the hub once. Where it does not answer, what follows would ask it for a minute, by way of its own retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _MARKER))
+    except HfHubHTTPError as error:  # "no such model" is an answer, too: `from_pretrained` says what it means
+        return error.response.status_code < 500
+    except Exception:  # no connection, offline by choice, or a name that cannot be one: nothing can be fetched
+        return False
+    return True

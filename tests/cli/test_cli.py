@@ -210,7 +210,7 @@ def test_inspect_says_what_is_in_the_pack():
         (["watch", "demo", PACK, "--threads", "-1"], "--threads is -1: give 1 or more"),
         (["watch", "demo", PACK, "--max-new-tokens", "many"], "valid integer"),
         (["watch", "demo", PACK, "--device", "quantum"], "device 'quantum' cannot be used here"),
-        (["watch", "demo"], "Missing argument 'PACK'"),
+        (["watch", "other"], "PACK is missing: only the model 'demo' has one that comes with probemon"),
         (["observe"], "No such command 'observe'"),
         (["inspect", PACK, "--jsno"], "No such option"),
     ],

@@ -1,0 +1,143 @@
+"""What every command line has: a version, help by two names, completion, and errors that name what is near."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+import probemon
+from probemon.cli import app as cli
+from probemon.errors import ConfigError
+from probemon.host.loading import load_model
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = typer.main.get_command(cli.app)
+
+
+def paths_of(command, path=()):
+    """Every command and group, as the words that call it."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from paths_of(below, (*path, name))
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit status, standard output and standard error of a command."""
+    monkeypatch.setattr(sys, "argv", ["probemon", *arguments])
+    monkeypatch.setattr(cli, "app", COMMANDS)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_the_version_is_that_of_the_package(monkeypatch, capsys):
+    assert probemon.__version__ == "0.1.0"
+    assert run(monkeypatch, capsys, "--version") == (0, "probemon 0.1.0\n", "")
+    assert "version: 0.1.0\n" in (ROOT / "CITATION.cff").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dynamic"] == ["version"] and project["authors"] == [{"name": "The probemon authors"}]
+
+
+@pytest.mark.parametrize("path", [*paths_of(COMMANDS)], ids=" ".join)
+def test_help_goes_by_both_names(monkeypatch, capsys, path):
+    short, long = (run(monkeypatch, capsys, *path, name) for name in ("-h", "--help"))
+    assert short == long and short[0] == 0 and short[2] == ""
+    assert short[1].startswith(f"Usage: {' '.join(('probemon', *path))} [OPTIONS]") and "-h, --help" in short[1]
+
+
+@pytest.mark.parametrize("path", [(), ("pack",), ("import",)])
+def test_who_asks_for_nothing_is_given_the_help(monkeypatch, capsys, path):
+    asked_for = run(monkeypatch, capsys, *path, "--help")
+    code, out, error = run(monkeypatch, capsys, *path)
+    assert (code, out.rstrip(), error) == (0, asked_for[1].rstrip(), "")
+
+
+def test_the_package_is_a_command_too():
+    done = subprocess.run([sys.executable, "-m", "probemon", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "probemon 0.1.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "completed"),
+    [
+        ("probemon wa", 1, "watch"),
+        ("probemon pack su", 2, "subset"),
+        ("probemon watch demo --max", 3, "--max-new-tokens"),
+    ],
+)
+def test_the_shell_completes_commands_and_options(words, number, completed):
+    asked = {"_PROBEMON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    done = subprocess.run(
+        [sys.executable, "-m", "probemon"], capture_output=True, text=True, env={**os.environ, **asked}
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [completed], "")
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "the name of the model is empty: give a folder, a name on the hub, or demo"),
+        ("models/whale", "no such folder: 'models/whale'; did you mean 'models/whales'?"),
+        ("./whales", "no such folder: './whales'; give a folder, or a name on the hub"),
+        ("models/whales/config.json", "models/whales/config.json is a file: give the folder of a model"),
+    ],
+)
+def test_a_wrong_model_names_what_is_near(monkeypatch, tmp_path, name, message):
+    (tmp_path / "models" / "whales").mkdir(parents=True)
+    (tmp_path / "models" / "whales" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_model(name, "cpu", print)
+    assert str(caught.value) == message
+
+
+def test_a_hub_that_does_not_answer_is_asked_once():
+    """huggingface_hub alone asks it for 48 seconds."""
+    closed = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "probemon", "watch", "dmo", "demo"], capture_output=True, text=True, env=closed
+    )
+    assert time.monotonic() - begin < 20
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "'dmo' is neither a folder nor a model" in done.stderr and "did you mean 'demo'?" in done.stderr
+
+
+# -- packs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("watch", "demo"),
+        ("inspect",),
+        ("quantize",),
+        ("hierarchy",),
+        ("calibrate", "--benign", "README.md", "--fpr", "0.1"),
+        ("pack", "push"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistyped_pack_names_the_near_one_in_every_command(monkeypatch, capsys, arguments):
+    more = {"quantize": ["out"], "hierarchy": ["tree.json"], "pack": ["org/name"]}.get(arguments[0], [])
+    monkeypatch.chdir(ROOT)
+    code, out, error = run(monkeypatch, capsys, *arguments, "probes/wordnet-smollm", *more)
+    near = "'probes/wordnet-smollm2-135m' or 'probes/wordnet-smollm2-135m-mlp'"
+    assert (code, out) == (2, "")
+    assert error == f"probemon: no such folder: 'probes/wordnet-smollm'; did you mean {near}?\n"
+
+
+@pytest.mark.parametrize("name", ["demo", "wordnet-smollm2-135m"])
+def test_the_shipped_pack_is_there_from_any_folder(monkeypatch, capsys, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run(monkeypatch, capsys, "inspect", name, "--json")
+    assert (code, error) == (0, "") and json.loads(out)["name"] == "wordnet-smollm2-135m"

@@ -2,6 +2,13 @@
 # Environment, lint, types and all tests. Safe to repeat.
 set -euo pipefail
 . "$(dirname "$0")/env.sh"
+if once test; then
+  echo "== what the tests need, on top (once; a few minutes)"
+  pip install -q -c constraints.txt -e '.[corpus,demo,dev,metrics,ray]'
+  # Apart: where transformers can import torchao it does, always, and talks about it. Only a test of quantised hosts uses it.
+  pip install -q -c constraints.txt --no-deps --upgrade --target .venv/torchao torchao
+  done_once test
+fi
 # The report's page is tested in a real browser, metrics by a real Prometheus; without these such tests are skipped, and say so.
 missing=(); for name in chromium prometheus; do command -v "$name" > /dev/null || missing+=("$name"); done
 if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

@@ -209,12 +209,12 @@ def hierarchy(
             _say_written(written, str(out))
 
 
-def quantize(source: Pack, out: Out, as_json: AsJson = False) -> None:
+def quantize(source: Pack, out: Out, as_json: AsJson = False, overwrite: OverwritePack = False) -> None:
     """Write an int8 copy of PACK (a scale for each row) and say how far its scores move."""
     from probemon.packs.quantize import quantize as quantize_pack
 
     before, target = _open(source), Path(out)
-    after = quantize_pack(before, target)
+    after = quantize_pack(before, target, overwrite=overwrite)
     error = after.manifest["quality"]["int8"]
     if as_json:
         answer(

@@ -97,7 +97,8 @@ def analyze(
     """
     from probemon.engine.kernels import check_device
     from probemon.manager import DynamicProbeManager
-    from probemon.offline.analyze import Tables, kernel_of
+    from probemon.offline.analysis_folder import check_target
+    from probemon.offline.analyze import Tables, check_apart, kernel_of
     from probemon.offline.documents import read_documents
     from probemon.packs.group import open_packs
 
@@ -108,6 +109,12 @@ def analyze(
     )
     check_device(device)
     use_threads(threads)
+    opened = open_packs([pack, *(more_packs or ())], alert_set)
+    # What is wrong with them, with the floor or the target, shows before the model is loaded.
+    check_apart(source, out)
+    check_target(out)
+    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    Tables(opened, least, not no_text)
     if ray:
         from probemon.offline.distributed import Job
 
@@ -126,10 +133,6 @@ def analyze(
         )
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
-    opened = open_packs([pack, *(more_packs or ())], alert_set)
-    # A wrong name or floor shows before the model is loaded.
-    read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
-    Tables(opened, least, not no_text)
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     host, tokenizer = load_aloud(model, device, dtype)
     with _progress(source) as progress:

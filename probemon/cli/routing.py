@@ -63,13 +63,15 @@ def routing(
 
     check_device(device)
     use_threads(threads)
-    sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
-    host, tokenizer = load_aloud(model, device, dtype)
-    adapter = None
+    RoutingSettings(window=window)  # what is wrong with it, or with the adapter, shows before the model is loaded
     if bem is not None:
         from probemon.bem import attach_bem
+        from probemon.bem.saved import read_saved
 
-        adapter = attach_bem(host, bem)
+        read_saved(bem)
+    sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
+    host, tokenizer = load_aloud(model, device, dtype)
+    adapter = None if bem is None else attach_bem(host, bem)
     monitor, console = RoutingMonitor(host, RoutingSettings(bem=adapter, window=window)), terminal(soft_wrap=False)
     view: PlainRouting | LiveRouting
     if plain or not console.is_terminal:

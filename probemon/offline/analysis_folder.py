@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.core.checks import check_count
+from probemon.core.near_folders import near_folders
 from probemon.errors import ConfigError, SinkFailed
 from probemon.offline.analysis_files import (
     ROWS_PER_GROUP,
@@ -43,6 +44,21 @@ FORMAT, FORMAT_VERSION = "probemon-analysis", 1
 MANIFEST, SHARDS = "manifest.json", "shards"
 
 
+def check_target(path: Path) -> None:
+    """Raise `ConfigError` where an analysis can be neither begun nor continued, since there is something else."""
+    # Hidden files may be left of a run that was killed at its very start. This looks at the files first, since another
+    # process may begin the analysis at the same time.
+    try:
+        is_taken = path.exists() and (
+            not path.is_dir()
+            or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
+        )
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    if is_taken and (not path.is_dir() or read_json(path / MANIFEST) is None):
+        raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
+
+
 class Analysis:
     """An analysis of a corpus in a folder: `open` reads one; `begin`, `write_shard` and `finish` make one."""
 
@@ -59,6 +75,10 @@ class Analysis:
         """
         path = Path(directory)
         manifest = read_json(path / MANIFEST)
+        if manifest is None and not path.exists():
+            near = near_folders(str(path), "documents.parquet")
+            remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`probemon analyze` writes one"
+            raise ConfigError(f"no such folder: {str(path)!r}; {remedy}")
         if manifest is None or manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} holds no analysis: give the folder that `probemon analyze` wrote")
         if manifest.get("format_version") != FORMAT_VERSION:
@@ -126,19 +146,9 @@ class Analysis:
     ) -> Analysis:
         """Begin an analysis, or go on with one of the same `identity`. Raises `ConfigError` saying what differs."""
         path, identity_json = Path(directory), json.loads(json.dumps(identity))
-        # Hidden files may be left of a run that was killed at its very start. This looks first, since another process
-        # may begin the analysis at the same time.
-        try:
-            is_taken = path.exists() and (
-                not path.is_dir()
-                or any(not entry.name.startswith((f".{MANIFEST}", ".spool", ".lock")) for entry in path.iterdir())
-            )
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+        check_target(path)
         begun = read_json(path / MANIFEST)
         if begun is None:
-            if is_taken:
-                raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
             manifest = {
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,

@@ -24,7 +24,7 @@ from probemon import errors
 from probemon.core.checks import check_count
 from probemon.errors import ConfigError, MissingExtra, ProbemonError
 from probemon.host.loading import load_model
-from probemon.offline.analysis_folder import MANIFEST, Analysis
+from probemon.offline.analysis_folder import MANIFEST, Analysis, check_target
 from probemon.offline.analyze import Progress, Tables, check_apart, check_known, environment, identity, kernel_of, write
 from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import MAX_CHARS, Document, Source, read_documents
@@ -85,12 +85,7 @@ def analyze_dataset(
         source = documents.iter_rows()
     out = Path(job.out).absolute()
     check_apart(source, out)
-    if (
-        out.exists()
-        and not (out / MANIFEST).is_file()
-        and any(not entry.name.startswith(".") for entry in out.iterdir())
-    ):
-        raise ConfigError(f"{out} exists and holds no analysis: give a folder that is empty or not there yet")
+    check_target(out)
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
     # The kernel is chosen once, so that all workers have the same.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from probemon.core.near_folders import folders_with, is_path, near_folders
 from probemon.errors import PackError
-from probemon.packs.manifest import MANIFEST
+from probemon.packs.manifest import CONCEPTS
 
 DEFAULT = "wordnet-smollm2-135m"
 DEMO = "demo"  # the default pack by the name of the model that it was made for
@@ -29,7 +29,7 @@ def shipped_packs() -> dict[str, Path]:
         above = _PACKAGE.parent / "probes"
         if not (_PACKAGE.parent / "setup.py").is_file():  # no checkout, but somebody else's folder
             return {}
-    return {name: above / name for name in folders_with(above, MANIFEST)}
+    return {name: above / name for name in folders_with(above, CONCEPTS)}
 
 
 def find_folder(name: str) -> Path | None:
@@ -47,9 +47,9 @@ def find_folder(name: str) -> Path | None:
         raise PackError("the name of the pack is empty: give a folder, a name on the hub such as 'org/name', or 'demo'")
     if os.path.isfile(name):
         above = Path(name).parent
-        pack = f"the pack, {above}" if (above / MANIFEST).is_file() else "a pack"
+        pack = f"the pack, {above}" if (above / CONCEPTS).is_file() else "a pack"
         raise PackError(f"{name} is a file: give the folder of {pack}")
-    if "/" not in name or is_path(name) or folders_with(Path(name).parent, MANIFEST):
+    if "/" not in name or is_path(name) or folders_with(Path(name).parent, CONCEPTS):
         raise PackError(
             f"no such folder: {name[:300]!r}{hint(name) or '; give a folder, or a name on the hub: org/name'}"
         )
@@ -58,5 +58,5 @@ def find_folder(name: str) -> Path | None:
 
 def hint(name: str) -> str:
     """Return which packs have a name like this one, as the end of a message; "" where none has."""
-    near = near_folders(name, MANIFEST, shipped_packs())
+    near = near_folders(name, CONCEPTS, shipped_packs())
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

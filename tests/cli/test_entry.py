@@ -141,3 +141,54 @@ def test_the_shipped_pack_is_there_from_any_folder(monkeypatch, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     code, out, error = run(monkeypatch, capsys, "inspect", name, "--json")
     assert (code, error) == (0, "") and json.loads(out)["name"] == "wordnet-smollm2-135m"
+
+
+def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, capsys, "quantize", "demo", "small")[0] == 0
+    before = Path("small/manifest.json").stat().st_ino
+    code, _, error = run(monkeypatch, capsys, "quantize", "demo", "small")
+    assert code == 2 and "--overwrite" in error and Path("small/manifest.json").stat().st_ino == before
+    assert run(monkeypatch, capsys, "quantize", "demo", "small", "--overwrite")[0] == 0
+    assert Path("small/manifest.json").stat().st_ino != before
+
+
+# -- what is wrong is said before a model is loaded ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("analyze nowhere probes demo.jsonl --out new", "no such folder: 'probes'"),
+        ("analyze nowhere demo missing.jsonl --out new", "missing.jsonl is neither a file nor a folder"),
+        ("analyze nowhere demo demo.jsonl --out new --floor 2", "floor is 2.0"),
+        ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and holds no analysis"),
+        ("analyze nowhere demo demo.jsonl --out full", "full exists and holds no analysis"),
+        ("analyze nowhere demo full --out full/new", "full/new lies in full"),
+        ("analyze nowhere demo demo.jsonl --out new --audit-rate 2", "audit_rate is 2.0"),
+        ("analyze nowhere demo demo.jsonl --out new --alert-set x", "no set of alert thresholds 'x'"),
+        ("analyze nowhere demo missing.jsonl --out new --ray 2", "missing.jsonl is neither a file nor a folder"),
+        ("calibrate demo --model nowhere --benign missing.jsonl --fpr 0.1", "missing.jsonl is neither"),
+        ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --watch whael", "did you mean 'whale'?"),
+        ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --positive named.jsonl", "no concept 'nohting'"),
+        ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --out full", "full exists"),
+        ("watch nowhere demo --alert-set x", "no set of alert thresholds 'x'"),
+        ("routing nowhere --bem full", "full has no bem.json"),
+        ("routing nowhere --window 0", "window is 0"),
+        ("routing nowhere --out missing/x.jsonl", "missing is not a folder"),
+        ("report missing", "no such folder: 'missing'; `probemon analyze` writes one"),
+        ("report scored", "no such folder: 'scored'; did you mean 'scores'?"),
+    ],
+)
+def test_inputs_are_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, line, words):
+    """Each of these names a model that is not there, too; its absence would be said if it were looked for first."""
+    monkeypatch.chdir(tmp_path)
+    Path("demo.jsonl").write_text('{"text": "Whales swim."}\n')
+    Path("named.jsonl").write_text('{"text": "Whales swim.", "concepts": ["nohting"]}\n')
+    for file in ("full/something", "scores/documents.parquet"):
+        Path(file).parent.mkdir()
+        Path(file).touch()
+    before = sorted(tmp_path.rglob("*"))
+    code, out, error = run(monkeypatch, capsys, *line.split())
+    assert (code, out) == (2, "") and words in error and error.count("\n") == 1 and "'nowhere'" not in error
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,93 @@
+"""What is published works by itself: the wheel holds the default pack, and `probemon watch demo` runs anywhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACK = "probes/wordnet-smollm2-135m"
+
+
+def python(*arguments, folder, path=""):
+    """Run this Python, for the libraries that it has, in a folder; `path` comes before them."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """The source archive, made of a copy of what it is made of, without what earlier builds left."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "probemon", source / "probemon", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "probes", source / "probes")
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    done = python("-c", build, folder=source)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (made,) = (source / "dist").glob("*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(archive, tmp_path_factory):
+    """A folder into which the wheel was installed, which was built of the source archive, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    pip = ("-m", "pip", "--quiet")
+    done = python(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source), folder=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = folder.glob("*.whl")
+    assert wheel.stat().st_size < 2e6  # the default pack alone: the other one is ten times as large
+    done = python(*pip, "install", "--no-deps", "--no-index", "--target", "site", str(wheel), folder=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / "site"
+
+
+def test_the_pack_of_the_wheel_is_that_of_the_repository_byte_for_byte(installed):
+    assert [folder.name for folder in (installed / "probemon/probes").iterdir()] == [Path(PACK).name]
+    files = {file.name: file.read_bytes() for file in (ROOT / PACK).iterdir()}
+    assert {file.name: file.read_bytes() for file in (installed / "probemon" / PACK).iterdir()} == files
+    assert len(files) == 4
+
+
+def test_the_wheel_alone_watches_the_demo_with_its_own_pack_from_any_folder(installed, tmp_path):
+    where = python("-c", "import probemon; print(probemon.__file__)", folder=tmp_path, path=installed)
+    assert Path(where.stdout.strip()) == installed / "probemon/__init__.py"
+    inspected = python("-m", "probemon", "inspect", "demo", "--json", folder=tmp_path, path=installed)
+    assert str(installed / "probemon" / PACK) in inspected.stdout, inspected.stderr
+    watched = python(
+        *("-m", "probemon", "watch", "demo", "--plain", "--max-new-tokens", "5"), folder=tmp_path, path=installed
+    )
+    assert watched.returncode == 0 and watched.stderr == ""
+    assert "demo watched by wordnet-smollm2-135m" in watched.stdout and "whole > organism" in watched.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wheel_without_the_pack_says_so(installed, tmp_path):
+    bare = shutil.copytree(installed, tmp_path / "bare")
+    shutil.rmtree(bare / "probemon/probes")
+    done = python("-m", "probemon", "watch", "demo", folder=tmp_path, path=bare)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "probemon: the pack wordnet-smollm2-135m is not in this installation of probemon: install probemon again\n"
+    )
+
+
+def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
+    (folder,) = installed.glob("probemon-*.dist-info")
+    metadata = (folder / "METADATA").read_text().split("\n\n")[0].split("\n")
+    assert {"Name: probemon", "Version: 0.1.0", "Author: The probemon authors", "Provides-Extra: demo"} <= set(metadata)
+    assert sum(line.startswith("Classifier: ") for line in metadata) >= 8
+    assert not any("llama" in line or "Requires-Dist: llm" in line for line in metadata)
+    assert (folder / "entry_points.txt").read_text() == "[console_scripts]\nprobemon = probemon.cli:main\n"
+    assert (installed / "probemon/py.typed").is_file() and (installed / "probemon/offline/report_page").is_dir()

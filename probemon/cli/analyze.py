@@ -61,7 +61,13 @@ def analyze(
     ],
     more_packs: MorePacks = None,
     floor: Annotated[
-        str, typer.Option(help="Scores above it are written: a number, or 'fired' for the alert thresholds.")
+        str,
+        typer.Option(
+            help=(
+                "Scores above it are written: a number, or 'fired' for the alert thresholds. 0.5 writes every score"
+                " over one half, whether or not it fires."
+            )
+        ),
     ] = "fired",
     window: WindowTokens = 0,
     overlap: Overlap = -1,

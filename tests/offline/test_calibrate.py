@@ -579,6 +579,14 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
         and "1 bad ones left out (first: bad: empty)" in shown.stdout
         and "true-positive rate" in shown.stdout
     )
+    alone = calibrate_alerts([s[:, watched[:1]] for s in scores], fpr=0.05, aggregate=Ema(0.5))
+    n_tokens, n_documents = int(alone.any_token.count[0]), int(alone.any_document.count[0])
+    assert 0 < n_documents <= n_tokens
+    assert (
+        f"in these documents {n_tokens} of {alone.n_tokens} tokens exceed the threshold of one concept or more; such"
+        f" tokens are in {n_documents} of 60 documents\n" in shown.stdout
+    )
+    assert "alerts on ema(0.5), 1 concept: at most 0.05 of benign tokens exceed each threshold" in shown.stdout
 
 
 def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workplace, model, pack, tmp_path):

@@ -27,6 +27,7 @@ LONG = (
     "test_actions",
     "test_distributed",
     "test_compatibility",
+    "test_quiet",
 )
 
 

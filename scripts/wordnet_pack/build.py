@@ -37,7 +37,7 @@ OTHERS_KEPT = 0.5  # of the tokens that end no noun, those that train (and count
 # Of a word that stands in the texts more often than this, each use counts less, so that all of them together grow with
 # the root of their number: a probe that knows the common words alone does not know the concept.
 COMMON = 30
-MENTION = 8.0  # tokens of running text as which a labelled mention counts: its sense is known
+MENTION = 3.0  # tokens of running text as which a labelled mention counts: its sense is known
 NOUN_SOURCES = ("example", "dominant", "gloss")
 CHUNK = 1 << 16
 N_GOLDEN = 16

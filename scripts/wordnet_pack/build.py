@@ -20,7 +20,7 @@ from probemon.core.files import write_text_atomically
 
 from .alerts import ENOUGH, Fires, precision_thresholds, precisions
 from .card import card
-from .concepts import Choice, Concept, Use, choose, label, parents_of, without
+from .concepts import Choice, Concept, Use, choose, label, parents_of, without, words_under
 from .dataset import EPS, Dataset, rmsnorm
 from .evaluate import MIN_POSITIVES, measure, quantile, ranked
 from .mentions import LABELLED, split_of
@@ -173,6 +173,12 @@ def uses_of(data: Dataset) -> list[Use]:
     return uses + [Use(point.head, point.mass, n_mentions=1) for point in mentions]
 
 
+def all_uses(running: Running) -> list[Use]:
+    """Every word of the training texts, those of every split, with its counts: for what trains nothing."""
+    counts = torch.bincount(running.word[running.where(split="train") & running.is_last], minlength=len(running.words))
+    return [Use(word.head, word.mass, n_running=n) for word, n in zip(running.words, counts.tolist(), strict=True) if n]
+
+
 def select(bank: Bank, choice: Choice) -> tuple[list[Concept], list[tuple[str, float]]]:
     """(concepts that a short training does not leave poor on the validation split, those dropped with their AUROC)."""
     concepts = choose(bank.data.wordnet, uses_of(bank.data), choice)
@@ -276,6 +282,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
     folded = fold(weights, bank.standard)
     alerts = Alerts.of(data, concepts, folded)
 
+    words = words_under(data.wordnet, concepts, all_uses(data.running))
     lines: list[dict[str, Any]] = [
         {
             "id": concept.id,
@@ -283,6 +290,7 @@ def build(data: Dataset, *, shape: tuple[int, ...], out: Path, choice: Choice, v
             "parents": [concept.parent] if concept.parent else [],
             "definition": concept.definition,
             "lemmas": list(concept.lemmas),
+            "words": words[concept.id],
             "synset": concept.key,
             "n_train": concept.n_train,
             "n_heads": concept.n_heads,

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .mentions import DOMINANT_MASS, EVERYDAY, Point
+from .mentions import DOMINANT_MASS, EVERYDAY, Point, sense_mass
 from .wordnet import Synset, WordNet
 
 # A word that means a concept with less than this share of its tagged occurrences counts as not meaning it.
 NEGLIGIBLE_MASS = 0.05
 # A word whose tagged occurrences are nouns less often than this stands for no concept, and against none.
 NOUN_SHARE = 0.5
+# Of the nouns under a concept, those that a pack lists: some stand as examples, all lead from a word to a concept.
+MOST_WORDS = 24
 TAXONOMY = "taxonomic group"  # genera, families, orders: names that nobody uses in running text
 
 
@@ -196,6 +198,33 @@ def _concept(wordnet: WordNet, key: str, name: str, chain: list[str], n_train: i
         n_train=n_train,
         n_heads=n_heads,
     )
+
+
+def words_under(
+    wordnet: WordNet, concepts: list[Concept], uses: Iterable[Use], *, most: int = MOST_WORDS
+) -> dict[str, list[str]]:
+    """The nouns that mean something under each concept, by its id: at most `most`, the commonest first.
+
+    A word stands at the lowest concept over what it most often means, so at one alone, and not where it is the
+    concept's own lemma. How common it is: its tagged occurrences in that sense, and its uses in running text.
+    """
+    n_uses: Counter[tuple[str, str]] = Counter()
+    for use in uses:
+        if use.mass:
+            n_uses[use.head, max(use.mass, key=lambda key: use.mass[key])] += use.n_running
+    by_key = {concept.key: concept for concept in concepts}
+    words: dict[str, list[tuple[int, int, str]]] = {concept.id: [] for concept in concepts}
+    for lemma, senses in wordnet.senses.items():
+        meant, noun = commonest_sense(wordnet, lemma), sum(sense_mass(senses, capitalised=False, lower=False).values())
+        if meant is None or noun < NOUN_SHARE:
+            continue
+        above = next((up.key for up in wordnet.chain(wordnet.synsets[meant]) if up.key in by_key), None)
+        if above is None or meant == above:
+            continue
+        sense = next(sense for sense in senses if sense.key == meant)
+        n = sense.count + n_uses[lemma, meant]
+        words[by_key[above].id].append((-n, len(lemma), sense.lemma))
+    return {concept: [word for _, _, word in sorted(ranked)[:most]] for concept, ranked in words.items()}
 
 
 def without(concepts: list[Concept], dropped: set[str]) -> list[Concept]:

@@ -31,6 +31,7 @@ from wordnet_pack.concepts import (
     name_of,
     parents_of,
     without,
+    words_under,
 )
 from wordnet_pack.dataset import Dataset, Source, rmsnorm
 from wordnet_pack.evaluate import differences, measure, sibling_auroc
@@ -348,6 +349,21 @@ def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
         "n00000007": "plant (plant.n.02)",
         "n00000003": "dog",
     }
+
+
+def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(wordnet):
+    concepts = choose(wordnet, toy_uses(), LOOSE)
+    assert [concept.id for concept in concepts] == ["animal.n.01", "plant.n.01", "dog.n.01"]
+    # Lemmas of the concepts themselves ("beast"), a verb, and what lies under none ("works") are listed nowhere.
+    alike = {"animal.n.01": [], "plant.n.01": [], "dog.n.01": ["Rex", "guide dog"]}
+    assert words_under(wordnet, concepts, []) == alike
+    said = [Use("dog", {"n00000004": 0.7, "n00000003": 0.3}, n_running=5), Use("x", {}, n_running=9)]
+    assert words_under(wordnet, concepts, said) == alike  # "dog" says nothing of "guide dog"
+    said.append(Use("guide dog", {"n00000004": 1.0}, n_running=1))
+    assert words_under(wordnet, concepts, said)["dog.n.01"] == ["guide dog", "Rex"]
+    assert words_under(wordnet, concepts, said, most=1)["dog.n.01"] == ["guide dog"]
+    without_dogs = words_under(wordnet, concepts[:2], [])
+    assert without_dogs == {"animal.n.01": ["dog", "Rex", "guide dog"], "plant.n.01": []}
 
 
 def test_children_of_a_dropped_concept_move_up(wordnet):

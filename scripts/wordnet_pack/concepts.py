@@ -16,13 +16,15 @@ import torch
 
 from .mentions import DOMINANT_MASS, EVERYDAY, Point, sense_mass
 from .wordnet import Synset, WordNet
+from .words import FUNCTION_WORDS
 
 # A word that means a concept with less than this share of its tagged occurrences counts as not meaning it.
 NEGLIGIBLE_MASS = 0.05
 # A word whose tagged occurrences are nouns less often than this stands for no concept, and against none.
 NOUN_SHARE = 0.5
-# Of the nouns under a concept, those that a pack lists: some stand as examples, all lead from a word to a concept.
-MOST_WORDS = 24
+# Of the nouns under a concept, those that a pack lists: the first stand as examples, all lead from a word to a concept.
+COMMON_WORDS, COMMON_USES = 8, 3
+RARELY_A_NOUN = 0.2  # of a word's tagged occurrences
 TAXONOMY = "taxonomic group"  # genera, families, orders: names that nobody uses in running text
 
 
@@ -200,13 +202,12 @@ def _concept(wordnet: WordNet, key: str, name: str, chain: list[str], n_train: i
     )
 
 
-def words_under(
-    wordnet: WordNet, concepts: list[Concept], uses: Iterable[Use], *, most: int = MOST_WORDS
-) -> dict[str, list[str]]:
-    """The nouns that mean something under each concept, by its id: at most `most`, the commonest first.
+def words_under(wordnet: WordNet, concepts: list[Concept], uses: Iterable[Use]) -> dict[str, list[str]]:
+    """The nouns that mean something under each concept, by its id, the commonest first.
 
-    A word stands at the lowest concept over what it most often means, so at one alone, and not where it is the
-    concept's own lemma. How common it is: its tagged occurrences in that sense, and its uses in running text.
+    A word stands at the lowest concept over what it most often means as a noun, so at one alone, and not where it is
+    the concept's own lemma. How common it is: its tagged occurrences in that sense, and its uses in running text, as
+    far as they are nouns. Listed are the COMMON_WORDS first of each concept, and what is at hand COMMON_USES times.
     """
     n_uses: Counter[tuple[str, str]] = Counter()
     for use in uses:
@@ -216,15 +217,18 @@ def words_under(
     words: dict[str, list[tuple[int, int, str]]] = {concept.id: [] for concept in concepts}
     for lemma, senses in wordnet.senses.items():
         meant, noun = commonest_sense(wordnet, lemma), sum(sense_mass(senses, capitalised=False, lower=False).values())
-        if meant is None or noun < NOUN_SHARE:
+        if meant is None or noun < RARELY_A_NOUN or lemma in FUNCTION_WORDS:
             continue
         above = next((up.key for up in wordnet.chain(wordnet.synsets[meant]) if up.key in by_key), None)
         if above is None or meant == above:
             continue
         sense = next(sense for sense in senses if sense.key == meant)
-        n = sense.count + n_uses[lemma, meant]
+        n = sense.count + int(noun * n_uses[lemma, meant])
         words[by_key[above].id].append((-n, len(lemma), sense.lemma))
-    return {concept: [word for _, _, word in sorted(ranked)[:most]] for concept, ranked in words.items()}
+    return {
+        concept: [word for i, (n, _, word) in enumerate(sorted(ranked)) if i < COMMON_WORDS or -n >= COMMON_USES]
+        for concept, ranked in words.items()
+    }
 
 
 def without(concepts: list[Concept], dropped: set[str]) -> list[Concept]:

@@ -16,6 +16,7 @@ import torch
 from probemon.packs.pack import ProbePack
 from real_text import Text
 from wordnet_pack import build as building
+from wordnet_pack import concepts as choosing
 from wordnet_pack import passages as passages_module
 from wordnet_pack import wordnet as wn
 from wordnet_pack.alerts import FLOOR, Fires, lowest, precision_thresholds, precisions
@@ -351,7 +352,7 @@ def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
     }
 
 
-def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(wordnet):
+def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(wordnet, monkeypatch):
     concepts = choose(wordnet, toy_uses(), LOOSE)
     assert [concept.id for concept in concepts] == ["animal.n.01", "plant.n.01", "dog.n.01"]
     # Lemmas of the concepts themselves ("beast"), a verb, and what lies under none ("works") are listed nowhere.
@@ -361,9 +362,13 @@ def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(word
     assert words_under(wordnet, concepts, said) == alike  # "dog" says nothing of "guide dog"
     said.append(Use("guide dog", {"n00000004": 1.0}, n_running=1))
     assert words_under(wordnet, concepts, said)["dog.n.01"] == ["guide dog", "Rex"]
-    assert words_under(wordnet, concepts, said, most=1)["dog.n.01"] == ["guide dog"]
     without_dogs = words_under(wordnet, concepts[:2], [])
     assert without_dogs == {"animal.n.01": ["dog", "Rex", "guide dog"], "plant.n.01": []}
+    monkeypatch.setattr(choosing, "COMMON_WORDS", 1)
+    assert words_under(wordnet, concepts, said)["dog.n.01"] == ["guide dog"]
+    said.append(Use("rex", {"n00000006": 1.0}, n_running=3))  # at hand often enough, whatever stands before it
+    said.append(Use("guide dog", {"n00000004": 1.0}, n_running=4))
+    assert words_under(wordnet, concepts, said)["dog.n.01"] == ["guide dog", "Rex"]
 
 
 def test_children_of_a_dropped_concept_move_up(wordnet):

@@ -1,7 +1,7 @@
 """Names: which probes a user means by names, ids, numbers and patterns.
 
 names = Names("my-pack", concepts, path)          # path(probe): names from the root down
-names.find("whale")                               # 17, or UnknownConcept with the nearest name
+names.find("whale")                               # 17, or UnknownConcept with what is near
 names.find_all(["whale", "ship*", re.compile("n0[12].*")])
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from probemon.errors import ConfigError, UnknownConcept, closest
+from probemon.core.near_names import NearNames
+from probemon.errors import ConfigError, UnknownConcept
 
 Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
@@ -36,6 +37,7 @@ class Names:
         self._texts = [
             (concept["id"], concept["name"], *(also[i] if also else ())) for i, concept in enumerate(concepts)
         ]
+        self._near = NearNames(concepts, path)
         self._by_name: dict[str, list[int]] = {}
         for i, texts in enumerate(self._texts):
             for name in set(texts):
@@ -44,7 +46,7 @@ class Names:
     def find(self, concept: object) -> int:
         """The probe of an id, an unambiguous name or a number.
 
-        Raises `UnknownConcept` with the nearest name, or with the ids and paths of all that bear it.
+        Raises `UnknownConcept` with what is nearest, or with the ids and paths of all that bear the name.
         """
         if isinstance(concept, bool) or not isinstance(concept, (str, int, np.integer)):
             raise UnknownConcept(f"a concept is named by its id, its name or its number, not {concept!r}")
@@ -58,7 +60,7 @@ class Names:
         if len(probes) == 1:
             return probes[0]
         if not probes:
-            raise UnknownConcept(f"{self._pack} has no concept {concept!r}{closest(concept, self._by_name)}")
+            raise UnknownConcept(f"{self._pack} has no concept {concept!r}{self._near.suggestion(concept)}")
         choices = "; ".join(f"{self._concepts[i]['id']} ({' > '.join(self._path(i))})" for i in probes)
         raise UnknownConcept(f"{len(probes)} concepts are named {concept!r}: give one of the ids: {choices}")
 
@@ -80,7 +82,8 @@ class Names:
         matches = [i for i, texts in enumerate(self._texts) if any(map(pattern.fullmatch, texts))]
         if not matches:
             shown = concept if isinstance(concept, str) else pattern.pattern
+            near = self._near.suggestion(shown.replace("*", "")) if isinstance(concept, str) else ""
             raise UnknownConcept(
-                f"no concept of {self._pack} matches {shown!r}: a pattern is held against whole names and whole ids"
+                f"no concept of {self._pack} matches {shown!r}, which is held against whole names and whole ids{near}"
             )
         return matches

@@ -1,0 +1,91 @@
+"""What is offered in the place of a name that a pack does not have."""
+
+import re
+
+import pytest
+
+from probemon import ProbePack
+from probemon.core.concept_names import Names
+from probemon.core.near_names import NearNames
+from probemon.errors import UnknownConcept
+from probemon.packs.group import PackGroup
+
+CONCEPTS = [
+    {"id": "animal.n.01", "name": "animal", "words": ["puppy", "guide dog"], "definition": "a living being"},
+    {"id": "whale.n.02", "name": "whale", "words": ["dolphin", "Orca"], "lemmas": ["whale", "sea_giant"]},
+    {"id": "act.n.01", "name": "war crime (act)", "definition": "a crime in war"},
+    {"id": "crime.n.01", "name": "crime", "definition": "an act that the law, any written law, forbids", "lemmas": [7]},
+    {"id": "court.n.01", "name": "court", "definition": "it says what the law is", "words": "not a list"},
+    {"id": "odd.n.01", "name": "odd", "definition": ["no", "text"], "words": [None, "wave-length"]},
+]
+PATHS = [["animal"], ["animal", "whale"], ["war crime (act)"], ["crime"], ["court"], ["odd"]]
+NEAR = NearNames(CONCEPTS, lambda probe: PATHS[probe])
+
+
+@pytest.mark.parametrize(
+    "wanted, probes",
+    [
+        ("Dolphins", [1]),  # listed under it
+        ("sea giant", [1]),  # its synonym
+        ("guide dogs", [0]),
+        ("shepherd puppy", [0]),  # by its last word
+        ("wars", [2]),  # in its name
+        ("war-crime", [2]),  # its name but for marks and brackets
+        ("crimes", [3]),  # by name, before that of which it is a part
+        ("wavelength", []),
+        ("wave length", [5]),
+        ("law", []),  # too short a word to look for in definitions
+        ("the law", [4, 3]),  # in two definitions, the shorter first
+        ("forbids", [3]),
+        ("forbid", []),  # a part of a word is none
+        ("", []),
+        ("(act)", []),
+        ("zebra", []),
+    ],
+)
+def test_meaning_is_read_from_names_synonyms_words_and_definitions_in_this_order(wanted, probes):
+    assert NEAR.by_meaning(wanted) == probes
+
+
+@pytest.mark.parametrize(
+    "wanted, end",
+    [
+        ("dolphin", ": the nearest in meaning is 'whale' (animal > whale)"),
+        ("the law", ": the nearest in meaning are 'court' (court); 'crime' (crime)"),
+        ("whael", ", did you mean 'whale'?"),
+        ("Whale", ", did you mean 'whale'?"),
+        ("animals:whales", ", did you mean 'whale'?"),
+        ("court.n.02", ", did you mean 'court.n.01'?"),
+        ("dolfin", ""),
+        ("dolphn", ", did you mean 'dolphin', which is something under 'whale' (animal > whale)?"),
+        ("", ""),
+    ],
+)
+def test_suggestion_says_whether_meaning_or_spelling_is_near(wanted, end):
+    assert NEAR.suggestion(wanted) == (end or ": nothing near it is there, and probemon concepts shows all there are")
+
+
+def test_meaning_comes_first_and_the_same_spelling_is_named_beside_it():
+    near = NearNames([*CONCEPTS, {"id": "injury", "name": "injury", "words": ["whole", "wale"]}], lambda probe: ["x"])
+    assert near.suggestion("wale") == ": the nearest in meaning is 'injury' (x), and in spelling 'whale'"
+
+
+def test_finding_says_it_for_names_and_for_patterns():
+    names = Names("toy", CONCEPTS, lambda probe: PATHS[probe])
+    with pytest.raises(UnknownConcept, match=r"^toy has no concept 'orca': the nearest in meaning is 'whale' \("):
+        names.find("orca")
+    with pytest.raises(UnknownConcept, match=r"^no concept of toy matches 'dolphin\*', .* is 'whale' \("):
+        names.find_all("dolphin*")
+    with pytest.raises(UnknownConcept, match=r"matches 'dolphin', which is held against whole names and whole ids$"):
+        names.find_all(re.compile("dolphin"))
+
+
+def test_shipped_pack_and_a_group_lead_from_a_synonym_to_the_concept():
+    pack = ProbePack.open("probes/wordnet-smollm2-135m")
+    with pytest.raises(UnknownConcept, match=r"the nearest in meaning is 'car' \(.* > vehicle > car\)$"):
+        pack.find("automobiles")
+    with pytest.raises(UnknownConcept, match=r"did you mean 'whale'\?$"):
+        pack.find("whael")
+    group = PackGroup({"a": pack, "b": pack})
+    with pytest.raises(UnknownConcept, match=r"the nearest in meaning are 'a:car' \(a:.*\); 'b:car' \(b:.*\)$"):
+        group.find("a:automobile")

@@ -21,6 +21,7 @@ from probemon import __version__
 from probemon.cli import signals
 from probemon.cli.analyze import analyze
 from probemon.cli.calibrate import calibrate
+from probemon.cli.concepts import concepts
 from probemon.cli.diff_analyses import diff
 from probemon.cli.importing import importing
 from probemon.cli.inspect_pack import inspect
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
 )
-for command in (analyze, report, diff, calibrate, routing, hierarchy, watch, inspect, quantize):
+for command in (analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize):
     app.command()(command)
 app.add_typer(importing, name="import")
 app.add_typer(packs, name="pack")

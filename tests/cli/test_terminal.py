@@ -283,6 +283,8 @@ def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypa
         and "[red]x[/nonsense]:skull:" in out
         and len(out.splitlines()) == len([line for line in out.splitlines() if line])
     )
+    code, out, _ = run(monkeypatch, capsys, "concepts", hostile_pack)
+    assert code == 0 and out.count(r"\x1b]0;pwned\x07") == 12 and out.count("[red]x[/nonsense]:skull:") >= 13
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack, "--json")
     told = json.loads(out)
     assert (
@@ -351,6 +353,7 @@ def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_open
     for arguments in (
         ["inspect", pack],
         ["inspect", pack, "--json"],
+        ["concepts", pack],
         ["quantize", pack, tmp_path / "q"],
         ["watch", "nowhere", pack],
         ["pack", "diff", pack, hostile_pack],
@@ -406,6 +409,7 @@ def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(
     for arguments in (
         ["inspect", pack],
         ["inspect", pack, "--json"],
+        ["concepts", pack],
         ["quantize", pack, tmp_path / "q"],
         ["pack", "rename", pack, tmp_path / "r", "--name", "r"],
         ["pack", "subset", pack, tmp_path / "s", "--concept", "*"],

@@ -1,0 +1,217 @@
+"""The command concepts.
+
+probemon concepts probes/wordnet-smollm2-135m              # the top of the hierarchy
+probemon concepts probes/wordnet-smollm2-135m animal       # one concept: what is above it, and all below
+probemon concepts probes/wordnet-smollm2-135m "*crime*" --json
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from probemon.cli.options import AlertSet, AsJson, Pack
+from probemon.cli.terminal import answer, harmless, plain_table, say, terminal
+from probemon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from probemon.packs.pack import ProbePack
+
+_MOST_LINES = 100  # concepts shown unless --depth asks for more
+_MOST_IN_FULL = 24  # concepts shown with their whole definitions, and with examples
+_MOST_EXAMPLES = 8
+_MOST_NAMES = 40  # of concepts that are not shown
+_WIDE = 10_000  # columns where there is no terminal: nothing is cut
+
+
+@dataclass(frozen=True)
+class Line:
+    """A concept where it stands in the tree: `guides` lead to it; its concepts below stand at another place if not
+    `opens`; those that are `hidden`, the nearest first, are not shown at all.
+    """
+
+    probe: int
+    guides: str
+    opens: bool
+    hidden: list[int]
+
+
+def concepts(
+    pack: Pack,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="PATTERN", help="A concept by its name or id, or a text with * for several."),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "Levels to show below the roots, or below what PATTERN names; by default as many as"
+                f" {_MOST_LINES} concepts allow."
+            ),
+        ),
+    ] = None,
+    alert_set: AlertSet = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the concepts of PACK as a tree: when each fires, how much of that is right, and what it means."""
+    if depth is not None and depth < 0:
+        raise ConfigError(f"--depth is {depth}: give 0 or more")
+    from probemon.packs.pack import ProbePack
+
+    opened = ProbePack.from_pretrained(pack)
+    if alert_set is not None:
+        opened = opened.with_alert_set(alert_set)
+    matches = opened.tree.roots.tolist() if pattern is None else _named(opened, pattern)
+    below = _levels_below(opened, matches)
+    if depth is None:
+        depth = len(below) if as_json else _fitting(below)
+    within = {probe for level in below[: depth + 1] for probe in level}
+    shown = within.union(*(opened.tree.ancestors(probe) for probe in matches))
+    if as_json:
+        answer(_as_dict(opened, sorted(shown), set(matches)))
+    else:
+        _show(opened, shown, set() if pattern is None else set(matches), len(below) - 1, depth)
+
+
+def _named(pack: ProbePack, pattern: str) -> list[int]:
+    """Return the probes that a pattern means, all where a name is that of several. Raises `UnknownConcept`."""
+    same_name = [probe for probe, concept in enumerate(pack.concepts) if concept["name"] == pattern]
+    return same_name if len(same_name) > 1 else pack.find_all(pattern)
+
+
+def _levels_below(pack: ProbePack, probes: Sequence[int]) -> list[list[int]]:
+    """Return some probes, then their children, the children of these, and so on, each where it comes first."""
+    levels, met = [list(probes)], set(probes)
+    while levels[-1]:
+        children = [child for probe in levels[-1] for child in pack.tree.children(probe).tolist()]
+        levels.append([child for child in dict.fromkeys(children) if child not in met])
+        met.update(levels[-1])
+    return levels[:-1]
+
+
+def _fitting(levels: Sequence[Sequence[int]]) -> int:
+    """Return how many levels below the first one to show."""
+    n_shown = n_fitting = 0
+    for depth, level in enumerate(levels):
+        n_shown += len(level)
+        n_fitting = depth if n_shown <= _MOST_LINES else n_fitting
+    return n_fitting
+
+
+def _lines(pack: ProbePack, shown: set[int]) -> Iterator[Line]:
+    """Yield the lines of the tree of some probes, which has every parent of each; what is below one stands once."""
+    tree, met = pack.tree, set[int]()
+    # What is still to come, the next one last: a probe, the guides before it, those before its children.
+    pending = [(root, "", "") for root in reversed(tree.roots.tolist()) if root in shown]
+    while pending:
+        probe, guides, next_guides = pending.pop()
+        children = [child for child in tree.children(probe).tolist() if child in shown]
+        opens = probe not in met or not children
+        met.add(probe)
+        hidden = [] if children else [below for level in _levels_below(pack, [probe])[1:] for below in level]
+        yield Line(probe, guides, opens, hidden)
+        for child in reversed(children if opens else []):
+            is_last = child == children[-1]
+            pending.append(
+                (child, next_guides + ("└─ " if is_last else "├─ "), next_guides + ("   " if is_last else "│  "))
+            )
+
+
+def _show(pack: ProbePack, shown: set[int], matches: set[int], deepest: int, depth: int) -> None:
+    from rich.text import Text
+
+    console = terminal(soft_wrap=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    in_full = len(shown) <= _MOST_IN_FULL
+    above = {ancestor for probe in matches for ancestor in pack.tree.ancestors(probe)}
+    rows = []
+    for line in _lines(pack, shown):
+        name = Text(line.guides, style="dim")
+        name.append(harmless(pack.concepts[line.probe]["name"]), style=_style(line.probe, matches))
+        threshold, precision = float(pack.alert_threshold[line.probe]), pack.precision(line.probe)
+        numbers = (
+            str(pack.tree.level[line.probe]),
+            "-" if math.isnan(threshold) else f"{threshold:.3f}",
+            "" if math.isnan(precision) else f"{precision:.0%}",
+        )
+        rows.append((name, *numbers, _meaning(pack, line, in_full=in_full and line.probe not in above)))
+    table = plain_table(expand=console.is_terminal)
+    table.add_column("concept", width=min(max(row[0].cell_len for row in rows), console.width // 2), no_wrap=True)
+    for header in ("level", "over", "right"):
+        table.add_column(header, width=5, justify="right", no_wrap=True)
+    table.add_column("what it means", ratio=1, no_wrap=not in_full, overflow="fold" if in_full else "ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    by = f"alert set {pack.alert_set}" if pack.alert_set else "alert thresholds without a name"
+    others = [name for name in pack.alert_sets if name != pack.alert_set]
+    also = f" (--alert-set also knows {', '.join(others)})" if others else ""
+    say(f"{pack.name}: {len(shown)} of {pack.n_probes} concepts, {by}{also}")
+    console.print(table)
+    if all(row[2] == "-" for row in rows):
+        say("None of these has an alert threshold, so none fires: probemon calibrate sets thresholds.")
+    else:
+        right = (
+            " right: how much of that was right where the pack was calibrated." if any(row[3] for row in rows) else ""
+        )
+        say(f"over: the score over which a concept fires.{right}")
+    if depth < deepest:
+        say(f"--depth {deepest} shows all that lies below; a name after the pack, one concept and what is below it.")
+
+
+def _style(probe: int, matches: set[int]) -> str:
+    return "bold" if probe in matches else "dim" if matches else ""
+
+
+def _meaning(pack: ProbePack, line: Line, *, in_full: bool) -> Text:
+    """Return the definition of a concept, or the names below it that are not shown; in full both, and examples."""
+    from rich.text import Text
+
+    if not line.opens:
+        return Text("(what is below it stands above)", style="dim")
+    concept = pack.concepts[line.probe]
+    definition, words = str(concept.get("definition") or ""), _words(concept)[:_MOST_EXAMPLES]
+    parts = [Text(harmless(definition))] if definition and (in_full or not line.hidden) else []
+    if in_full and words:
+        parts.append(Text(harmless(f"for example: {', '.join(words)}"), style="dim"))
+    if line.hidden:
+        names = ", ".join(pack.concepts[probe]["name"] for probe in line.hidden[:_MOST_NAMES])
+        parts.append(Text(harmless(f"+{len(line.hidden)}: {names}"), style="dim"))
+    return Text("\n").join(parts)
+
+
+def _words(concept: dict[str, Any]) -> list[str]:
+    words = concept.get("words")
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+
+
+def _as_dict(pack: ProbePack, shown: list[int], matches: set[int]) -> dict[str, Any]:
+    return {
+        "pack": pack.name,
+        "alert_set": pack.alert_set,
+        "alert_sets": list(pack.alert_sets),
+        "n_concepts": pack.n_probes,
+        "concepts": [
+            {
+                "id": pack.concepts[probe]["id"],
+                "name": pack.concepts[probe]["name"],
+                "path": pack.path(probe),
+                "level": int(pack.tree.level[probe]),
+                "parents": pack.concepts[probe]["parents"],
+                "children": [pack.concepts[child]["id"] for child in pack.tree.children(probe).tolist()],
+                "threshold": float(pack.alert_threshold[probe]),
+                "precision": pack.precision(probe),
+                "definition": pack.concepts[probe].get("definition"),
+                "words": _words(pack.concepts[probe]),
+                "matches": probe in matches,
+            }
+            for probe in shown
+        ],
+    }

@@ -15,7 +15,20 @@ from probemon.errors import ConfigError
 
 @dataclass(frozen=True)
 class CascadeConfig:
-    """How the hierarchy is descended: the settings of docs/architecture.md, all with their defaults."""
+    """How the hierarchy is descended. What is not given is what the pack recommends, else the default.
+
+    `base_layers`: levels whose probes are scored at every token.
+    `load_threshold`: the score over which a concept opens, so that its children are scored: a number; "exact", below
+    which nothing can fire (packs of the path rule); "calibrated", the pack's own; or "auto", what the pack recommends,
+    else "exact" where it can be had, else 0.3.
+    `keep_top_k`: concepts besides the base that a generated token takes over from the one before it, the best first.
+    `aggressive_pruning`: False takes over all that were active.
+    `max_loaded_probes`: probes active at a token at most; what does not fit is dropped, and counted.
+    `unload_threshold`: where probes were dropped, those that score under it are not taken over.
+    `always_on`: concepts, by name, id or number, that are scored at every token. Those of rules need not be named.
+    `report_top_k`: how many concepts `scores.top(t)` lists where it is not told.
+    `max_rounds`: how often a token may open concepts; None goes on until nothing more opens.
+    """
 
     base_layers: tuple[int, ...] = (0,)
     load_threshold: float | str = "auto"

@@ -1,4 +1,4 @@
-"""The tables of README and docs/performance.md, from the result files; the tests compare them.
+"""The tables of the pages in docs/, from the result files; the tests compare them.
 
 python scripts/evidence/figures.py docs/benchmarks/cpu.json          # prints them
 python scripts/evidence/figures.py --stale                           # files older than the code they measure

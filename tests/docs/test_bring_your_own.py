@@ -62,7 +62,7 @@ def place(tmp_path_factory):
 
 def test_every_python_example_runs(place):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     (place / "example.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "-W", "error", "example.py"],
@@ -73,7 +73,18 @@ def test_every_python_example_runs(place):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "HatCat" in PAGE and "probes" in done.stdout
-    for name in ("mine-too", "sklearn", "lie", "probekit-too", "refusal", "cats", "hallucination-too", "own", "heads"):
+    for name in (
+        "mine-too",
+        "sklearn",
+        "lie",
+        "probekit-too",
+        "refusal",
+        "cats",
+        "hallucination-too",
+        "own",
+        "heads",
+        "stacked",
+    ):
         assert ProbePack.open(place / "packs" / name, verify=True).n_probes
     assert [c["id"] for c in ProbePack.open(place / "packs/sklearn").concepts] == [
         "deception",

@@ -1,0 +1,124 @@
+"""Runs the examples of README and the pages, and writes what they print under them.
+
+python scripts/evidence/page_output.py                            # renews the output of every page
+python scripts/evidence/page_output.py README.md docs/rules.md    # of some
+python scripts/evidence/page_output.py --check                    # changes nothing; status 1 where one would change
+
+A page's `python` and `sh` blocks run in their order, in a folder of the page's own that holds nothing but `probes`.
+A `text` block right under one is what it prints on standard output. `<!-- not run -->` over a block leaves it out.
+Lines of an `sh` block are commands of probemon; they run in this process, which has loaded the demo model once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the examples are about the probemon that lies beside them
+# Two more pages run in tests of their own: bring-your-own-probes.md and sharing.md need files and a hub beside them.
+NAMES = ("tutorial", "watch", "rules", "decode-loop", "hidden-states", "several-packs", "corpora", "thresholds")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (*NAMES, "routing", "bem")))
+BLOCK = re.compile(
+    r"(?P<skipped><!-- not run -->\n+)?^```(?P<kind>python|sh)\n(?P<code>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One block that runs, and where its output stands on the page: `start` to `end`, None where none is shown."""
+
+    line: int
+    kind: str
+    code: str
+    span: tuple[int, int] | None
+
+
+def examples(page: str) -> Iterator[Example]:
+    """Yield the blocks of a page that run."""
+    for found in BLOCK.finditer(page):
+        if not found["skipped"]:
+            span = None if found["output"] is None else found.span("output")
+            yield Example(page.count("\n", 0, found.start("code")) + 1, found["kind"], found["code"], span)
+
+
+def renewed(name: str) -> str:
+    """Return a page with the output that its examples print now. Raises `RuntimeError` naming the block that failed."""
+    page, parts, end = (ROOT / name).read_text(encoding="utf-8"), [], 0
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("probes").symlink_to(ROOT / "probes")
+        for example in examples(page):
+            printed = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(printed):
+                    run(example, names, f"{name}:{example.line}")
+            except Exception as error:
+                traceback.print_exc()
+                raise RuntimeError(f"{name}, line {example.line}: the example fails: {error}") from error
+            if example.span is not None:
+                lines = (line.rstrip() for line in printed.getvalue().splitlines())
+                parts += [page[end : example.span[0]], "".join(f"{line}\n" for line in lines)]
+                end = example.span[1]
+    return "".join([*parts, page[end:]])
+
+
+def run(example: Example, names: dict[str, Any], where: str) -> None:
+    """Run one block: Python in the names of its page, or commands of probemon."""
+    if example.kind == "python":
+        exec(compile("\n" * example.line + example.code, where, "exec"), names)
+        return
+    from probemon.cli.app import main
+
+    for line in example.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        if words[0] != "probemon":
+            raise RuntimeError(f"{line!r} is no command of probemon: mark the block with <!-- not run -->")
+        before, sys.argv = sys.argv, words
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code not in (0, None):
+                raise RuntimeError(f"{line!r} ends with status {ended.code}") from None
+        finally:
+            sys.argv = before
+
+
+def main_of_pages() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pages", nargs="*", default=PAGES)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where output would change")
+    arguments = parser.parse_args()
+    os.environ["COLUMNS"] = "100"
+    from probemon import bundled
+
+    bundled.load_bundled = functools.cache(bundled.load_bundled)
+    differing = 0
+    for name in arguments.pages:
+        old, new = (ROOT / name).read_text(encoding="utf-8"), renewed(name)
+        if old != new:
+            differing += 1
+            print(f"{name}: the output of its examples is another", file=sys.stderr)
+            if not arguments.check:
+                (ROOT / name).write_text(new, encoding="utf-8")
+    return 1 if arguments.check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_of_pages())

@@ -233,6 +233,7 @@ def test_no_architecture_is_wrong_in_any_mode():
         if entry["outcome"] in ("exact", "as run"):
             assert entry.get("own", 0.0) <= 1e-5 and (entry["deviation"] <= found["bar"] or entry["host"] > 1e-3)
     assert flat(figures.architectures(found)) in page
+    assert f"which of {len(found['architectures'])} architectures are exact" in page_of("docs/faq.md")
 
 
 def test_every_mutation_of_attribution_is_caught():

@@ -99,12 +99,14 @@ class DynamicProbeManager(Scorer):
         include_prompt: bool = False,
         strict: bool = False,
         max_waiting: int = 64,
+        prepare: Callable[[MonitorRun], object] | None = None,
         **generate: Any,
     ) -> Iterator[TokenEvent]:
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
         `generate`: arguments of `model.generate`. At most `max_waiting` batches of tokens wait for the reader, then the
-        model waits. Leaving the loop stops it.
+        model waits. Leaving the loop stops it. `prepare(run)` is called before it begins, in the thread that
+        generates: for rules and sinks.
         """
         return stream(
             self,
@@ -114,6 +116,7 @@ class DynamicProbeManager(Scorer):
             include_prompt=include_prompt,
             strict=strict,
             max_waiting=max_waiting,
+            prepare=prepare,
             **generate,
         )
 
@@ -126,6 +129,7 @@ class DynamicProbeManager(Scorer):
         include_prompt: bool = False,
         strict: bool = False,
         max_waiting: int = 64,
+        prepare: Callable[[MonitorRun], object] | None = None,
         **generate: Any,
     ) -> AsyncIterator[TokenEvent]:
         """Yield the same as `stream`, for `async for`."""
@@ -137,6 +141,7 @@ class DynamicProbeManager(Scorer):
             include_prompt=include_prompt,
             strict=strict,
             max_waiting=max_waiting,
+            prepare=prepare,
             **generate,
         )
 

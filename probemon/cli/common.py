@@ -24,9 +24,40 @@ def check_generation(prompt: str, max_new_tokens: int) -> None:
         raise ConfigError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
 
 
-def chat_messages(tokenizer: Any, prompt: str) -> Any:
-    """Return the prompt as a chat of one message, or as it is where the tokenizer has no chat template."""
-    return [{"role": "user", "content": prompt}] if getattr(tokenizer, "chat_template", None) else prompt
+def chat_messages(tokenizer: Any, prompt: str, system: str | None = None) -> Any:
+    """Return the prompt as a chat, after `system` where there is one, or as it is where the tokenizer has no chat
+    template. Raises `ConfigError` where the template has no place for `system`.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if system is None:
+        return [{"role": "user", "content": prompt}] if has_template else prompt
+    if not has_template:
+        raise ConfigError("this model has no chat template, so there is no place for --system: put it into --prompt")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    try:
+        tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template is a program of the model's own
+        raise ConfigError(f"the model's chat template takes no --system ({error}): put it into --prompt") from error
+    return messages
+
+
+def sampling_arguments(
+    sample: bool, temperature: float | None, top_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Return what `generate` is told of sampling. Raises `ConfigError`, also for what cannot be a seed."""
+    given = {
+        name: value for name, value in {"--temperature": temperature, "--top-p": top_p}.items() if value is not None
+    }
+    if given and not sample:
+        raise ConfigError(f"{' and '.join(given)} without --sample: the most likely token is taken, so add --sample")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ConfigError(f"--temperature is {temperature:g}: give more than 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p is {top_p:g}: give more than 0 and at most 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed is {seed}: give 0 or more, and less than 2**63")
+    arguments = {"temperature": temperature, "top_p": top_p}
+    return {"do_sample": sample, **{name: value for name, value in arguments.items() if value is not None}}
 
 
 def pack_for(model: str, pack: str | None) -> str:

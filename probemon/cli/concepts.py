@@ -69,7 +69,7 @@ def concepts(
     if alert_set is not None:
         opened = opened.with_alert_set(alert_set)
     matches = opened.tree.roots.tolist() if pattern is None else _named(opened, pattern)
-    below = _levels_below(opened, matches)
+    below = opened.tree.levels_below(matches)
     if depth is None:
         depth = len(below) if as_json else _fitting(below)
     within = {probe for level in below[: depth + 1] for probe in level}
@@ -84,16 +84,6 @@ def _named(pack: ProbePack, pattern: str) -> list[int]:
     """Return the probes that a pattern means, all where a name is that of several. Raises `UnknownConcept`."""
     same_name = [probe for probe, concept in enumerate(pack.concepts) if concept["name"] == pattern]
     return same_name if len(same_name) > 1 else pack.find_all(pattern)
-
-
-def _levels_below(pack: ProbePack, probes: Sequence[int]) -> list[list[int]]:
-    """Return some probes, then their children, the children of these, and so on, each where it comes first."""
-    levels, met = [list(probes)], set(probes)
-    while levels[-1]:
-        children = [child for probe in levels[-1] for child in pack.tree.children(probe).tolist()]
-        levels.append([child for child in dict.fromkeys(children) if child not in met])
-        met.update(levels[-1])
-    return levels[:-1]
 
 
 def _fitting(levels: Sequence[Sequence[int]]) -> int:
@@ -115,7 +105,7 @@ def _lines(pack: ProbePack, shown: set[int]) -> Iterator[Line]:
         children = [child for child in tree.children(probe).tolist() if child in shown]
         opens = probe not in met or not children
         met.add(probe)
-        hidden = [] if children else [below for level in _levels_below(pack, [probe])[1:] for below in level]
+        hidden = [] if children else [below for level in tree.levels_below([probe])[1:] for below in level]
         yield Line(probe, guides, opens, hidden)
         for child in reversed(children if opens else []):
             is_last = child == children[-1]

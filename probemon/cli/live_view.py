@@ -5,6 +5,8 @@ Where a pack has no alert threshold at all, nothing fires: the view shows the be
     with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
         for event in manager.stream(...):
             view.show(event)
+
+`above [P]` is what a score has to exceed to be shown, beside its alert threshold.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from probemon.aggregate import Doubles
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
@@ -35,8 +38,8 @@ _BAR = "▁▂▃▄▅▆▇█"
 class PlainView:
     """One line for every token with something to say, no control characters: for pipes and logs."""
 
-    def __init__(self, console: Console, *, n_concepts: int = 3) -> None:
-        self._console, self._k = console, n_concepts
+    def __init__(self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None) -> None:
+        self._console, self._k, self._above = console, n_concepts, above
 
     def __enter__(self) -> PlainView:
         return self
@@ -47,8 +50,8 @@ class PlainView:
     def show(self, event: TokenEvent) -> None:
         """Show one more token."""
         token = printable(event.token)
-        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in event.leading(self._k)]
-        if ranked := event.ranked(self._k):
+        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in event.leading(self._k, self._above)]
+        if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
         said = unseen(event) or "; ".join(concepts)
         if said:
@@ -58,9 +61,11 @@ class PlainView:
 class LiveView:
     """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
 
-    def __init__(self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16) -> None:
+    def __init__(
+        self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16, above: Doubles | None = None
+    ) -> None:
         self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
-        self._text = Text()
+        self._above, self._text = above, Text()
         self._n_rows = n_rows
         self._events: deque[TokenEvent] = deque(maxlen=n_rows)
         self._n_tokens = self._n_active = 0
@@ -77,7 +82,7 @@ class LiveView:
 
     def show(self, event: TokenEvent) -> None:
         """Show one more token."""
-        leading = event.leading(1)
+        leading = event.leading(1, self._above)
         clear = leading and leading[0].strength >= _CLEAR
         self._text.append(harmless(event.token, keep="\n"), style=style(leading[0]) if clear else "")
         self._events.append(event)
@@ -94,7 +99,7 @@ class LiveView:
         room = min(self._n_rows, max(3, self._console.height - n_lines - 7))
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
-            concepts = [*event.leading(self._k), *event.ranked(self._k)]
+            concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
             if not concepts and not event.unseen:
                 continue  # the text above shows it
             room -= max(1, len(concepts))
@@ -173,9 +178,11 @@ def right(concept: ConceptScore) -> str:
     return f" ({share_right(concept)} right)" if share_right(concept) else ""
 
 
-def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -> None:
-    """Print the answer by sentences with what each is about, the concepts of the whole, then `lines`."""
-    summed = summarise(result, k=3)
+def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, above: Doubles | None = None) -> None:
+    """Print the answer by sentences with what each is about, the concepts of the whole, then `lines`; `above` as the
+    views have it.
+    """
+    summed = summarise(result, k=3, above=above)
     if summed.answer.text.strip():
         console.print(Text("the answer, sentence by sentence", style="bold"))
     for sentence in summed.sentences:
@@ -196,7 +203,8 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
         )
     mute = without_thresholds(result.pack)
     if table.rows or not mute.all():
-        console.print(table if table.rows else "no concept fired on a generated token")
+        none_fired = "no concept fired on a generated token" if above is None else "nothing to show fired in the answer"
+        console.print(table if table.rows else none_fired)
     if len(summed.answer.concepts) > k:
         console.print(Text(f"and {len(summed.answer.concepts) - k} more", style="dim"))
     if mute.any():
@@ -205,7 +213,8 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8) -
         best.add_column("concept, from the root")
         best.add_column("score", justify="right", no_wrap=True)
         strongest = result.top(result.pack.n_probes, row=0, phase="generated")
-        for concept in [concept for concept in strongest if mute[concept.probe]][: k + 2]:
+        shown = mute if above is None else mute & (above < math.inf)
+        for concept in [concept for concept in strongest if shown[concept.probe]][: k + 2]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)
     for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,39 @@ Prompt = Annotated[str, typer.Option(help="What to say to the model.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]
 Plain = Annotated[
     bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")
+]
+
+Sample = Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely one.")]
+Temperature = Annotated[float | None, typer.Option(help="With --sample: below 1 likely tokens are likelier still.")]
+TopP = Annotated[
+    float | None, typer.Option(help="With --sample: draw from the most likely tokens that make up this share.")
+]
+Seed = Annotated[int | None, typer.Option(help="Draw the same tokens as any run with this number.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system prompt, before the prompt.")]
+OnlyConcepts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--concept",
+        metavar="CONCEPT",
+        help="Show this concept (or a text with *) and what is below it, and no others; may be repeated.",
+    ),
+]
+MinStrength = Annotated[
+    float, typer.Option(help="Show what is so much over its alert threshold: 2 is odds seven times as high.")
+]
+StopOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CONCEPT",
+        help=(
+            "Stop where the concept fires in what is generated; CONCEPT:STRENGTH, where it is so much over its"
+            " threshold; CONCEPT:above=SCORE, over a score of your own. May be repeated."
+        ),
+    ),
+]
+ScoresOut = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write the scores of every token here, one JSON object a line."),
 ]
 
 Device = Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda, ...")]

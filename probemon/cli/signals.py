@@ -1,4 +1,5 @@
-"""Signals that end a command: SIGTERM and SIGHUP, as an exit that lets the command take away what is half written.
+"""Signals that end a command: SIGTERM and SIGHUP, as an exit that lets the command take away what is half written; and
+the first SIGINT of a block that ends by itself when it is told to.
 
     install()
     try:
@@ -6,6 +7,8 @@
     finally:
         settle()
     sys.exit(received() or code)
+
+    with on_interrupt(watching.interrupt): ...
 
 The handler raises `SystemExit`, at whatever Python runs at that moment. Where compiled code has called Python back
 (numba does while it compiles), an exception cannot go on: Python drops it, and the command would too. It is then
@@ -18,6 +21,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -47,6 +52,30 @@ def install() -> None:
 def received() -> int:
     """The exit status by the signal that came, 0 where none did."""
     return 128 + _received[0] if _received else 0
+
+
+@contextmanager
+def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` at the first SIGINT (Ctrl-C) of the block; the next one is a `KeyboardInterrupt` as ever.
+
+    Nothing is set on other threads than the main one, nor where SIGINT is ignored or somebody else's.
+    """
+
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        action()
+
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if is_ours:
+        signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def settle() -> None:

@@ -150,6 +150,15 @@ class ConceptTree:
             pending += new
         return ancestors
 
+    def levels_below(self, probes: Sequence[int]) -> list[list[int]]:
+        """Return some probes, then their children, the children of these, and so on, each where it comes first."""
+        levels, met = [list(probes)], set(probes)
+        while levels[-1]:
+            children = [child for probe in levels[-1] for child in self.children(probe).tolist()]
+            levels.append([child for child in dict.fromkeys(children) if child not in met])
+            met.update(levels[-1])
+        return levels[:-1]
+
     def path(self, probe: int) -> list[int]:
         """From the root down to the probe, by first parents."""
         path = [probe]

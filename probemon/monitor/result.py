@@ -75,10 +75,19 @@ def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptSc
     )
 
 
-def leading(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
-    """Return the firing concepts of state `t` by strength, at most `k`: of those on one path the lowest alone."""
+def firing(scores: Scores, t: int, above: Doubles | None = None) -> dict[int, float]:
+    """Return the firing probes of state `t` with their scores, ascending; `above` as in `leading`."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
-    lowest = without_ancestors(pack, scores.fired(t).tolist())
+    return {p: values[p] for p in scores.fired(t).tolist() if above is None or values[p] > above[p]}
+
+
+def leading(pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None) -> list[ConceptScore]:
+    """Return the firing concepts of state `t` by strength, at most `k`: of those on one path the lowest alone.
+
+    `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
+    """
+    values = firing(scores, t, above)
+    lowest = without_ancestors(pack, list(values))
     return sorted((describe(pack, p, values[p]) for p in lowest), key=lambda c: (-c.strength, c.probe))[:k]
 
 
@@ -98,10 +107,10 @@ def without_thresholds(pack: AnyPack) -> Mask:
     return np.full(pack.n_probes, bool(pack.alert_threshold.isnan().all()))
 
 
-def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
+def ranked(pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None) -> list[ConceptScore]:
     """Return the best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold.
 
-    They are first, not firing. Equal scores go by the probe's number.
+    They are first, not firing. Equal scores go by the probe's number. `above` as in `leading`.
     """
     bare = without_thresholds(pack)
     if not bare.any():
@@ -109,7 +118,7 @@ def ranked(pack: AnyPack, scores: Scores, t: int, k: int) -> list[ConceptScore]:
     active = sorted(
         (-value, probe)
         for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True)
-        if bare[probe]
+        if bare[probe] and (above is None or value > above[probe])
     )
     return [describe(pack, probe, -value) for value, probe in active[:k]]
 

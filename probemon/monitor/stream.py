@@ -6,6 +6,9 @@
     async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
         ...
 
+    def prepare(run): run.on("weapon", action="stop"), run.add_sink(sink)
+    for event in manager.stream(model, tokenizer, messages, prepare=prepare): ...
+
 `generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At
 most `max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the
 forward that reads it, one step after it was sampled; the last one is never read.
@@ -16,12 +19,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from probemon.aggregate import Doubles
 from probemon.core.checks import check_count
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.engine.scorer import Scorer
@@ -59,13 +63,16 @@ class TokenEvent:
         """Return what was looked at."""
         return self.scores.coverage
 
-    def leading(self, k: int = 3) -> list[ConceptScore]:
-        """Return the firing concepts by strength, at most `k`: of those on one path the lowest alone."""
-        return leading(self.pack, self.scores, 0, k)
+    def leading(self, k: int = 3, above: Doubles | None = None) -> list[ConceptScore]:
+        """Return the firing concepts by strength, at most `k`: of those on one path the lowest alone.
 
-    def ranked(self, k: int = 3) -> list[ConceptScore]:
+        `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
+        """
+        return leading(self.pack, self.scores, 0, k, above)
+
+    def ranked(self, k: int = 3, above: Doubles | None = None) -> list[ConceptScore]:
         """Return the best-scoring concepts, at most `k`, of packs without any alert threshold, of which none fires."""
-        return ranked(self.pack, self.scores, 0, k)
+        return ranked(self.pack, self.scores, 0, k, above)
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -126,6 +133,7 @@ class _Generating:
         include_prompt: bool = False,
         strict: bool = False,
         max_waiting: int = 64,
+        prepare: Callable[[MonitorRun], object] | None = None,
         **generate: Any,
     ) -> None:
         if tokenizer is None:
@@ -138,6 +146,7 @@ class _Generating:
         )
         self._run = MonitorRun(manager, model, tokenizer, strict=strict)
         self._run.listen(self._put)
+        self._prepare = prepare
         self._model, self._include_prompt, self._max_waiting = model, include_prompt, max_waiting
         self._arguments = {
             name: value.to(model.device) for name, value in encode(tokenizer, messages).items()
@@ -190,6 +199,8 @@ class _Generating:
     def _generate(self) -> None:
         try:
             with self._run:
+                if self._prepare is not None:
+                    self._prepare(self._run)
                 if not self._closed:
                     self._out = self._model.generate(**self._arguments)
         except BaseException as error:  # the reader raises it

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from probemon.aggregate import Doubles
 from probemon.core.checks import check_count
 from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
@@ -52,15 +53,20 @@ class Summary:
     unlike: str
 
 
-def summarise(result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5) -> Summary:
+def summarise(
+    result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5, above: Doubles | None = None
+) -> Summary:
     """Sum up the tokens of a row, at most `k` concepts a sentence. In the answer is every concept of a sentence of it.
 
-    `phase`: "generated", "prompt" or None for both. Raises `ConfigError`.
+    `phase`: "generated", "prompt" or None for both. `above [P]`: what scores have to exceed beside the thresholds,
+    infinite for a concept that is left out. Raises `ConfigError`.
     """
     k = check_count("k", k, least=1)
     tokens = result.tokens_of(row, phase)
     name = _AGGREGATOR if _AGGREGATOR in result.pack.aggregated else "each"
-    thresholds = result.pack.thresholds_for(name)
+    thresholds = result.pack.thresholds_for(name).double()
+    if above is not None:
+        thresholds = torch.maximum(thresholds, torch.from_numpy(above))
     texts = result.texts(tokens)
     sentences = [_stretch(result, tokens[a:b], texts[a:b], thresholds) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}

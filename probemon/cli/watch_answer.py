@@ -1,0 +1,213 @@
+"""What watch says once it has ended: lines for people, one object for programs.
+
+watched = Watched(manager, result, watching, above=above, cost=None, audited=False)
+watched.lines()                       # what stands below the summary
+watched.as_dict(prompt="...")         # the text, the concepts of every token of it, the summary, counts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from probemon.aggregate import Doubles
+from probemon.cli.live_view import printable
+from probemon.cli.watch_rules import Watching
+from probemon.manager import DynamicProbeManager
+from probemon.monitor.overhead import Overhead
+from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
+from probemon.monitor.summary import summarise
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A watch that has ended: what came of it, why it ended, what is shown of it (`above`), what it cost."""
+
+    manager: DynamicProbeManager
+    result: Result
+    watching: Watching
+    above: Doubles | None
+    cost: Overhead | None
+    audited: bool
+
+    def lines(self) -> list[str]:
+        """Return how it ended, counts, what it cost, what the silence of probes means."""
+        result, pack = self.result, self.manager.pack
+        evaluated, active = self._per_token()
+        lines = self._ending()
+        lines += [
+            (
+                f"{len(result)} tokens ({int((result.phase == 1).sum())} generated), {result.coverage.n_unseen} unseen"
+                " (the last one generated is never run by the host)"
+            ),
+            (
+                f"{pack.n_probes} probes, {active:.0f} active and {evaluated:.0f} evaluated a token,"
+                f" {int(result.coverage.dropped.sum())} dropped"
+            ),
+        ]
+        if self.audited:
+            lines.append(f"audit: {result.audit}")
+        return lines + self._cost_lines() + self._threshold_lines()
+
+    def as_dict(self, **asked: Any) -> dict[str, Any]:
+        """Return everything of it; `asked`: what was asked for, said again."""
+        result, pack, cover = self.result, self.manager.pack, self.result.coverage
+        evaluated, active = self._per_token()
+        tokens = result.tokens_of(0, "generated")
+        texts = result.texts(tokens)
+        ends = np.cumsum([len(text) for text in texts]).tolist()
+        return {
+            **asked,
+            "text": "".join(texts),
+            "per_token": [
+                {
+                    **{name: value for name, value in result.where(token).items() if name != "token"},
+                    "token": text,
+                    "start": end - len(text),
+                    "end": end,
+                    "unseen": cover.unseen[token] or None,
+                    "concepts": [_as_dict(concept) for concept in self._firing(token)],
+                }
+                for token, text, end in zip(tokens.tolist(), texts, ends, strict=True)
+            ],
+            "summary": self._summary(),
+            "stopped": self._stopped(),
+            "interrupted": self.watching.interrupted,
+            "tokens": len(result),
+            "generated_tokens": len(tokens),
+            "unseen_tokens": cover.n_unseen,
+            "probes_total": pack.n_probes,
+            "probes_evaluated_per_token": round(evaluated, 2),
+            "probes_active_per_token": round(active, 2),
+            "dropped": int(cover.dropped.sum()),
+            "audit": result.audit.as_dict() if self.audited else None,
+            "probes_without_threshold": int(pack.alert_threshold.isnan().sum()),
+            "alert_set": pack.alert_set,
+            "probes_ranked": int(without_thresholds(pack).sum()),
+            "measured": self._measured(),
+        }
+
+    def _per_token(self) -> tuple[float, float]:
+        """How many probes were evaluated, and how many active, in the mean over the tokens seen."""
+        cover = self.result.coverage
+        return float(cover.evaluated[cover.seen].mean()), float(cover.active[cover.seen].mean())
+
+    def _firing(self, token: int) -> list[ConceptScore]:
+        """Return the concepts that fire at a token and are shown, the strongest first."""
+        pack, where = self.manager.pack, self.result.where(token)
+        scores = firing(self.result.scores, token, self.above)
+        concepts = [describe(pack, probe, score, **where) for probe, score in scores.items()]
+        return sorted(concepts, key=lambda concept: (-concept.strength, concept.probe))
+
+    def _summary(self) -> dict[str, Any]:
+        summed = summarise(self.result, above=self.above)
+        ends = np.cumsum([len(sentence.text) for sentence in summed.sentences]).tolist()
+        return {
+            "thresholds": summed.thresholds,
+            "concepts": [_as_dict(concept, at=True) for concept in summed.answer.concepts],
+            "sentences": [
+                {
+                    "text": sentence.text,
+                    "start": end - len(sentence.text),
+                    "end": end,
+                    "positions": [sentence.start, sentence.stop],
+                    "unseen_tokens": sentence.n_unseen,
+                    "concepts": [_as_dict(concept, at=True) for concept in sentence.concepts],
+                }
+                for sentence, end in zip(summed.sentences, ends, strict=True)
+            ],
+        }
+
+    def _stopped(self) -> dict[str, Any] | None:
+        """Return the rule that stopped the generation, and where it was met."""
+        event = self.watching.met
+        if event is None:
+            return None
+        token = self.result.where(self.result.at(event.row, event.column))
+        concept = describe(self.manager.pack, self.manager.pack.find(event.concept), event.score, **token)
+        return {**_as_dict(concept, at=True), "above": event.above}
+
+    def _ending(self) -> list[str]:
+        lines = ["interrupted: what came until then stands above"] if self.watching.interrupted else []
+        stopped = self._stopped()
+        if stopped is not None:
+            lines.append(
+                f"stopped at {printable(stopped['token'])!r}, position {stopped['position']}:"
+                f" {' > '.join(stopped['path'])} scored {stopped['score']:.3f}, over {stopped['above']:.3f}"
+            )
+        if self.watching.n_dropped:
+            lines.append(f"{self.watching.n_dropped} tokens are missing in the scores written: they came too fast")
+        return lines
+
+    def _cost_lines(self) -> list[str]:
+        measured, cost = self._measured(), self.cost
+        if measured is None or cost is None:
+            return []
+        strategy = self.manager.strategy
+        return [
+            f"kernel: {self.manager.impl} ({self.manager.impl_why})",
+            f"strategy: {strategy.step} for a token, {strategy.batch} for a prompt: {strategy.why}",
+            (
+                f"host {cost.host_ms:.1f} ms a token bare, {cost.watched_ms:.1f} watched ({cost.overhead_pct:+.1f} %;"
+                f" {cost.monitor_ms:.2f} ms inside our hooks; medians of {cost.n_steps} steps each, alternating)"
+            ),
+        ]
+
+    def _measured(self) -> dict[str, Any] | None:
+        if self.cost is None:
+            return None
+        return {
+            "kernel": self.manager.impl,
+            "strategy": {"token": self.manager.strategy.step, "prompt": self.manager.strategy.batch},
+            "host_ms_per_token": round(self.cost.host_ms, 3),
+            "monitor_ms_per_token": round(self.cost.monitor_ms, 3),
+            "watched_ms_per_token": round(self.cost.watched_ms, 3),
+            "overhead_pct": round(self.cost.overhead_pct, 2),
+        }
+
+    def _threshold_lines(self) -> list[str]:
+        pack, lines = self.manager.pack, list[str]()
+        n_mute = int(pack.alert_threshold.isnan().sum())
+        if n_mute < pack.n_probes:
+            by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card tells of"
+            lines.append(
+                f'A concept shown is over its alert threshold, {by}. "right": how much of what it fires at was right on'
+                " the text that the pack was calibrated on."
+                if not np.isnan([pack.precision(probe) for probe in range(pack.n_probes)]).all()
+                else f"A concept shown is over its alert threshold, {by}; false alarms are expected, at the rate that"
+                " the card states."
+            )
+        n_ranked = int(without_thresholds(pack).sum())
+        if n_ranked:
+            lines.append(
+                f"{n_ranked} of {pack.n_probes} probes are of packs without any alert threshold: their concepts"
+                " are shown by rank, which does not say that they are there. probemon calibrate sets thresholds"
+            )
+        if n_mute > n_ranked:  # their silence says nothing
+            lines.append(
+                f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
+                " whatever they score: probemon calibrate sets one"
+            )
+        if self.above is not None:
+            n_shown = int(np.isneginf(self.above).sum() + np.isfinite(self.above).sum())
+            lines.append(
+                f"Shown are {n_shown} of {pack.n_probes} concepts: --concept and --min-strength leave the others out."
+            )
+        return lines
+
+
+def _as_dict(concept: ConceptScore, *, at: bool = False) -> dict[str, Any]:
+    """Return what a program reads of a concept; with `at` also at which token."""
+    content = {
+        "concept": concept.concept,
+        "name": concept.name,
+        "path": list(concept.path),
+        "level": concept.level,
+        "score": concept.score,
+        "threshold": concept.threshold,
+        "strength": concept.strength,
+        "precision": concept.precision,
+    }
+    return content | ({"position": concept.position, "token": concept.token} if at else {})

@@ -1,0 +1,156 @@
+"""What a watch shows, what stops it, and where its scores go, from the options that say so.
+
+above = shown_above(pack, ["animal", "ship*"], min_strength=1.0)    # [P]: what a score has to exceed to be shown
+watching = Watching(stop_rules(pack, ["weapon:above=0.9", "crime:2"]), scores_sink("scores.jsonl"))
+for event in manager.stream(model, tokenizer, messages, prepare=watching.prepare): ...
+watching.met, watching.interrupted                                  # why it ended
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from probemon.aggregate import Doubles
+from probemon.errors import ConfigError, UnknownConcept
+from probemon.monitor.rules import Event
+from probemon.packs.group import AnyPack
+from probemon.sinks import JsonLinesSink
+
+if TYPE_CHECKING:
+    from probemon.monitor.delivery import Delivery
+    from probemon.monitor.run import MonitorRun
+
+_STOP_ON = re.compile(r"(?P<concept>.+):(?P<above>above=)?(?P<value>[^:]*)")
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """The generation ends at the first generated token at which the probe scores over `above`."""
+
+    probe: int
+    above: float
+
+
+class Watching:
+    """What goes on beside the view while the host generates: rules, a sink, and an ear for Ctrl-C."""
+
+    def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
+        self.met: Event | None = None
+        self.interrupted = False
+        self._rules, self._sink = rules, sink
+        self._delivery: Delivery | None = None
+
+    def prepare(self, run: MonitorRun) -> None:
+        """Attach all of it to a run that has begun."""
+
+        def stop(event: Event) -> None:
+            self.met = self.met or event
+            run.stop_mine()
+
+        def stop_if_interrupted(*_: Any) -> None:
+            if self.interrupted:
+                run.stop_mine()
+
+        for rule in self._rules:
+            run.on(rule.probe, above=rule.above, action=stop)
+        if self._sink is not None:
+            self._delivery = run.add_sink(self._sink)
+        run.listen(stop_if_interrupted)
+
+    def interrupt(self) -> None:
+        """Let the generation end at its next token; harmless in a signal handler."""
+        self.interrupted = True
+
+    @property
+    def n_dropped(self) -> int:
+        """Return how many tokens the sink could not take in time."""
+        return 0 if self._delivery is None else self._delivery.stats().n_dropped
+
+
+def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> Doubles | None:
+    """Return what a score has to exceed to be shown `[P]`, None where all that fires is.
+
+    `concepts` and what is below them are shown, all where there are none; the strength of each is over `min_strength`.
+    Raises `ConfigError`, `UnknownConcept`.
+    """
+    if not 0 <= min_strength < math.inf:
+        raise ConfigError(f"--min-strength is {min_strength:g}: give 0 or more")
+    if not concepts and not min_strength:
+        return None
+    above = np.full(pack.n_probes, math.inf if concepts else -math.inf)
+    if concepts:
+        below = pack.tree.levels_below(pack.find_all(list(concepts)))
+        above[[probe for level in below for probe in level]] = -math.inf
+    if min_strength:
+        for probe in np.flatnonzero((above < 0) & ~pack.alert_threshold.isnan().numpy()).tolist():
+            above[probe] = score_of_strength(float(pack.alert_threshold[probe]), min_strength)
+    return above
+
+
+def score_of_strength(threshold: float, strength: float) -> float:
+    """Return the score that is so much over an alert threshold, in the logarithm of the odds."""
+    if not 0 < threshold < 1:
+        return threshold
+    return float(1 / (1 + np.exp(-(math.log(threshold) - math.log1p(-threshold) + strength))))
+
+
+def stop_rules(pack: AnyPack, wanted: Sequence[str]) -> list[StopRule]:
+    """Return the rules of "CONCEPT", "CONCEPT:STRENGTH" and "CONCEPT:above=SCORE". Raises `ConfigError`,
+    `UnknownConcept`.
+    """
+    return [rule for text in wanted for rule in _rules_of(pack, text)]
+
+
+def _rules_of(pack: AnyPack, text: str) -> list[StopRule]:
+    split = _STOP_ON.fullmatch(text)
+    try:
+        probes = pack.find_all(text)  # the concept of one of several packs has a colon in its name
+    except UnknownConcept:
+        value = None if split is None else _number(split["value"])
+        if split is None or (value is None and not split["above"]):
+            raise
+        if value is None:
+            raise ConfigError(f"--stop-on {text}: {split['value']!r} is no number") from None
+        probes, above = pack.find_all(split["concept"]), value if split["above"] else None
+        strength = 0.0 if split["above"] else value
+    else:
+        above, strength = None, 0.0
+    return [StopRule(probe, _bar(pack, probe, text, above, strength)) for probe in probes]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _bar(pack: AnyPack, probe: int, text: str, above: float | None, strength: float) -> float:
+    if above is None:
+        threshold = float(pack.alert_threshold[probe])
+        if not 0 < threshold < 1:
+            concept = pack.concepts[probe]["id"]
+            raise ConfigError(
+                f"--stop-on {text}: {concept} has no alert threshold that a score can exceed, so give"
+                f" {concept}:above=SCORE"
+            )
+        above = score_of_strength(threshold, strength) if strength else threshold
+    if not 0 <= above < 1:
+        raise ConfigError(f"--stop-on {text}: a score has to exceed {above:g}, so it lies between 0 and less than 1")
+    return above
+
+
+def scores_sink(path: Path | None) -> JsonLinesSink | None:
+    """Return the sink of --out, None where it is not asked for. Raises `ConfigError` where no file can be made."""
+    if path is None:
+        return None
+    if path.exists():
+        raise ConfigError(f"--out {path} exists: give another name, or remove it")
+    return JsonLinesSink(path)

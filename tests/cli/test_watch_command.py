@@ -1,0 +1,274 @@
+"""watch in a pipeline: what it is told, what it writes, how it ends. On the real demo model."""
+
+import copy
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from probemon import DynamicProbeManager, ProbePack
+from probemon.bundled import load_bundled
+from probemon.cli import app as cli
+from probemon.cli import watch as command
+from probemon.cli.common import chat_messages
+from probemon.cli.watch_rules import score_of_strength, shown_above, stop_rules
+from probemon.errors import ConfigError
+from probemon.monitor import overhead as measuring
+from probemon.monitor.result import describe, leading
+from probemon.packs.group import PackGroup
+
+PACK = "probes/wordnet-smollm2-135m"
+TOKEN = re.compile(r"\s*\d+  ")  # the line of one
+PROMPT = "Tell me about whales and the ships that hunted them."
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_bundled(torch.bfloat16)
+
+
+@pytest.fixture
+def watch(demo, monkeypatch, capsys):
+    """Runs the command on the model that is loaded already; returns its status, its lines and its JSON."""
+
+    def run(*arguments, status=0):
+        monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: demo)
+        monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", PACK, "--json", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, error = capsys.readouterr()
+        assert ended.value.code == status, error
+        *lines, last = out.splitlines()
+        return lines, json.loads(last)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(demo):
+    """The result of what `watch` generates when it is told nothing more."""
+    manager = DynamicProbeManager(ProbePack.open(PACK))
+    messages = [{"role": "user", "content": PROMPT}]
+    events = list(manager.stream(*demo, messages, max_new_tokens=30, do_sample=False))
+    return events[-1].result
+
+
+def firing(result, token, *, least=-math.inf):
+    """What fires at a token, by the probes' own thresholds, in another way: concept id -> strength."""
+    pack, values = result.pack, result.scores.column
+    described = [describe(pack, probe, float(values(probe)[token])) for probe in result.scores.fired(token).tolist()]
+    return {concept.concept: concept.strength for concept in described if concept.strength > least}
+
+
+def test_text_and_concepts_of_every_token_are_those_of_the_result_and_offsets_lead_to_them(watch, whole, tmp_path):
+    lines, answer = watch("--max-new-tokens", 30, "--out", tmp_path / "scores.jsonl")
+    tokens = whole.tokens_of(0, "generated").tolist()
+    assert [entry["position"] for entry in answer["per_token"]] == whole.position[tokens].tolist()
+    assert [entry["token_id"] for entry in answer["per_token"]] == whole.token_id[tokens].tolist()
+    assert answer["text"] == "".join(whole.texts(whole.tokens_of(0, "generated"))) and len(answer["text"]) > 60
+    n_concepts = 0
+    for entry, token in zip(answer["per_token"], tokens, strict=True):
+        assert answer["text"][entry["start"] : entry["end"]] == entry["token"] != ""
+        expected = firing(whole, token)
+        assert {c["concept"]: c["strength"] for c in entry["concepts"]} == expected
+        assert [c["strength"] for c in entry["concepts"]] == sorted(expected.values(), reverse=True)
+        for c in entry["concepts"]:
+            probe = whole.pack.find(c["concept"])
+            assert c["path"] == whole.pack.path(probe) and c["score"] == whole.scores.column(probe)[token]
+            stated = whole.pack.precision(probe)
+            assert c["precision"] == (None if math.isnan(stated) else stated)
+            n_concepts += 1
+    assert n_concepts > 5 and answer["per_token"][-1]["unseen"].startswith("the last generated token")
+    sentences = answer["summary"]["sentences"]
+    assert "".join(sentence["text"] for sentence in sentences) == answer["text"]
+    for sentence in sentences:
+        assert answer["text"][sentence["start"] : sentence["end"]] == sentence["text"]
+    assert answer["stopped"] is None and answer["interrupted"] is False and answer["measured"] is None
+    assert not any(line.startswith(("kernel:", "strategy:")) for line in lines)
+    written = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [entry["position"] for entry in written] == list(range(len(whole) - 1))
+    by_position = {entry["position"]: entry["fired"] for entry in written}
+    for entry in answer["per_token"][:-1]:
+        assert sorted(by_position[entry["position"]]) == sorted(c["concept"] for c in entry["concepts"])
+
+
+def test_a_seed_gives_the_same_text_twice_and_another_one_another(watch):
+    arguments = ("--max-new-tokens", 12, "--sample", "--temperature", 1.3, "--top-p", 0.95)
+    first, again, other = (watch(*arguments, "--seed", seed)[1]["text"] for seed in (7, 7, 8))
+    assert first == again != other
+    assert watch("--max-new-tokens", 12, "--seed", 7)[1]["text"] not in (first, other)  # not drawn
+
+
+def test_only_the_concepts_asked_for_and_what_is_below_them_are_shown(watch, whole):
+    pack = whole.pack
+    strong = Counter(id for t in whole.tokens_of(0, "generated").tolist() for id in firing(whole, t, least=1))
+    root = max(pack.tree.roots.tolist(), key=lambda probe: strong[pack.concepts[probe]["id"]])
+    below = {pack.concepts[probe]["id"] for level in pack.tree.levels_below([root]) for probe in level}
+    lines, answer = watch("--max-new-tokens", 30, "--concept", pack.concepts[root]["id"], "--min-strength", 1)
+    n_shown = 0
+    for entry, token in zip(answer["per_token"], whole.tokens_of(0, "generated").tolist(), strict=True):
+        expected = {id for id in firing(whole, token, least=1) if id in below}
+        assert {c["concept"] for c in entry["concepts"]} == expected
+        n_shown += len(expected)
+    everything = sum(len(firing(whole, token)) for token in whole.tokens_of(0, "generated").tolist())
+    assert 0 < n_shown < everything
+    for concept in answer["summary"]["concepts"]:
+        assert concept["concept"] in below and concept["strength"] > 1
+    assert f"Shown are {len(below)} of {pack.n_probes} concepts" in "\n".join(lines)
+    shown = [line for line in lines if TOKEN.match(line) and "unseen" not in line]
+    assert shown and all(f" {pack.concepts[root]['name']} " in line for line in shown)
+
+
+def test_a_parent_stands_where_its_child_is_too_weak_to_be_shown(whole):
+    n_parents, above = 0, shown_above(whole.pack, [], 1.0)
+    for token in whole.tokens_of(0).tolist():
+        shown = firing(whole, token, least=1.0)
+        ancestors = {
+            whole.pack.concepts[up]["id"] for id in shown for up in whole.pack.tree.ancestors(whole.pack.find(id))
+        }
+        leads = {concept.concept for concept in leading(whole.pack, whole.scores, token, 99, above)}
+        assert leads == set(shown) - ancestors
+        n_parents += len(leads - {concept.concept for concept in whole.leading(token, 99)})
+    assert n_parents > 0
+
+
+@pytest.mark.parametrize("suffix", ["", ":0.5", ":above=0.9"])
+def test_stop_on_ends_the_text_one_token_after_the_concept_and_says_why(watch, whole, suffix):
+    tokens = whole.tokens_of(0, "generated").tolist()
+    strengths = [firing(whole, token) for token in tokens]
+    best = {id: max(s.get(id, -math.inf) for s in strengths) for s in strengths for id in s}
+    concept = max((id for id in best if id not in strengths[0]), key=lambda id: best[id])
+    probe = whole.pack.find(concept)
+    threshold = float(whole.pack.alert_threshold[probe])
+    above = {"": threshold, ":0.5": score_of_strength(threshold, 0.5), ":above=0.9": 0.9}[suffix]
+    met = next(token for token in tokens if whole.scores.column(probe)[token] > above)
+    lines, answer = watch("--max-new-tokens", 30, "--stop-on", f"{concept}{suffix}")
+    stopped = answer["stopped"]
+    assert stopped["concept"] == concept and stopped["above"] == pytest.approx(above)
+    assert stopped["position"] == whole.position[met] and stopped["score"] == whole.scores.column(probe)[met]
+    assert answer["per_token"][-1]["position"] == whole.position[met] + 1
+    assert answer["text"] == "".join(whole.texts(np.array(tokens)))[: len(answer["text"])]
+    path = " > ".join(whole.pack.path(probe))
+    assert any(line.startswith("stopped at") and f"{path} scored {stopped['score']:.3f}" in line for line in lines)
+
+
+def test_stop_rules_are_read_from_names_strengths_and_scores():
+    pack = ProbePack.open(PACK)
+    whale, threshold = pack.find("whale"), float(pack.alert_threshold[pack.find("whale")])
+    assert [(rule.probe, rule.above) for rule in stop_rules(pack, ["whale", "whale.n.02:above=0.25"])] == [
+        (whale, threshold),
+        (whale, 0.25),
+    ]
+    [rule] = stop_rules(pack, ["whale:2"])
+    assert math.log(rule.above / (1 - rule.above)) == pytest.approx(math.log(threshold / (1 - threshold)) + 2)
+    group = PackGroup({"a": pack, "b": pack})
+    assert [rule.probe for rule in stop_rules(group, ["b:whale", "a:whale:1"])] == [
+        group.find("b:whale"),
+        group.find("a:whale"),
+    ]
+    assert len(stop_rules(pack, ["wha*:above=0.5"])) == len(pack.find_all("wha*"))
+
+
+def test_a_system_prompt_comes_before_the_prompt(demo, watch):
+    tokenizer = demo[1]
+    _, plain = watch("--max-new-tokens", 2)
+    _, told = watch("--max-new-tokens", 2, "--system", "You are a pirate.")
+    assert told["system"] == "You are a pirate." and told["tokens"] != plain["tokens"]
+    messages = chat_messages(tokenizer, "Hello", "You are a pirate.")
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text.index("You are a pirate.") < text.index("Hello")
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template, so there is no place for --system"):
+        chat_messages(bare, "Hello", "You are a pirate.")
+    bare.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ConfigError, match=r"takes no --system \(System role not supported\)"):
+        chat_messages(bare, "Hello", "You are a pirate.")
+
+
+def test_measured_times_and_what_ran_are_told_together(watch, monkeypatch):
+    monkeypatch.setattr(measuring, "overhead", partial(measuring.overhead, n_tokens=2, n_pairs=1))
+    lines, answer = watch("--max-new-tokens", 2, "--measure")
+    assert answer["measured"]["kernel"] and answer["measured"]["host_ms_per_token"] > 0
+    assert [line.split(":")[0] for line in lines if line.startswith(("kernel", "strategy"))] == ["kernel", "strategy"]
+
+
+def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch, monkeypatch):
+    monkeypatch.setattr(measuring, "overhead", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    lines, answer = watch("--max-new-tokens", 2, "--measure", status=130)
+    assert answer["interrupted"] and answer["measured"] is None and answer["generated_tokens"] == 2
+    assert "interrupted: what came until then stands above" in lines
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--temperature", "0.5"], "--temperature without --sample"),
+        (["--sample", "--temperature", "0"], "--temperature is 0: give more than 0"),
+        (["--sample", "--top-p", "1.5"], "--top-p is 1.5: give more than 0 and at most 1"),
+        (["--seed", "-1"], "--seed is -1: give 0 or more"),
+        (["--min-strength", "-1"], "--min-strength is -1: give 0 or more"),
+        (["--min-strength", "nan"], "--min-strength is nan: give 0 or more"),
+        (["--concept", "whael"], "did you mean 'whale'?"),
+        (["--concept", "automobile"], "the nearest in meaning is 'car'"),
+        (["--stop-on", "whael"], "no concept 'whael', did you mean 'whale'?"),
+        (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
+        (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: a score has to exceed 1"),
+        (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is no number"),
+        (["--stop-on", "whale:nan"], "a score has to exceed nan"),
+        (["--out", "README.md"], "--out README.md exists: give another name"),
+        (["--out", "nowhere/scores.jsonl"], "nowhere is not a folder"),
+        (["--dtype", "float12"], "dtype is 'float12': give one of auto"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", PACK, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, error = capsys.readouterr()
+    assert ended.value.code == 2 and not out and error.count("\n") == 1 and words in error
+
+
+def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path):
+    arguments = [
+        "watch",
+        "demo",
+        PACK,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "2000",
+        "--stop-on",
+        "whale:above=0.999",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "probemon.cli", *arguments, "--json", "--out", str(tmp_path / "scores.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    shown = []
+    for line in process.stdout:
+        shown.append(line)
+        if TOKEN.match(line):
+            break
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error == "", error
+    lines = "".join([*shown, out]).splitlines()
+    answer = json.loads(lines[-1])
+    assert answer["interrupted"] is True and answer["stopped"] is None and 1 < answer["generated_tokens"] < 1000
+    assert "the answer, sentence by sentence" in lines
+    assert "interrupted: what came until then stands above" in lines
+    written = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert len(written) == answer["tokens"] - 1

@@ -190,11 +190,13 @@ class Watched:
                 f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
                 " whatever they score: probemon calibrate sets one"
             )
-        if self.above is not None:
-            n_shown = int(np.isneginf(self.above).sum() + np.isfinite(self.above).sum())
+        if self.above is not None and np.isposinf(self.above).any():
+            n_shown = int((self.above < np.inf).sum())
             lines.append(
-                f"Shown are {n_shown} of {pack.n_probes} concepts: --concept and --min-strength leave the others out."
+                f"{n_shown} of {pack.n_probes} concepts are shown: those of --concept, and what is below them."
             )
+        if self.above is not None and np.isfinite(self.above).any():
+            lines.append("What fires with less than --min-strength is not shown.")
         return lines
 
 

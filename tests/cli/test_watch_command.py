@@ -123,7 +123,8 @@ def test_only_the_concepts_asked_for_and_what_is_below_them_are_shown(watch, who
     assert 0 < n_shown < everything
     for concept in answer["summary"]["concepts"]:
         assert concept["concept"] in below and concept["strength"] > 1
-    assert f"Shown are {len(below)} of {pack.n_probes} concepts" in "\n".join(lines)
+    assert f"{len(below)} of {pack.n_probes} concepts are shown: those of --concept, and what is below them." in lines
+    assert "What fires with less than --min-strength is not shown." in lines
     shown = [line for line in lines if TOKEN.match(line) and "unseen" not in line]
     assert shown and all(f" {pack.concepts[root]['name']} " in line for line in shown)
 

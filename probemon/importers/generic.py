@@ -132,6 +132,11 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
         raise ImportRefused(
             f"{place}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers"
         )
+    beside = [key for key in ("bias", "row") if key in entry]
+    if "layers" in entry and beside:
+        raise ImportRefused(
+            f"{place}: {beside[0]!r} stands beside 'layers', which have their own: move it into a layer"
+        )
     if "layers" in entry:
         layers = [_layer(part, tensors, path, place) for part in field(entry, "layers", list, place)]
     else:

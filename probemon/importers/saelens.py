@@ -278,6 +278,11 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
     needed = ["b_gate", "b_mag", "r_mag"] if architecture == "gated" else ["b_enc"]
     if architecture in _THRESHOLDED:
         needed.append("threshold")
+    elif "threshold" in tensors:
+        raise ImportRefused(
+            f"{path} has a tensor 'threshold', which an encoder of architecture {architecture!r} does not use: its"
+            " configuration is of another one, or lacks its architecture"
+        )
     sizes = dict.fromkeys(needed, encoder.shape[1])
     if "transcoder" not in architecture:
         sizes["b_dec"] = len(encoder)

@@ -103,6 +103,12 @@ def _read(
             f"{path} is a softmax over several concepts, not a sigmoid of one logit for each: import the probe of each"
             " concept instead"
         )
+    unknown = [key for key in tensors if not key.startswith("direction.")]
+    if unknown:
+        raise ImportRefused(
+            f"{path} has a tensor {unknown[0]!r}, which no steerkit that is known saves: what it does to a state is not"
+            " known here. Save the probe again without it"
+        )
     directions = [key.removeprefix("direction.") for key in tensors if key.startswith("direction.")]
     if not directions:
         raise ImportRefused(f"{path} holds no tensor direction.*: it is not a steerkit probe")

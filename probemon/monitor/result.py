@@ -57,9 +57,9 @@ class ConceptScore:
     precision: float = math.nan
 
 
-def describe(pack: AnyPack, probe: int, score: float, **where: Any) -> ConceptScore:
-    """Describe a probe and its score in words."""
-    concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe])
+def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = None, **where: Any) -> ConceptScore:
+    """Describe a probe and its score in words. `threshold`: what it had to exceed, by default its alert threshold."""
+    concept, threshold = pack.concepts[probe], float(pack.alert_threshold[probe]) if threshold is None else threshold
     return ConceptScore(
         concept=concept["id"],
         name=concept["name"],

@@ -19,6 +19,7 @@ from probemon.core.checks import check_count
 from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
 from probemon.monitor.result import ConceptScore, Result, describe, without_ancestors
+from probemon.packs.group import AnyPack
 
 _AGGREGATOR = "max"  # over the tokens of a sentence
 # A sentence ends at a stop, with what closes it, or at the end of a line.
@@ -42,9 +43,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Summary:
-    """`thresholds`: what a concept had to exceed: "max", those that the pack has for the maximum over a sentence, or
-    "each", those of single tokens, where it has none. `unlike`: in words, where the answer is unlike the text that the
-    pack was calibrated on, else "".
+    """Sums an answer up, and each of its sentences.
+
+    `thresholds`: what a concept had to exceed: "max", the pack's threshold for the maximum over a sentence where the
+    concept has one, or "each", those of single tokens, where none has.
+    `unlike`: in words, where the answer is unlike the text that the pack was calibrated on, else "".
     """
 
     answer: Stretch
@@ -63,18 +66,16 @@ def summarise(
     """
     k = check_count("k", k, least=1)
     tokens = result.tokens_of(row, phase)
-    name = _AGGREGATOR if _AGGREGATOR in result.pack.aggregated else "each"
-    thresholds = result.pack.thresholds_for(name).double()
-    if above is not None:
-        thresholds = torch.maximum(thresholds, torch.from_numpy(above))
+    name, own = _thresholds(result.pack)
+    bars = own if above is None else torch.maximum(own, torch.from_numpy(above))
     texts = result.texts(tokens)
-    sentences = [_stretch(result, tokens[a:b], texts[a:b], thresholds) for a, b in _bounds(texts)]
+    sentences = [_stretch(result, tokens[a:b], texts[a:b], own, bars) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}
     for sentence in sentences:
         for concept in sentence.concepts:
             if concept.probe not in best or concept.strength > best[concept.probe].strength:
                 best[concept.probe] = concept
-    whole = _stretch(result, tokens, texts, thresholds)
+    whole = _stretch(result, tokens, texts, own, bars)
     in_answer = sorted((best[p] for p in without_ancestors(result.pack, list(best))), key=_rank)
     return Summary(
         replace(whole, concepts=tuple(in_answer)),
@@ -84,8 +85,23 @@ def summarise(
     )
 
 
+def _thresholds(pack: AnyPack) -> tuple[str, torch.Tensor]:
+    """Return what they are for, and thresholds [P] fp64: a concept without one for a sentence has that of a token."""
+    each = pack.alert_threshold.double()
+    if _AGGREGATOR not in pack.aggregated:
+        return "each", each
+    of_sentences = pack.thresholds_for(_AGGREGATOR).double()
+    return _AGGREGATOR, torch.where(of_sentences.isnan(), each, of_sentences)
+
+
 def _bounds(texts: list[str]) -> list[tuple[int, int]]:
-    ends = [i + 1 for i, text in enumerate(texts) if _END.search(text)]
+    # A stop in the middle of a word, such as that of "3.14", ends nothing.
+    nexts = [*texts[1:], " "]
+    ends = [
+        i + 1
+        for i, (text, following) in enumerate(zip(texts, nexts, strict=False))
+        if "\n" in text or (_END.search(text) and not following[:1].isalnum())
+    ]
     if texts and (not ends or ends[-1] < len(texts)):
         ends.append(len(texts))
     bounds = list(zip([0, *ends], ends, strict=False))
@@ -99,14 +115,14 @@ def _bounds(texts: list[str]) -> list[tuple[int, int]]:
     return joined
 
 
-def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: torch.Tensor) -> Stretch:
+def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: torch.Tensor, bars: torch.Tensor) -> Stretch:
     scores, best = result.scores, dict[int, tuple[float, int]]()
     for token in tokens.tolist():
         for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
-            if value > thresholds[probe] and value > best.get(probe, (-1.0, 0))[0]:
+            if value > bars[probe] and value > best.get(probe, (-1.0, 0))[0]:
                 best[probe] = value, token
     found = [
-        describe(result.pack, probe, best[probe][0], **result.where(best[probe][1]))
+        describe(result.pack, probe, best[probe][0], float(thresholds[probe]), **result.where(best[probe][1]))
         for probe in without_ancestors(result.pack, list(best))
     ]
     positions = result.position[tokens]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from probemon.aggregate import Each
 from probemon.errors import ConfigError
@@ -65,6 +66,7 @@ def write_calibrated(
         target[list(watched)] = torch.from_numpy(alerts.threshold)
         if changes:
             quality = without_thresholds(quality)
+            _forget_others(aggregated, watched, quality.get("alerts") or {})
         else:
             aggregated[str(alerts.aggregator)] = target
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
@@ -117,6 +119,18 @@ def write_calibrated(
         for start, block in pack.blocks():
             writer.put_slice(start, block)
     return ProbePack.of(writer.opened)
+
+
+def _forget_others(aggregated: dict[str, Tensor], watched: Sequence[int], calibrated: Mapping[str, Any]) -> None:
+    """Leave out thresholds for running scores that came with the pack's own alert thresholds, for concepts that now
+    have others. Those that somebody calibrated stay.
+    """
+    for name in [name for name in aggregated if name not in calibrated]:
+        thresholds = aggregated[name].clone()
+        thresholds[list(watched)] = float("nan")
+        aggregated[name] = thresholds
+        if bool(thresholds.isnan().all()):
+            del aggregated[name]
 
 
 def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:

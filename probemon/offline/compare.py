@@ -7,8 +7,8 @@
 
 The unit is the document, since the tokens of one depend on each other. Each document has one number for a concept:
 `by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or
-0), which also depends on how long documents are. Both are exact as far as the descent reached what is over the floor:
-under the path rule all of it, but for what was dropped. Needs the extra `corpus`.
+0), which also depends on how long documents are. Both are exact as far as the descent reached what is over the floor
+(docs/analysis_format.md says when that is all of it). Needs the extra `corpus`.
 """
 
 from __future__ import annotations

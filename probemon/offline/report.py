@@ -30,7 +30,7 @@ from probemon.core.checks import check_count, check_number
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.offline.analysis_folder import Analysis
-from probemon.offline.report_data import ReportData, thousandths
+from probemon.offline.report_data import ReportData, millionths
 
 TEXT_MEGABYTES, MAX_PAIRS = 16.0, 1_000_000
 
@@ -213,7 +213,7 @@ def _block(
         "p": np.diff(position[first], prepend=0).tolist(),
         "n": np.diff(np.append(first, len(position))).tolist(),
         "c": concept.tolist(),
-        "v": thousandths(score),
+        "v": millionths(score),
     }
     if text is None or (start < 0).any():
         return {**block, "w": [words[int(i)].as_py() for i in first], "i": token_id[first].tolist()}

@@ -115,12 +115,12 @@ class ReportData:
                 "level": concepts["level"],
                 "parents": self.parents,
                 "threshold": [
-                    round(value, 5) if math.isfinite(value) else None for value in concepts["alert_threshold"]
+                    float(f"{value:.6g}") if math.isfinite(value) else None for value in concepts["alert_threshold"]
                 ],
                 "precision": concepts["precision"],
                 "documents": concepts["n_documents"],
                 "tokens": concepts["n_tokens"],
-                "highest": [round(x, 4) for x in concepts["max_score"]],
+                "highest": [round(x, 6) for x in concepts["max_score"]],
                 "sum": [round(x, 4) for x in concepts["score_sum"]],
             },
             "documents": {
@@ -137,7 +137,7 @@ class ReportData:
                 "ptr": pairs.ptr.tolist(),
                 "document": pairs.document.tolist(),
                 "tokens": pairs.tokens.tolist(),
-                "highest": thousandths(pairs.highest),
+                "highest": millionths(pairs.highest),
             },
             "heat": self.heat(),
         }
@@ -162,7 +162,7 @@ class ReportData:
             "seen": seen.astype(np.int64).tolist(),
             "tokens": [row.tolist() if some else 0 for row, some in zip(tokens, fired, strict=True)],
             "highest": [
-                thousandths(row) if some else 0 for row, some in zip(highest.reshape(p, n_bins), fired, strict=True)
+                millionths(row) if some else 0 for row, some in zip(highest.reshape(p, n_bins), fired, strict=True)
             ],
         }
 
@@ -188,10 +188,10 @@ class ReportData:
         return above
 
 
-def thousandths(scores: Any) -> list[int]:
-    """Round scores to thousandths: three digits are more than a score means."""
-    thousandths: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1000).astype(np.int64).tolist()
-    return thousandths
+def millionths(scores: Any) -> list[int]:
+    """Round scores to millionths: a threshold may be so low that what is just over it is nothing in thousandths."""
+    millionths: list[int] = np.rint(np.asarray(scores, dtype=np.float64) * 1e6).astype(np.int64).tolist()
+    return millionths
 
 
 def _strength(score: Any, threshold: Any) -> Any:

@@ -99,9 +99,21 @@ def find(
     return Path(repo)
 
 
+def _check_set(pack: OpenedPack) -> None:
+    """Raise `ConfigError` where another alert set is in force than the files, which are copied, recommend."""
+    recommended = pack.manifest.get("alert_set")
+    if pack.alert_set != recommended:
+        raise ConfigError(
+            f"the alert set {pack.alert_set!r} is in force, and the files of {pack.name} recommend {recommended!r}:"
+            f" save .with_alert_set({recommended!r}), or write a pack that recommends the other with"
+            " probemon.packs.edit.rename"
+        )
+
+
 def save(pack: Pack, folder: str | Path, *, overwrite: bool = False) -> Pack:
     """Copy a pack, with metadata for the hub in its card. See `ProbePack.save_pretrained`."""
     target = check_target(folder, overwrite)
+    _check_set(pack)
     manifest, card = _for_hub(pack)
     staging: Path | None = None
     try:
@@ -141,6 +153,7 @@ def push(
     """Push a pack in one commit, with metadata in its card. See `ProbePack.push_to_hub`."""
     from huggingface_hub import CommitOperationAdd
 
+    _check_set(pack)
     manifest, card = _for_hub(pack)
     contents: dict[str, bytes | str] = {
         MANIFEST: manifest,

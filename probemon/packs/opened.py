@@ -112,7 +112,10 @@ class OpenedPack:
         self.input_index = vectors["input"]
         self.alert_threshold, self.expand_threshold = vectors["alert_threshold"], vectors["expand_threshold"]
         self.aggregated = aggregator_names(described, self.n_probes, where)
-        self._aggregated = {name: tensors.read(AGGREGATED + name) for name in self.aggregated}
+        # They belong to the set that the pack recommends: `with_alert_set` leaves them out with another one.
+        self._aggregated = self._recommended_aggregated = {
+            name: tensors.read(AGGREGATED + name) for name in self.aggregated
+        }
         self.alert_set: str | None = manifest.get("alert_set")
         self._alert_sets = {
             name: tensors.read(ALERT_SET + name) for name in alert_set_names(described, self.n_probes, where)
@@ -407,8 +410,9 @@ class OpenedPack:
     def with_alert_set(self, name: str) -> Self:
         """Return the pack with another of its `alert_sets` in force: another `alert_threshold`, the same scores.
 
-        Expand thresholds that were calibrated go, since they were for what fired by the other set: of bounding probes
-        they are made anew, and what else has children beside those opens always. Raises `ConfigError` where there is
+        Thresholds for running scores go, and so do expand thresholds that were calibrated, since they were for what
+        fired by the other set: of bounding probes these are made anew, and what else has children beside those opens
+        always. Raises `ConfigError` where there is
         no such set.
         """
         if name == self.alert_set:
@@ -419,6 +423,9 @@ class OpenedPack:
         other = type(self).__new__(type(self))  # copy.copy would open the files again
         vars(other).update(vars(self))
         other.alert_set, other.alert_threshold = name, self._alert_sets[name]
+        is_recommended = name == self.manifest.get("alert_set")
+        other._aggregated = self._recommended_aggregated if is_recommended else {}
+        other.aggregated = tuple(other._aggregated)
         other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
         other.expand_threshold = torch.full_like(self.expand_threshold, math.nan)
         if self.bounding:

@@ -3,13 +3,16 @@
 import math
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError
-from probemon.monitor.summary import summarise
+from probemon.monitor.summary import _bounds, summarise
+from probemon.offline.calibrate import calibrate_alerts
+from probemon.offline.calibrated_pack import write_calibrated
 
 WORDS = ["the", " cat", " sat", ".", "\n", " It", " was", " warm", "!", ' "', "Yes", ".", '"', " And", " so", " on"]
 
@@ -119,3 +122,58 @@ def test_precision_is_that_of_the_set_in_force(model, tmp_path):
     assert pack.with_alert_set("b").precision(1) == 0.5
     group = DynamicProbeManager({"x": pack, "y": pack}).pack
     assert group.precision(group.find("y:c0")) == 0.93
+
+
+def listed(summary):
+    return {concept.concept for sentence in summary.sentences for concept in sentence.concepts}
+
+
+def fired_in(result):
+    return {result.pack.concepts[probe]["id"] for t in range(len(result)) for probe in result.scores.fired(t).tolist()}
+
+
+def test_no_concept_that_fires_is_hidden_by_thresholds_that_were_made_for_others(model, tmp_path):
+    """Thresholds for a sentence of some concepts, of another alert set, or from before a calibration."""
+    ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
+    some = torch.full((40,), torch.nan)
+    some[7] = 0.99
+    each = {"alert_threshold": torch.full((40,), 0.2)}
+    pack = make_pack(tmp_path / "some", model, aggregated={"max": some}, **each)
+    result = run_over(DynamicProbeManager(pack), model, ids)
+    lowest = summarise(
+        run_over(DynamicProbeManager(make_pack(tmp_path / "none", model, **each)), model, ids), **options
+    )
+    assert listed(lowest) - {"c7"} <= listed(summarise(result, **options)) and len(listed(lowest)) > 3
+    # With another set its own thresholds hold, in a sentence too.
+    sets = {"alert_set": "strict", "alert_sets": {"loose": torch.full((40,), 0.05)}}
+    both = make_pack(tmp_path / "sets", model, aggregated={"max": torch.full((40,), 0.9)}, **each, **sets)
+    loose = both.with_alert_set("loose")
+    assert loose.aggregated == () and loose.with_alert_set("strict").aggregated == ("max",)
+    result = run_over(DynamicProbeManager(loose), model, ids)
+    summary = summarise(result, **options)
+    assert summary.thresholds == "each"
+    said = {loose.find(concept) for concept in listed(summary)}
+    said |= {above for probe in said for above in loose.tree.ancestors(probe)}
+    assert {loose.concepts[probe]["id"] for probe in said} >= fired_in(result) >= listed(summary)
+    assert len(listed(summary)) > len(listed(lowest))
+    # A token's own thresholds, calibrated since, are not hidden by older ones for a sentence.
+    alerts = calibrate_alerts([np.full((400, 2), 0.1, dtype=np.float32)], fpr=0.05, family="each", unit="token")
+    calibrated = write_calibrated(both, tmp_path / "calibrated", alerts=alerts, watched=[3, 4])
+    thresholds = calibrated.thresholds_for("max")
+    assert thresholds[[3, 4]].isnan().all() and int(thresholds.isnan().sum()) == 2
+    # A strength is said over the threshold that was exceeded.
+    bare = make_pack(
+        tmp_path / "bare",
+        model,
+        alert_threshold=torch.full((40,), torch.nan),
+        aggregated={"max": torch.full((40,), 0.2)},
+    )
+    strengths = [
+        c.strength for c in summarise(run_over(DynamicProbeManager(bare), model, ids), **options).answer.concepts
+    ]
+    assert strengths == sorted(strengths, reverse=True) and len(strengths) > 3 and min(strengths) > 0
+
+
+def test_a_stop_inside_a_number_ends_no_sentence():
+    bounds = _bounds(["It", " is", " 3", ".", "14", ".", " Then", "."])
+    assert bounds == [(0, 6), (6, 8)]

@@ -17,7 +17,7 @@ const PAGE = 50, MARKED = 12, LEAD = 24;
 const $ = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en");
 const plural = (n, one, many = one + "s") => `${count(n)} ${n === 1 ? one : many}`;
-const score = (x) => x.toFixed(3);
+const score = (x) => x > 0 && x < 0.01 ? x.toPrecision(2) : x.toFixed(3);
 const percent = (x) => x === 0 ? "0 %" : x < 0.001 ? "<0.1 %" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)} %`;
 const mean = (c) => allSeen ? concepts.sum[c] / allSeen : 0;
 
@@ -63,7 +63,7 @@ function growing(items, n, row, head) {
   return node;
 }
 
-const logit = (x) => { const s = Math.min(Math.max(x, 0.0005), 0.9995); return Math.log(s / (1 - s)); };
+const logit = (x) => { const s = Math.min(Math.max(x, 1e-6), 1 - 1e-6); return Math.log(s / (1 - s)); };
 /** By how much a score exceeds its threshold, in logits; of a concept without threshold, the score. What lists are ordered by. */
 const strength = (c, x) => concepts.threshold[c] === null ? x : logit(x) - logit(concepts.threshold[c]);
 const over = (c, x) => concepts.threshold[c] === null ? score(x) : `${score(x)} (threshold ${score(concepts.threshold[c])})`;
@@ -170,7 +170,7 @@ function drawOverview() {
   const figure = (n, what, more) => el("div", {}, el("b", {}, count(n)), what, el("small", {}, more));
   $("figures").replaceChildren(
     figure(totals.documents, "documents", totals.bad_documents ? `${count(totals.bad_documents)} of them could not be scored` : "all of them scored"),
-    figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state was not finite` : "all of them seen"),
+    figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state, or a score of theirs, was not a number` : "all of them seen"),
     figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack`),
     figure(totals.rows, "scores over the floor", aToken(totals.rows)));
   $("caution").textContent = [
@@ -217,8 +217,8 @@ function drawCoverage() {
 // -- hierarchy: an icicle, each concept placed once, under its first parent -----------------------
 
 const weight = [...concepts.tokens], below = concepts.id.map(() => []), roots = [];
-for (const c of [...concepts.id.keys()].sort((a, b) => concepts.level[b] - concepts.level[a])) {
-  if (!weight[c]) continue; // a child is on a deeper level than its parents, so all below it has been added
+for (const c of [...concepts.id.keys()].reverse()) {
+  if (!weight[c]) continue; // parents have lower numbers than their children, so all below it has been added
   const parent = concepts.parents[c][0];
   if (parent !== undefined) weight[parent] += weight[c];
   (parent === undefined ? roots : below[parent]).push(c);
@@ -361,7 +361,7 @@ function drawConcepts() {
   pager($("concept-pager"), found.length, PAGE, page, (to) => go({ ...place, page: to }));
 }
 
-const cellValue = { share: (c, b) => heat.tokens[c][b] / heat.seen[b], highest: (c, b) => heat.highest[c][b] / 1000 };
+const cellValue = { share: (c, b) => heat.tokens[c][b] / heat.seen[b], highest: (c, b) => heat.highest[c][b] / 1e6 };
 
 function strip(c, scale) {
   if (!heat.tokens[c]) return "";
@@ -376,7 +376,7 @@ function describeCell(cell) {
   const c = cell.parentElement.concept, b = [...cell.parentElement.children].indexOf(cell), n = heat.tokens[c][b], of = heat.seen[b];
   if (!of) return [binName(b), "nothing was seen here"];
   const told = [binName(b), `${concepts.name[c]}: over the floor at ${count(n)} of ${plural(of, "token")} (${percent(n / of)})`];
-  return n ? [...told, `highest ${over(c, heat.highest[c][b] / 1000)}`] : told;
+  return n ? [...told, `highest ${over(c, heat.highest[c][b] / 1e6)}`] : told;
 }
 
 function onStrip(event) {
@@ -420,7 +420,7 @@ function drawDocuments() {
     const bad = d in documents.reasons, best = documents.best[d].flatMap((c, i) => [i ? ", " : "", link({ doc: d, concept: c }, named(c))]);
     return el("tr", {},
       td(el("a", { class: "id", href: hashOf({ ...place, view: null, page: 0, doc: d }) }, idOf(d)), !embedded.has(d) && !bad && el("span", { class: "path" }, "text not in this file")),
-      ...(concept === null ? [] : [right("highest", score(pairs.highest[at.get(d)] / 1000)), right("its tokens", count(pairs.tokens[at.get(d)]))]),
+      ...(concept === null ? [] : [right("highest", score(pairs.highest[at.get(d)] / 1e6)), right("its tokens", count(pairs.tokens[at.get(d)]))]),
       right("tokens", count(documents.tokens[d])), right("over the floor", count(documents.rows[d])),
       el("td", { class: "wide" }, bad ? dim("span", `not scored: ${documents.reasons[d]}`) : best));
   };
@@ -450,7 +450,7 @@ function loadDocument(d) {
   const block = $(`document-${d}`), found = { d, text: null, tokens: [], list: false, present: new Map(), pinned: null };
   const add = (c, n, highest) => { const old = found.present.get(c) ?? { n: 0, highest: 0 }; found.present.set(c, { n: old.n + n, highest: Math.max(old.highest, highest) }); };
   if (!block) {
-    for (let c = 0; c < nConcepts; c++) for (let i = pairs.ptr[c]; i < pairs.ptr[c + 1]; i++) if (pairs.document[i] === d) add(c, pairs.tokens[i], pairs.highest[i] / 1000);
+    for (let c = 0; c < nConcepts; c++) for (let i = pairs.ptr[c]; i < pairs.ptr[c + 1]; i++) if (pairs.document[i] === d) add(c, pairs.tokens[i], pairs.highest[i] / 1e6);
     return found;
   }
   const raw = JSON.parse(block.textContent);
@@ -458,7 +458,7 @@ function loadDocument(d) {
   raw.n.forEach((n, k) => {
     position += raw.p[k]; start += raw.s?.[k] ?? 0;
     const rows = [];
-    for (; n > 0; n--, row++) { rows.push([raw.c[row], raw.v[row] / 1000]); add(raw.c[row], 1, raw.v[row] / 1000); }
+    for (; n > 0; n--, row++) { rows.push([raw.c[row], raw.v[row] / 1e6]); add(raw.c[row], 1, raw.v[row] / 1e6); }
     rows.sort((a, b) => strength(...b) - strength(...a) || a[0] - b[0]);
     found.tokens.push({ position, start, end: start + (raw.l?.[k] ?? 0), rows, id: raw.i?.[k], text: raw.w ? raw.w[k] : raw.t.slice(start, start + raw.l[k]) });
   });

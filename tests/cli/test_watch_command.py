@@ -1,6 +1,7 @@
 """watch in a pipeline: what it is told, what it writes, how it ends. On the real demo model."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -203,7 +204,15 @@ def test_measured_times_and_what_ran_are_told_together(watch, monkeypatch):
     assert [line.split(":")[0] for line in lines if line.startswith(("kernel", "strategy"))] == ["kernel", "strategy"]
 
 
-def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """SIGINT as a shell leaves it to what runs in the foreground; in the background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch, monkeypatch, interruptible):
     monkeypatch.setattr(measuring, "overhead", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     lines, answer = watch("--max-new-tokens", 2, "--measure", status=130)
     assert answer["interrupted"] and answer["measured"] is None and answer["generated_tokens"] == 2
@@ -239,7 +248,7 @@ def test_what_cannot_be_is_one_line_and_status_2(monkeypatch, capsys, arguments,
     assert ended.value.code == 2 and not out and error.count("\n") == 1 and words in error
 
 
-def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path):
+def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path, interruptible):
     arguments = [
         "watch",
         "demo",
@@ -258,13 +267,12 @@ def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path):
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    shown = []
-    for line in process.stdout:
-        shown.append(line)
-        if TOKEN.match(line):
-            break
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    try:
+        shown = list(itertools.takewhile(lambda line: not TOKEN.match(line), process.stdout))  # until a token is shown
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130 and error == "", error
     lines = "".join([*shown, out]).splitlines()
     answer = json.loads(lines[-1])

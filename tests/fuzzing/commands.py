@@ -144,6 +144,9 @@ def run_command(call: Any) -> Shown:
         (
             ["inspect", pack],
             ["inspect", pack, "--json"],
+            ["concepts", pack],
+            ["concepts", pack, name, "--depth", "2"],
+            ["concepts", pack, "*", "--json"],
             ["pack", "diff", pack, other],
             ["pack", "diff", other, pack, "--json"],
             ["pack", "subset", pack, str(made), "--concept", name],

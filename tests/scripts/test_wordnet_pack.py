@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -876,6 +877,15 @@ def test_word_not_yet_read_to_its_end_is_unknown_to_what_it_may_become(wordnet):
     before, after = truth.labels(running, rows), truth.labels(begun, rows)
     assert torch.equal(after, torch.where(before == 1, torch.tensor(-1, dtype=torch.int8), before))
     assert (before == 1).any() and (before == 0).any()
+
+
+def test_uses_are_the_whole_words_of_training_texts_also_those_of_the_test_split(wordnet):
+    running = toy_running(wordnet, 200)
+    counted = {use.head: use.n_running for use in building.all_uses(running)}
+    trains = [running.passages[passage].split == "train" for passage in running.passage.tolist()]
+    last = zip(running.word.tolist(), running.is_last.tolist(), trains, strict=True)
+    expected = Counter(running.words[word].head for word, is_last, train in last if is_last and train)
+    assert counted == expected and {split_of(head) for head in counted} == {"train", "validation", "test"}
 
 
 def test_what_fires_is_counted_by_kind_of_token():

@@ -103,15 +103,15 @@ def _read(
             f"{path} is a softmax over several concepts, not a sigmoid of one logit for each: import the probe of each"
             " concept instead"
         )
+    directions = [key.removeprefix("direction.") for key in tensors if key.startswith("direction.")]
+    if not directions:
+        raise ImportRefused(f"{path} holds no tensor direction.*: it is not a steerkit probe")
     unknown = [key for key in tensors if not key.startswith("direction.")]
     if unknown:
         raise ImportRefused(
             f"{path} has a tensor {unknown[0]!r}, which no steerkit that is known saves: what it does to a state is not"
             " known here. Save the probe again without it"
         )
-    directions = [key.removeprefix("direction.") for key in tensors if key.startswith("direction.")]
-    if not directions:
-        raise ImportRefused(f"{path} holds no tensor direction.*: it is not a steerkit probe")
     layer, n_layers = (_int(metadata, key, path) for key in ("layer", "n_total_layers"))
     record: dict[str, Any] = {
         key: metadata.get(key, "") for key in ("model_id", "hook_site", "hook_name", "schema_version")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import foreign_files as foreign
 from probemon import DynamicProbeManager, ProbePack
@@ -232,6 +232,10 @@ def test_steerkit_probes_of_no_site_or_of_classes_are_refused(tmp_path):
     refused("reads 'resid_pre' of layer 0", hook_site="resid_pre", layer=0)
     refused("site='resid_post.3' was given", site="resid_post.3")
     refused("softmax over several", kind="multinomial")
+    tensors = load_file(tmp_path / "p.safetensors")
+    save_file({**tensors, "scaler_mean": torch.zeros(4)}, tmp_path / "s.safetensors", {"layer": "2"})
+    with pytest.raises(ImportRefused, match="has a tensor 'scaler_mean'"):
+        import_steerkit(tmp_path / "s.safetensors", tmp_path / "pack", scale=1.0)
     refused("layer 'two'", layer="two")
     refused("bias_json is not valid JSON", bias_json="{")
     refused("'logistic' is '1'", bias_json='{"logistic": "1"}')
@@ -373,6 +377,14 @@ def test_what_no_probe_can_do_of_an_encoder_is_refused(tmp_path, changes, messag
     with pytest.raises(ImportRefused, match=message):
         import_sae(tmp_path / "sae", tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
+
+
+def test_a_threshold_that_the_stated_architecture_does_not_use_is_refused(tmp_path):
+    foreign.sae(tmp_path / "sae", architecture="jumprelu")
+    said = json.loads((tmp_path / "sae/cfg.json").read_text())
+    (tmp_path / "sae/cfg.json").write_text(json.dumps({**said, "architecture": "standard"}))
+    with pytest.raises(ImportRefused, match="has a tensor 'threshold', which an encoder of architecture 'standard'"):
+        import_sae(tmp_path / "sae", tmp_path / "pack")
 
 
 def test_wrong_requests_of_an_sae_are_refused(tmp_path):
@@ -606,6 +618,8 @@ LIE = {"weight": "head.weight", "bias": "head.bias"}
         ({"probes": {"x": {"weight": "many.weight", "bias": "head.bias", "row": 0}}}, "has 5 rows, its bias 1 values"),
         ({"probes": {"x": {**LIE, "layers": []}}}, "'weight'.*or 'layers'"),
         ({"probes": {"x": {}}}, "'weight'.*or 'layers'"),
+        ({"probes": {"x": {"layers": [LIE], "bias": "head.bias"}}}, "'bias' stands beside 'layers'"),
+        ({"probes": {"x": {"layers": [LIE], "row": 0}}}, "'row' stands beside 'layers'"),
         ({"probes": {"x": {**LIE, "alert_threshold": 10**400}}}, "not a finite number"),
         ({"probes": {"x": {**LIE, "parents": [["y"]]}}}, "'parents' is"),
         ({"standardize": {"mean": "mean", "scale": "nothing"}}, "no tensor 'nothing'"),

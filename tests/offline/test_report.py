@@ -289,6 +289,19 @@ def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_o
 
 
 @in_browser
+def test_edges_that_do_not_go_down_a_level_lose_nothing(browser, tmp_path):
+    """As in packs imported with levels of their own: A:0 > B:1 > D:1 and C:0; E:0 > F:0. All fire but E."""
+    concepts = [("A", "A", [], 0.5), ("B", "B", ["A"], 0.5), ("E", "E", [], 0.5)]
+    concepts += [("C", "C", ["B"], 0.5), ("D", "D", ["B"], 0.5), ("F", "F", ["E"], 0.5)]
+    tokens = [(i, i + 1, {c: 0.9 for c in (0, 1, 3, 4, 5)}) for i in range(8)]
+    found = write_analysis(tmp_path / "a", [("d", "abcdefgh", tokens, "")], concepts, levels=[0, 1, 0, 0, 1, 0])
+    page = browser.open(write_report(found), "#view=hierarchy")
+    cells = page("[...document.querySelectorAll('#icicle button')].map((n) => n.cell)")
+    width = {concepts[cell["c"]][0]: cell["width"] for cell in cells[1:]}
+    assert width == pytest.approx({"A": 32 / 40, "B": 24 / 40, "C": 8 / 40, "D": 8 / 40, "E": 8 / 40, "F": 8 / 40})
+
+
+@in_browser
 def test_width_is_the_tokens_of_a_concept_and_of_all_below_it(browser, made, tables):
     page, concepts = browser.open(made, "#view=hierarchy", width=1000), tables["concepts"]
     weight, parents = weights(concepts), first_parents(concepts)

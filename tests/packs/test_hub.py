@@ -19,6 +19,7 @@ from probemon import ProbePack
 from probemon.cli.app import main
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.packs import files as packfile
+from probemon.packs.edit import rename
 
 # huggingface_hub's own uploads without Xet use its HTTP client in a way that the client deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -161,6 +162,16 @@ def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with
 
     hub.asked = asked
     assert same(fetch(), pack) and same(fetch(), newer)
+
+
+def test_a_set_that_is_not_in_the_files_is_not_lost_on_the_way(tmp_path):
+    shipped = ProbePack.open("probes/wordnet-smollm2-135m")
+    other = shipped.with_alert_set("rate_0.01")
+    with pytest.raises(ConfigError, match=r"'rate_0.01' is in force, and the files of .* recommend 'precision_0.9'"):
+        other.save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    written = rename(other, tmp_path / "renamed", name="renamed").save_pretrained(tmp_path / "copy")
+    assert written.alert_set == "rate_0.01" and torch.equal(written.alert_threshold, other.alert_threshold)
 
 
 # -- the card ------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ IDENTITY = {
 }
 
 
-def write_analysis(folder, documents, concepts, *, identity=None, finish=True, shard=256):
+def write_analysis(folder, documents, concepts, *, identity=None, finish=True, shard=256, levels=()):
     """`documents`: (id, text, tokens, reason), a token being (start, end, {concept number: score}); `concepts`: (id,
-    name, parents, threshold), parents before children.
+    name, parents, threshold), parents before children. `levels`: of the concepts, where they do not follow from these.
     """
     analysis = Analysis.begin(folder, {**IDENTITY, **(identity or {})}, {"probemon": "0"}, resume=False)
     number = {concept[0]: i for i, concept in enumerate(concepts)}
-    levels, paths = [], []
-    for _, name, parents, _ in concepts:
-        levels.append(max((levels[number[parent]] + 1 for parent in parents), default=0))
+    levels, paths, stated = [], [], list(levels)
+    for i, (_, name, parents, _) in enumerate(concepts):
+        levels.append(stated[i] if stated else max((levels[number[parent]] + 1 for parent in parents), default=0))
         paths.append([*(paths[min(number[parent] for parent in parents)] if parents else []), name])
     for index, first in enumerate(range(0, len(documents), shard)):
         rows, told, pairs = [], [], {}

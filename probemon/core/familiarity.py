@@ -22,7 +22,6 @@ from probemon.errors import ConfigError
 
 N_COMPONENTS = 64
 SHARE = 0.01  # of the held-out states that are far
-UNLIKE, FEWEST = 0.05, 3  # the share of far tokens, and their number, from which a text is said to be unlike
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,3 @@ class FarStates:
         if near.any():
             far[near] = self._familiar.far(states[torch.from_numpy(near)]).numpy() > 0
         return torch.from_numpy(far.astype(np.int64))
-
-
-def unlike(n_far: int, n_seen: int) -> str:
-    """Return what is to be said of a text of which so many seen tokens are far, "" where it is like the others."""
-    if n_far < FEWEST or n_far <= UNLIKE * n_seen:
-        return ""
-    return (
-        f"{n_far:,} of {n_seen:,} tokens ({n_far / n_seen:.0%}) are unlike the text that this pack was calibrated on:"
-        " its thresholds and precisions may not hold here"
-    )

@@ -22,6 +22,7 @@ Floats = npt.NDArray[np.float32]
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late")  # of a Coverage, one number a state
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
 _EACH = (*COUNTS, *AUDITED, "far")
+UNLIKE, FEWEST = 0.05, 3  # the share of far tokens, and their number, from which a text is said to be unlike
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class Coverage:
         empty = np.zeros(0, dtype=np.int64)
         arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in _EACH}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
+
+
+def unlike(n_far: int, n_seen: int) -> str:
+    """Return what is to be said of a text of which so many seen tokens are far, "" where it is like the others."""
+    if n_far < FEWEST or n_far <= UNLIKE * n_seen:
+        return ""
+    return (
+        f"{n_far:,} of {n_seen:,} tokens ({n_far / n_seen:.0%}) are unlike the text that this pack was calibrated on:"
+        " its thresholds and precisions may not hold here"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 
 from probemon.aggregate import Doubles
 from probemon.core.checks import check_count
-from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
+from probemon.core.scores import unlike
 from probemon.monitor.result import ConceptScore, Result, describe, without_ancestors
 from probemon.packs.group import AnyPack
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.familiarity import unlike
 from probemon.core.hierarchy import Ints
+from probemon.core.scores import unlike
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
 

@@ -9,8 +9,9 @@ import torch
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.bundled import load_bundled
-from probemon.core.familiarity import Familiar, FarStates, unlike
+from probemon.core.familiarity import Familiar, FarStates
 from probemon.core.inputs import prepare_input
+from probemon.core.scores import unlike
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.monitor.summary import summarise
 from probemon.packs.copies import copy_pack

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
 import io
 import os
@@ -114,7 +115,10 @@ def main_of_pages() -> int:
         old, new = (ROOT / name).read_text(encoding="utf-8"), renewed(name)
         if old != new:
             differing += 1
-            print(f"{name}: the output of its examples is another", file=sys.stderr)
+            changes = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), name, "what it prints now", n=0, lineterm=""
+            )
+            print(*changes, sep="\n", file=sys.stderr)
             if not arguments.check:
                 (ROOT / name).write_text(new, encoding="utf-8")
     return 1 if arguments.check and differing else 0

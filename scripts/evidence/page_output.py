@@ -112,6 +112,8 @@ def main_of_pages() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where output would change")
     arguments = parser.parse_args()
     os.environ["COLUMNS"] = "100"
+    for library in ("OMP", "OPENBLAS"):  # threads that wait for each other take longer than one, where others work, too
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     from probemon import bundled
 
     bundled.load_bundled = functools.cache(bundled.load_bundled)

@@ -124,6 +124,19 @@ class MonitorRun:
         self._stack = ExitStack()
         self._entered = False
 
+    def __repr__(self) -> str:
+        config, n_rules, n_recordings = (
+            getattr(self.model, "config", None),
+            len(self._publisher.rules),
+            len(self.recordings),
+        )
+        state = "watching" if self._watcher.open else "ended" if self._entered else "not entered yet"
+        return (
+            f"{type(self).__name__}({state}: {type(self.model).__name__} {getattr(config, 'name_or_path', '')!r} by"
+            f" {self.manager.pack.name!r}, {n_rules} rule{'s' * (n_rules != 1)}, {n_recordings}"
+            f" recording{'s' * (n_recordings != 1)})"
+        )
+
     # -- the face --------------------------------------------------------------------------------
 
     def on(

@@ -66,6 +66,11 @@ class Analysis:
         self.directory, self.manifest = directory, manifest
         self._elsewhere = elsewhere  # how the environment differs from that in which it was begun
 
+    def __repr__(self) -> str:
+        totals, pack = self.manifest.get("totals"), self.manifest["identity"]["pack"]["name"]
+        counts = "not finished" if totals is None else f"{totals['documents']} documents, {totals['tokens']} tokens"
+        return f"{type(self).__name__}({str(self.directory)!r}, {counts}, pack {pack!r})"
+
     # -- reading ---------------------------------------------------------------------------------
 
     @classmethod

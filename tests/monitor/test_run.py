@@ -79,6 +79,16 @@ def test_nothing_is_left_after_a_normal_exit(manager, model):
         pass
 
 
+def test_a_run_says_what_it_watches(manager, model):
+    run, host = manager.attach(model), f"LlamaForCausalLM {model.config.name_or_path!r} by 'random'"
+    assert repr(run) == f"MonitorRun(not entered yet: {host}, 0 rules, 0 recordings)"
+    with run:
+        run.on("c5", above=0.99)
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+        assert repr(run) == f"MonitorRun(watching: {host}, 1 rule, 1 recording)"
+    assert repr(run) == f"MonitorRun(ended: {host}, 1 rule, 1 recording)"
+
+
 def test_nothing_is_left_after_an_exception_inside_generate(manager, model):
     before, pinned = n_hooks(model), manager.arena.stats().n_pinned
 

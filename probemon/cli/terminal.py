@@ -16,34 +16,16 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from probemon.core.harmless_text import harmless
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-# Control characters (C0, C1, DEL); soft hyphens, marks and embeddings of direction, spaces without width, line and
-# paragraph separators, invisible operators, interlinear and tag characters; halves of surrogate pairs. Joiners stay:
-# scripts and emoji need them.
-_HARMFUL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
-)
-
-
-def harmless(text: str, keep: str = "") -> str:
-    """Return the text with every character written out that a terminal would obey or nobody would see, but for `keep`.
-
-    Doing it twice changes nothing more.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return _HARMFUL.sub(
-        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(), text
-    )
 
 
 def say(*lines: object, error: bool = False) -> None:

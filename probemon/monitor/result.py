@@ -271,6 +271,11 @@ class Result:
         totals = self.coverage.totals()
         return f"Result({totals['tokens']} tokens, {totals['unseen']} unseen, {len(self.scores.values)} scores)"
 
+    def _repr_html_(self) -> str:
+        from probemon.monitor.result_html import result_html  # it imports this module
+
+        return result_html(self)
+
     def _of_phase(self, chosen: Mask, phase: str | None) -> Mask:
         if phase is None:
             return chosen

@@ -71,6 +71,11 @@ class Analysis:
         counts = "not finished" if totals is None else f"{totals['documents']} documents, {totals['tokens']} tokens"
         return f"{type(self).__name__}({str(self.directory)!r}, {counts}, pack {pack!r})"
 
+    def _repr_html_(self) -> str:
+        from probemon.offline.analysis_html import analysis_html  # it imports this module
+
+        return analysis_html(self)
+
     # -- reading ---------------------------------------------------------------------------------
 
     @classmethod

@@ -127,6 +127,16 @@ class Comparison:
             partial.unlink(missing_ok=True)
         return target
 
+    def _repr_html_(self) -> str:
+        from probemon.offline.analysis_html import comparison_html  # it imports this module
+
+        return comparison_html(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Comparison({self.a.directory!r}, {self.b.directory!r}, {len(self.differing)} of {len(self.rows)} differ)"
+        )
+
     def _head(self) -> dict[str, Any]:
         settings = {
             field.name: getattr(self, field.name)

@@ -173,7 +173,7 @@ class ReportData:
         """
         pairs, by_document = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
-        strength = _strength(pairs.highest, np.asarray(self.concepts["alert_threshold"], dtype=np.float64)[concept])
+        strength = strength_of(pairs.highest, np.asarray(self.concepts["alert_threshold"], dtype=np.float64)[concept])
         lines = self._ancestors()
         for i in np.lexsort((concept, -strength, pairs.document)):
             c, chosen = int(concept[i]), by_document[pairs.document[i]]
@@ -194,7 +194,8 @@ def millionths(scores: Any) -> list[int]:
     return millionths
 
 
-def _strength(score: Any, threshold: Any) -> Any:
+def strength_of(score: Any, threshold: Any) -> Any:
+    """Return logits of scores minus those of their thresholds, and the score itself where there is no threshold."""
     s, t = (np.clip(np.asarray(values, dtype=np.float64), 1e-6, 1 - 1e-6) for values in (score, threshold))
     return np.where(np.isnan(threshold), s, np.log(s) - np.log1p(-s) - np.log(t) + np.log1p(-t))
 

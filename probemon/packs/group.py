@@ -26,6 +26,7 @@ from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
+from probemon.packs.pack_html import packs_html
 
 _QUALIFIES = ":"
 
@@ -147,6 +148,9 @@ class PackGroup:
 
     def __repr__(self) -> str:
         return f"PackGroup({', '.join(f'{name}: {pack!r}' for name, pack in self.packs.items())})"
+
+    def _repr_html_(self) -> str:
+        return packs_html(f"PackGroup {self.name}", self.packs)
 
     def _laid_out(self, own: Sequence[Tensor]) -> Tensor:
         """Return values `[P]` of the group's probes, of those of each pack."""

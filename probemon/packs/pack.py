@@ -24,6 +24,7 @@ from probemon.packs import hub
 from probemon.packs.files import check_target
 from probemon.packs.local import find_folder
 from probemon.packs.opened import OpenedPack
+from probemon.packs.pack_html import packs_html
 from probemon.packs.writer import PackWriter
 
 
@@ -36,6 +37,9 @@ class ProbePack(OpenedPack):
         pack = cls.__new__(cls)
         vars(pack).update(vars(opened))
         return pack
+
+    def _repr_html_(self) -> str:
+        return packs_html(f"{type(self).__name__} {self.name}", {self.name: self})
 
     @classmethod
     def from_pretrained(

@@ -1,0 +1,59 @@
+"""Tokens as a notebook shows them: coloured by their strongest concept, the unseen ones hatched, details on hover.
+
+span = token_span(" whale", leading, [], unseen="")
+key = legend([concepts_of_a_token, concepts_of_another])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element
+
+from probemon.core.harmless_text import clip
+from probemon.core.static_html import Colours, element
+from probemon.monitor.result import ConceptScore
+
+_LONGEST_TOKEN, _LONGEST_TITLE = 200, 500
+
+
+def token_span(
+    colours: Colours,
+    text: str,
+    leading: Sequence[ConceptScore],
+    ranked: Sequence[ConceptScore],
+    *,
+    unseen: str,
+    own: bool = False,
+) -> Element:
+    """Return a token in the colour of the first of its `leading` concepts, with all of them on hover.
+
+    `ranked`: the best of packs of which nothing fires. `unseen`: why there are no scores. `own`: whether `text` is the
+    token's own name, of a token that adds no text.
+    """
+    kinds = ["own"] * own + ["unseen"] * bool(unseen)
+    kinds += [colours.of(leading[0].path[0], leading[0].strength)] if leading else []
+    details = [f"unseen: {unseen}"] if unseen else [described(concept) for concept in leading]
+    details += [f"ranked, not firing: {described(concept)}" for concept in ranked]
+    title = {"title": _clip_lines("\n".join(details))} if details else {}
+    return element("span", _clip_token(text), kind=" ".join(kinds), **title)
+
+
+def described(concept: ConceptScore) -> str:
+    """Return a concept's path, score, strength and precision in a line, without what the pack does not say."""
+    parts = [f"score {concept.score:.2f}"]
+    if not math.isnan(concept.strength):
+        parts.append(f"strength {concept.strength:+.1f}")
+    if not math.isnan(concept.precision):
+        parts.append(f"precision {concept.precision:.0%}")
+    return f"{' > '.join(clip(name, 60) for name in concept.path)}: {', '.join(parts)}"
+
+
+def _clip_token(text: str) -> str:
+    """Return a token's text, cut where it is very long. Its line ends stay."""
+    return text if len(text) <= _LONGEST_TOKEN else clip(text, _LONGEST_TOKEN)
+
+
+def _clip_lines(text: str) -> str:
+    """Return what is shown on hover, cut where it is very long."""
+    return text if len(text) <= _LONGEST_TITLE else f"{text[:_LONGEST_TITLE]}…"

@@ -1,0 +1,71 @@
+"""HTML for notebooks: whatever is put in comes out as text, and colours can be read on by light and by dark."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probemon.core.harmless_text import clip, harmless
+from probemon.core.static_html import ALPHAS, HUES, MAX_BYTES, Colours, element, fragment, path_of, table
+from static_page import HOSTILE, read
+
+CHARACTERS = st.characters(codec=None) | st.sampled_from("<>&\"'\x1b\u202e\n/=-!")
+TEXTS = st.text(CHARACTERS, max_size=60) | st.sampled_from([text for text in HOSTILE if len(text) < 100])
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, TEXTS)
+def test_texts_and_attributes_come_out_as_they_went_in_but_harmless(text, title):
+    page = read(fragment("t", [element("p", "a", element("b", text, title=title), text, "c")]))
+    [(_, shown_title, bold)] = page.of("b")
+    assert bold == harmless(text, keep="\n\t") and shown_title == harmless(title, keep="\n")
+    assert page.of("p")[-1][2] == f"a{bold}{bold}c"
+
+
+def test_a_table_has_its_cells_in_their_columns():
+    page = read(fragment("t", [table(["name", "n"], [["<b>", "1"], [path_of(["a", "b"]), "2"]], numbers=[1])]))
+    assert [(kinds, text) for kinds, _, text in page.of("td")] == [
+        ([], "<b>"), (["number"], "1"), ([], "a › b"), (["number"], "2"),
+    ]  # fmt: skip
+
+
+def test_long_names_and_long_paths_are_cut_and_say_so():
+    assert clip("x" * 61, 60) == f"{'x' * 60}… (61 characters)" and clip("x" * 60, 60) == "x" * 60
+    page = read(fragment("t", [element("p", path_of([f"n{i}" for i in range(1000)]))]))
+    assert page.of("p")[-1][2] == "n0 › n1 › n2 › n3 › … › n996 › n997 › n998 › n999"
+
+
+def test_no_page_is_larger_than_was_said_and_what_is_left_out_is_named():
+    parts = [element("p", "x" * size) for size in (100_000, 250_000, 100_000, 300_000, 10)]
+    html = fragment("title" * 1000, parts)
+    page = read(html)
+    assert len(html.encode()) <= MAX_BYTES
+    lengths = [len(text) for _, _, text in page.of("p") if text.startswith("x")]
+    assert lengths == [100_000, 100_000, 10]
+    left_out = [text for _, _, text in page.of("p") if "left out" in text]
+    assert [text[:23] for text in left_out] == ["A part of 250,007 bytes", "A part of 300,007 bytes"]
+    assert len(fragment("t", (element("p", "é" * 200_000) for _ in range(5000))).encode()) <= MAX_BYTES
+
+
+def test_roots_have_colours_of_their_own_until_none_is_left():
+    colours = Colours()
+    kinds = [colours.of(f"root {i}", 0.1) for i in range(12)]
+    assert kinds[:7] == [f"h{i}s0" for i in range(7)] and set(kinds[7:]) == {"h7s0"}
+    assert [colours.of("root 3", strength) for strength in (0.49, 0.5, 1.99, 2.0)] == ["h3s0", "h3s1", "h3s1", "h3s2"]
+
+
+def luminance(rgb):
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("hue", HUES)
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize(
+    ("ink", "paper"),
+    [((0,) * 3, (255,) * 3), ((33,) * 3, (255,) * 3), ((225,) * 3, (17,) * 3), ((204,) * 3, (30,) * 3)],
+    ids=["black on white", "grey on white", "light on black", "grey on dark grey"],
+)
+def test_text_on_every_colour_has_the_contrast_that_wcag_asks_for(hue, alpha, ink, paper):
+    mixed = [alpha * c + (1 - alpha) * p for c, p in zip(hue, paper, strict=True)]
+    high, low = sorted((luminance(ink), luminance(mixed)), reverse=True)
+    assert (high + 0.05) / (low + 0.05) >= 4.5

@@ -104,6 +104,7 @@ class DynamicProbeManager(Scorer):
     ) -> Iterator[TokenEvent]:
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
+        In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
         `generate`: arguments of `model.generate`. At most `max_waiting` batches of tokens wait for the reader, then the
         model waits. Leaving the loop stops it. `prepare(run)` is called before it begins, in the thread that
         generates: for rules and sinks.

@@ -1,6 +1,7 @@
 """Optional packages, imported where they are needed.
 
 pa = import_arrow("ParquetSink")        # pyarrow, with pa.parquet
+ipython = import_ipython("show")        # IPython, with IPython.display
 """
 
 from __future__ import annotations
@@ -17,3 +18,12 @@ def import_arrow(needed_by: str) -> Any:
     except ImportError as error:
         raise MissingExtra(f"{needed_by} needs pyarrow: pip install 'probemon[corpus]'") from error
     return pyarrow
+
+
+def import_ipython(needed_by: str) -> Any:
+    """Import IPython with its display. Raises `MissingExtra` that says what needs it."""
+    try:
+        import IPython.display
+    except ImportError as error:
+        raise MissingExtra(f"{needed_by} needs IPython, which every notebook has: pip install ipykernel") from error
+    return IPython

@@ -9,6 +9,8 @@ from conftest import PAD, make_pack
 from probemon import DynamicProbeManager, Result
 from probemon.core.harmless_text import harmless
 from probemon.core.static_html import fragment
+from probemon.errors import ConfigError, MissingExtra
+from probemon.monitor.notebook import LiveText, show
 from probemon.monitor.result import without_thresholds
 from probemon.monitor.summary import summarise
 from probemon.tracking.recording import Tokens
@@ -173,6 +175,37 @@ def test_of_many_rows_the_first_are_shown(manager, model):
     page = read(result._repr_html_())
     assert [text for _, _, text in page.of("b") if text.startswith("Row")] == [f"Row {row}" for row in range(8)]
     assert "3 more rows are left out" in page.text and len(page.tokens()) == 8 * 8
+
+
+# -- while the model generates -------------------------------------------------------------------
+
+
+def test_the_live_view_has_the_tokens_of_the_stream(manager, model):
+    view, events = LiveText(), []
+    for event in manager.stream(model, Tokenizer(), "x", max_new_tokens=9, do_sample=False, eos_token_id=None):
+        view.add(event)
+        events.append(event)
+        shown = read(view.html()).tokens()
+        assert [text for _, _, text in shown] == [event.token for event in events]
+        assert ["unseen" in kinds for kinds, _, _ in shown] == [bool(event.unseen) for event in events]
+    assert f"{len(events)} tokens, 1 unseen" in read(view.html()).text and repr(view) == "LiveText(9 tokens, 1 unseen)"
+    for _ in range(1000):
+        view.add(events[0])
+    page = read(view.html())
+    assert len(page.tokens()) == 400 and "of which the first 609 are no longer shown" in page.text
+
+
+def test_show_says_what_it_needs_and_stops_the_model(manager, model, monkeypatch):
+    def stream():
+        return manager.stream(model, Tokenizer(), "x", max_new_tokens=9, do_sample=False, eos_token_id=None)
+
+    monkeypatch.setitem(__import__("sys").modules, "IPython", None)
+    events = stream()
+    with pytest.raises(MissingExtra, match="show needs IPython"):
+        show(events)
+    assert next(events, None) is None  # closed
+    with pytest.raises(ConfigError, match="every_seconds is -1"):
+        show(stream(), every_seconds=-1)
 
 
 def test_an_empty_page_is_whole():

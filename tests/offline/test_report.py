@@ -143,7 +143,13 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     ]
     assert totals["dropped"] > 0 and sum(totals[name] for name in ("active", "dropped", "not_reached")) == 40 * seen
     assert texts_of(page, "#bad td") == ["empty", "empty"]
-    most = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"]))[:24]
+
+    def lead(row):
+        score, threshold = (min(max(row[name], 1e-6), 1 - 1e-6) for name in ("max_score", "alert_threshold"))
+        strength = math.log(score / (1 - score)) - math.log(threshold / (1 - threshold))
+        return -row["n_documents"], -row["n_tokens"], -strength
+
+    most = sorted((row for row in tables["concepts"] if row["n_documents"]), key=lead)[:24]
     above = {concept for row in most for concept in ancestors_of(tables["concepts"], row["concept"])}
     lowest = [row["name"] for row in most if row["concept"] not in above]
     assert texts_of(page, "#leading .name") == lowest[:8] != [row["name"] for row in most[:8]]

@@ -182,7 +182,8 @@ function drawOverview() {
   $("unlike").hidden = !data.unlike;
   drawCoverage();
   const best = [...concepts.id.keys()].filter((c) => concepts.documents[c]);
-  best.sort((a, b) => concepts.documents[b] - concepts.documents[a] || concepts.tokens[b] - concepts.tokens[a] || a - b);
+  const most = (c) => strength(c, concepts.highest[c]);
+  best.sort((a, b) => concepts.documents[b] - concepts.documents[a] || concepts.tokens[b] - concepts.tokens[a] || most(b) - most(a) || a - b);
   // Of those that lead, what stands above another says nothing more: the lowest on each path are listed.
   const inLead = best.slice(0, LEAD), covered = new Set(inLead.flatMap((c) => [...ancestors(c)]));
   const strongest = (c) => concepts.threshold[c] === null ? score(concepts.highest[c]) : `strength ${strength(c, concepts.highest[c]).toFixed(1)}`;

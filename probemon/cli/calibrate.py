@@ -348,7 +348,7 @@ def _show(
         table.add_column(f"true-positive rate, by {alerts.unit}", justify="right")
     for i, probe in list(enumerate(watched))[:_SHOWN]:
         cells = [_rate(rates.entry(i)) for rates in (false_rates, true_rates) if rates is not None]
-        table.add_row(" > ".join(pack.path(probe)), f"{alerts.threshold[i]:.4f}", *cells)
+        table.add_row(" > ".join(pack.path(probe)), f"{alerts.threshold[i]:.4g}", *cells)
     terminal(width=max(_WIDTH, terminal().width)).print(table)
     if len(watched) > _SHOWN:
         say(f"and {len(watched) - _SHOWN} more: --json, or quality.alerts in the manifest")

@@ -68,7 +68,11 @@ def import_estimators(
             f"estimators is a {type(estimators).__name__}: give a dict of names and fitted estimators, as loading a"
             " pickle for you would run what is in it"
         )
-    probes = [probe for name, estimator in estimators.items() for probe in _probes(name, estimator)]
+    probes = [
+        _with_class(probe, name, estimator)
+        for name, estimator in estimators.items()
+        for probe in _probes(name, estimator)
+    ]
     kinds = {name: _outline(estimator) for name, estimator in estimators.items()}
     return write_flat(
         target,
@@ -79,6 +83,14 @@ def import_estimators(
         stated={"estimators": kinds},
         **about,
     )
+
+
+def _with_class(probe: Classifier, name: str, estimator: Any) -> Classifier:
+    """Note which class a probe of two says yes to: its own name need not be that of the class."""
+    classes = getattr(estimator, "classes_", None)
+    if probe.id != name or not isinstance(classes, np.ndarray) or len(classes) != 2:
+        return probe
+    return replace(probe, fields={**probe.fields, "positive_class": str(classes[1])})
 
 
 def _probes(name: str, estimator: Any) -> list[Classifier]:

@@ -69,7 +69,7 @@ def test_the_wheel_alone_watches_the_demo_with_its_own_pack_from_any_folder(inst
         *("-m", "probemon", "watch", "demo", "--plain", "--max-new-tokens", "5"), folder=tmp_path, path=installed
     )
     assert watched.returncode == 0 and watched.stderr == ""
-    assert "demo watched by wordnet-smollm2-135m" in watched.stdout and "whole > organism" in watched.stdout
+    assert "demo watched by wordnet-smollm2-135m" in watched.stdout and "whole > living thing" in watched.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -203,8 +203,7 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         )
     mute = without_thresholds(result.pack)
     if table.rows or not mute.all():
-        none_fired = "no concept fired on a generated token" if above is None else "nothing to show fired in the answer"
-        console.print(table if table.rows else none_fired)
+        console.print(table if table.rows else _nothing_listed(result, above))
     if len(summed.answer.concepts) > k:
         console.print(Text(f"and {len(summed.answer.concepts) - k} more", style="dim"))
     if mute.any():
@@ -217,5 +216,15 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         for concept in [concept for concept in strongest if shown[concept.probe]][: k + 2]:
             best.add_row(Text(printable(concept.token)), path_text(concept), f"{concept.score:.2f}")
         console.print(best)
-    for line in lines:
+    for line in [*([summed.unlike] if summed.unlike else []), *lines]:
         console.print(Text(harmless(line)), soft_wrap=True)
+
+
+def _nothing_listed(result: Result, above: Doubles | None) -> str:
+    """Say why the summary lists nothing: a token's threshold may be lower than that for a sentence."""
+    if above is not None:
+        return "nothing to show fired in the answer"
+    tokens = result.tokens_of(0, "generated")
+    if any(len(result.scores.fired(token)) for token in tokens.tolist()):
+        return "no concept exceeds its threshold for a sentence; what fires at single tokens is listed at them"
+    return "no concept fired on a generated token"

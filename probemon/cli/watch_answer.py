@@ -106,6 +106,7 @@ class Watched:
         ends = np.cumsum([len(sentence.text) for sentence in summed.sentences]).tolist()
         return {
             "thresholds": summed.thresholds,
+            "unlike": summed.unlike,
             "concepts": [_as_dict(concept, at=True) for concept in summed.answer.concepts],
             "sentences": [
                 {

@@ -1,5 +1,6 @@
 """The command line and the stream, on the real demo model, as a user runs them."""
 
+import dataclasses
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from probemon.bundled import load_bundled
 from probemon.cli.live_view import LiveView, PlainView, path_text, printable, summary
 from probemon.errors import ConfigError
 from probemon.monitor.result import describe
+from probemon.packs.copies import copy_pack
 from probemon.tracking.recording import LAST
 
 PACK = "probes/wordnet-smollm2-135m"
@@ -71,11 +73,11 @@ def test_what_is_said_of_animals_is_said_of_animals_alone(demo, manager):
     with manager.attach(model, tokenizer, strict=True) as run, torch.no_grad():
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         model(ids)
-    result, organism = run.result(ids), manager.pack.find("organism")
+    result, living = run.result(ids), manager.pack.find("living thing")
     fired = {
         tokenizer.decode([int(result.token_id[i])]).strip()
         for i in range(len(result))
-        if organism in result.scores.fired(i)
+        if living in result.scores.fired(i)
     }
     assert fired == {"whale", "dog", "horse"}
 
@@ -140,6 +142,21 @@ def test_views_show_each_token_with_its_path(demo, manager):
     assert "a closing line" in text and text.count(" > ") >= 1
 
 
+def test_summary_says_why_it_lists_nothing_and_what_is_unlike_the_calibration(demo, tmp_path):
+    """Thresholds for a sentence that nothing exceeds, and a calibration to which every state is far."""
+    model, tokenizer = demo
+    pack = ProbePack.open(PACK)
+    far = dataclasses.replace(pack.familiar[0], limit=-1.0)
+    odd = copy_pack(pack, tmp_path / "odd", "Odd", {}, aggregated={"max": torch.ones(pack.n_probes)}, familiar=[far])
+    manager = DynamicProbeManager(odd)
+    *_, event = manager.stream(model, tokenizer, CHAT, max_new_tokens=12, do_sample=False)
+    plain = Console(width=140, record=True, file=io.StringIO())
+    summary(plain, event.result, [])
+    text = plain.export_text()
+    assert "no concept exceeds its threshold for a sentence; what fires at single tokens is listed at them" in text
+    assert "11 of 11 tokens (100%) are unlike the text that this pack was calibrated on" in text
+
+
 @pytest.mark.parametrize(
     "token, shown", [("\n", "\\n"), (" ", "' '"), ("\x1b[31m", "\\x1b[31m"), (" whale", " whale"), ("", "''")]
 )
@@ -182,8 +199,10 @@ def test_watch_prints_tokens_and_one_json_object_last():
     lines = done.stdout.strip().splitlines()
     answer = json.loads(lines[-1])
     assert answer["generated_tokens"] == 10 and answer["unseen_tokens"] == 1 and answer["dropped"] == 0
-    assert answer["probes_total"] == 464 and answer["tokens"] > 20 and answer["measured"] is None
-    assert 1 < answer["probes_active_per_token"] <= answer["probes_evaluated_per_token"] <= 464
+    assert (
+        answer["probes_total"] == ProbePack.open(PACK).n_probes and answer["tokens"] > 20 and answer["measured"] is None
+    )
+    assert 1 < answer["probes_active_per_token"] <= answer["probes_evaluated_per_token"] <= answer["probes_total"]
     assert "\x1b" not in done.stdout
     # A line for every token with something to say, the last one's that it is unseen, then all of the text.
     assert 2 <= sum(line.split()[0].isdigit() for line in lines[:-1] if line.split()) <= 10
@@ -193,7 +212,11 @@ def test_watch_prints_tokens_and_one_json_object_last():
 
 def test_inspect_says_what_is_in_the_pack():
     answer = json.loads(cli("inspect", PACK, "--json", check=True).stdout)
-    assert answer["n_probes"] == 464 and answer["whole"] is True and answer["golden_error"] <= 1e-5
+    assert (
+        answer["n_probes"] == ProbePack.open(PACK).n_probes
+        and answer["whole"] is True
+        and answer["golden_error"] <= 1e-5
+    )
     assert answer["quality"]["auroc_median"] >= 0.95
     text = cli("inspect", PACK, check=True).stdout
     assert "every file has its hash" in text and f"auroc_median {answer['quality']['auroc_median']:.3f}" in text

@@ -89,6 +89,7 @@ def test_text_and_concepts_of_every_token_are_those_of_the_result_and_offsets_le
             assert c["precision"] == (None if math.isnan(stated) else stated)
             n_concepts += 1
     assert n_concepts > 5 and answer["per_token"][-1]["unseen"].startswith("the last generated token")
+    assert answer["summary"]["unlike"] == ""
     sentences = answer["summary"]["sentences"]
     assert "".join(sentence["text"] for sentence in sentences) == answer["text"]
     for sentence in sentences:

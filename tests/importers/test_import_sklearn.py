@@ -328,7 +328,10 @@ def test_every_switch_of_a_step_is_followed_or_refused(kind, name, value, tmp_pa
 def test_a_pack_says_which_class_a_probe_means(tmp_path):
     """The name that a user gives may be that of the other class."""
     words = np.where(TWO, "deceptive", "honest")
-    fitted = {"deception": LogisticRegression().fit(X, words), "kinds": OneVsRestClassifier(LogisticRegression()).fit(X, THREE)}
+    fitted = {
+        "deception": LogisticRegression().fit(X, words),
+        "kinds": OneVsRestClassifier(LogisticRegression()).fit(X, THREE),
+    }
     pack = import_estimators(fitted, tmp_path / "pack", site=SITE, normalize="none")
     stated = {concept["id"]: concept.get("positive_class") for concept in pack.concepts}
     assert stated == {"deception": "honest", **{f"kinds/{label}": None for label in np.unique(THREE)}}

@@ -21,7 +21,7 @@ def test_a_shipped_pack_is_shown_with_its_own_counts(name):
     page = read(pack._repr_html_())
     counts = [(level, str(n), str(n)) for level, n in pack.manifest["counts_per_level"].items()]
     assert rows_of(page) == counts and sum(int(n) for _, n, _ in counts) == pack.n_probes
-    assert f"ProbePack {name}" in page.text and "464 probes" in page.text
+    assert f"ProbePack {name}" in page.text and f"{pack.n_probes} probes" in page.text
     assert "HuggingFaceTB/SmolLM2-135M-Instruct, at resid_post.15" in page.text
     assert "Alert thresholds: precision_0.9, rate_0.01 (in force)" in page.text
     roots = {text for _, _, text in page.of("b")} - {"rate_0.01"}

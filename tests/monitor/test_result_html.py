@@ -1,5 +1,7 @@
 """A result in a notebook: its tokens in the colours of their concepts, details on hover; no token is obeyed."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -199,7 +201,11 @@ def test_show_says_what_it_needs_and_stops_the_model(manager, model, monkeypatch
     def stream():
         return manager.stream(model, Tokenizer(), "x", max_new_tokens=9, do_sample=False, eos_token_id=None)
 
-    monkeypatch.setitem(__import__("sys").modules, "IPython", None)
+    events = stream()
+    with pytest.raises(ConfigError, match="show is for notebooks: elsewhere read the stream in a loop"):
+        show(events)
+    assert next(events, None) is None  # closed
+    monkeypatch.setitem(sys.modules, "IPython", None)
     events = stream()
     with pytest.raises(MissingExtra, match="show needs IPython"):
         show(events)

@@ -93,6 +93,7 @@ def write(path, seen, counts, bad=(), **changes):
             "parents": [[ids[p] for p in parents] for parents in PARENTS],
             "path": [path_of(i) for i in range(len(ids))],
             "alert_threshold": [0.5] * len(ids),
+            "precision": [None] * len(ids),
             "n_documents": (counts > 0).sum(axis=0),
             "n_tokens": counts.sum(axis=0),
             "max_score": [0.9] * len(ids),

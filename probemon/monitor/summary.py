@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from probemon.aggregate import Doubles
@@ -69,13 +68,14 @@ def summarise(
     name, own = _thresholds(result.pack)
     bars = own if above is None else torch.maximum(own, torch.from_numpy(above))
     texts = result.texts(tokens)
-    sentences = [_stretch(result, tokens[a:b], texts[a:b], own, bars) for a, b in _bounds(texts)]
+    lists = own.tolist(), bars.tolist()  # each is looked up for every score
+    sentences = [_stretch(result, tokens[a:b], texts[a:b], *lists) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}
     for sentence in sentences:
         for concept in sentence.concepts:
             if concept.probe not in best or concept.strength > best[concept.probe].strength:
                 best[concept.probe] = concept
-    whole = _stretch(result, tokens, texts, own, bars)
+    whole = _stretch(result, tokens, texts, *lists)
     in_answer = sorted((best[p] for p in without_ancestors(result.pack, list(best))), key=_rank)
     return Summary(
         replace(whole, concepts=tuple(in_answer)),
@@ -115,18 +115,19 @@ def _bounds(texts: list[str]) -> list[tuple[int, int]]:
     return joined
 
 
-def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: torch.Tensor, bars: torch.Tensor) -> Stretch:
+def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: list[float], bars: list[float]) -> Stretch:
     scores, best = result.scores, dict[int, tuple[float, int]]()
     for token in tokens.tolist():
         for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
             if value > bars[probe] and value > best.get(probe, (-1.0, 0))[0]:
                 best[probe] = value, token
     found = [
-        describe(result.pack, probe, best[probe][0], float(thresholds[probe]), **result.where(best[probe][1]))
+        describe(result.pack, probe, best[probe][0], thresholds[probe], **result.where(best[probe][1]))
         for probe in without_ancestors(result.pack, list(best))
     ]
     positions = result.position[tokens]
-    n_unseen = int(np.count_nonzero(~result.coverage.seen[tokens]))
+    # Not `coverage.seen`, which looks at all tokens: there may be thousands of sentences.
+    n_unseen = sum(result.coverage.unseen[token] != "" for token in tokens.tolist())
     start, stop = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
     n_far = int(result.coverage.far[tokens].sum())
     return Stretch("".join(texts), start, stop, n_unseen, n_far, tuple(sorted(found, key=_rank)))

@@ -99,6 +99,12 @@ def test_bad_arguments_are_named():
         DynamicProbeManager(pack).score_tokens(torch.zeros(2, 5))
 
 
+def test_a_manager_says_what_it_is(pack):
+    manager = DynamicProbeManager(pack, impl="cpu", strategy="descent")
+    text = f"DynamicProbeManager({pack.name!r}, {pack.n_probes} probes, thresholds 'precision_0.9', cpu on cpu,"
+    assert repr(manager) == f"{text} descent for a token, descent for a prompt)"
+
+
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
 @pytest.mark.parametrize("arena_bytes", [None, 8000])
 def test_every_probe_reads_its_own_site(two_sites, strategy, arena_bytes):

@@ -109,6 +109,13 @@ class Scorer:
         choices = self.strategy, [engine.choice for engine in _engines_in(self.engine)]
         return _rebuilt, (type(self), self.pack, arguments, self.impl_why, choices)
 
+    def __repr__(self) -> str:
+        thresholds = "" if self.pack.alert_set is None else f", thresholds {self.pack.alert_set!r}"
+        return (
+            f"{type(self).__name__}({self.pack.name!r}, {self.pack.n_probes} probes{thresholds}, {self.impl} on"
+            f" {self.device}, {self.strategy.step} for a token, {self.strategy.batch} for a prompt)"
+        )
+
     def plan_with(self, extra: Sequence[str | int]) -> Plan:
         """Return the plan of this manager with more concepts always on. Raises `UnknownConcept`, `ConfigError`."""
         if not isinstance(self.pack, PackGroup):

@@ -42,7 +42,9 @@ _STYLE = """
 .probemon .key { padding: 1px 8px; margin-right: 6px; border-radius: 3px; }
 .probemon ul { margin: 2px 0; padding-left: 20px; }
 """ + "".join(
-    f".probemon .h{hue}s{level} {{ background: rgb({r} {g} {b} / {alpha}); }}\n"
+    # The line at the foot is seen on black, too, where a weak colour hardly is. It takes no room.
+    f".probemon .h{hue}s{level} {{ background: rgb({r} {g} {b} / {alpha});"
+    f" box-shadow: inset 0 -2px rgb({r} {g} {b}); }}\n"
     for hue, (r, g, b) in enumerate(HUES)
     for level, alpha in enumerate(ALPHAS)
 )

@@ -58,6 +58,11 @@ def luminance(rgb):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def contrast(one, other):
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
 @pytest.mark.parametrize("hue", HUES)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize(
@@ -67,5 +72,13 @@ def luminance(rgb):
 )
 def test_text_on_every_colour_has_the_contrast_that_wcag_asks_for(hue, alpha, ink, paper):
     mixed = [alpha * c + (1 - alpha) * p for c, p in zip(hue, paper, strict=True)]
-    high, low = sorted((luminance(ink), luminance(mixed)), reverse=True)
-    assert (high + 0.05) / (low + 0.05) >= 4.5
+    assert contrast(ink, mixed) >= 4.5
+
+
+@pytest.mark.parametrize("hue", HUES)
+@pytest.mark.parametrize("paper", [255, 30, 17], ids=["white", "dark grey", "near black"])
+def test_the_line_at_the_foot_of_a_token_has_the_contrast_that_wcag_asks_of_what_is_no_text(hue, paper):
+    assert contrast(hue, (paper,) * 3) >= 3
+    r, g, b = hue
+    [(_, _, style)] = read(fragment("t", [])).of("style")
+    assert f"inset 0 -2px rgb({r} {g} {b});" in style

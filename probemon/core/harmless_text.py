@@ -1,7 +1,7 @@
 """Texts of others, made harmless where they are shown.
 
-harmless("\\x1b[2Jname")                # "\\\\x1b[2Jname"
-    clip(name, 60)                          # harmless, and at most 60 characters and what says that there are more
+harmless("\\x1b[2Jname")              # "\\\\x1b[2Jname"
+clip(name, 60)                        # harmless, and at most 60 characters and what says that there are more
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from probemon.core.harmless_text import clip
-from probemon.core.scores import GENERATED, PHASES
+from probemon.core.scores import GENERATED, PHASES, unlike
 from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
 from probemon.monitor.result import ConceptScore, Result, ranked, without_thresholds
 from probemon.monitor.summary import Stretch, summarise
@@ -65,6 +65,8 @@ def _coverage(result: Result) -> Iterator[Element]:
         f"{f' ({why})' if why else ''}",
         kind="dim",
     )
+    if caution := unlike(int(cover.far.sum()), n_seen):
+        yield element("p", f"Caution: {caution}.")
 
 
 def _text(colours: Colours, result: Result, row: int, budget: int) -> Iterator[Element]:
@@ -106,9 +108,7 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
     phase = "generated" if (result.phase[result.tokens_of(row)] == GENERATED).any() else "prompt"
     n_tokens = len(result.tokens_of(row, phase))
     if n_tokens > _MOST_SUMMARISED:
-        yield element(
-            "p", f"What {n_tokens:,} tokens are about is left out: probemon.monitor.summary.summarise(result) tells it."
-        )
+        yield element("p", f"What {n_tokens:,} tokens are about is left out: summarise(result, {row}) tells it.")
         return
     summary = summarise(result, row, phase=phase, k=3)
     if len(summary.sentences) > 1:

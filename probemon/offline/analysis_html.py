@@ -13,6 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from probemon.core.harmless_text import clip
+from probemon.core.scores import unlike
 from probemon.core.static_html import element, fragment, path_of, table
 from probemon.engine.audit import Audit
 from probemon.offline.analysis_folder import Analysis
@@ -51,6 +52,8 @@ def _parts(analysis: Analysis) -> Iterator[Element]:
     )
     yield element("p", counts, f" ({clip(str(identity['floor']), 40)})")
     yield _coverage(totals)
+    if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
+        yield element("p", f"Caution: {caution}.")
     yield from _strongest(analysis)
 
 

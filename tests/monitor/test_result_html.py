@@ -1,6 +1,7 @@
 """A result in a notebook: its tokens in the colours of their concepts, details on hover; no token is obeyed."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,6 +102,17 @@ def test_coverage_and_summary_are_those_of_the_result(manager, model):
             assert len(summary.sentences) == 1 or " ".join(sentence.text.split()) in cells
         for concept in summary.answer.concepts[:12]:
             assert " › ".join(concept.path) in cells and f"{concept.strength:+.1f}" in cells
+
+
+def test_a_text_unlike_the_calibration_is_said_to_be(manager, model):
+    result = generated(manager, model)
+    for n_far, said in ((2, False), (3, True)):
+        far = np.zeros(len(result), np.int64)
+        far[:n_far] = 1
+        scores = replace(result.scores, coverage=replace(result.coverage, far=far))
+        tokens = Tokens(result.row, result.position, result.token_id, result.phase, scores)
+        text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text
+        assert ("Caution: 3 of 30 tokens (10%) are unlike the text" in text) == said == ("Caution" in text)
 
 
 def test_precision_is_told_where_the_pack_says_it(model, tmp_path):

@@ -40,6 +40,13 @@ def test_an_analysis_is_shown_with_its_own_counts(tmp_path):
     assert repr(analysis) == f"Analysis({str(tmp_path / 'corpus')!r}, 3 documents, 6 tokens, pack 'by hand')"
 
 
+def test_a_corpus_unlike_the_calibration_is_said_to_be(tmp_path):
+    analysis = analysis_of(tmp_path / "corpus")
+    assert analysis.manifest["totals"]["far"] == 0 and "Caution" not in read(analysis._repr_html_()).text
+    far = Analysis(analysis.directory, {**analysis.manifest, "totals": {**analysis.manifest["totals"], "far": 3}})
+    assert "Caution: 3 of 6 tokens (50%) are unlike the text" in read(far._repr_html_()).text
+
+
 def test_an_analysis_that_is_not_finished_says_so(tmp_path):
     analysis_of(tmp_path / "corpus", finish=False)
     analysis = Analysis.open(tmp_path / "corpus", unfinished=True)

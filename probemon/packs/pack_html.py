@@ -38,7 +38,7 @@ def _parts(pack: OpenedPack) -> Iterator[Element]:
         "p",
         f"{pack.n_probes:,} probes ({pack.architecture}, {str(pack.dtype).removeprefix('torch.')}, rule",
         f" {pack.score_rule}, {pack.weight_bytes() / 1e6:,.1f} MB) for ",
-        element("bdi", clip(str(host.get("model_id", "a host without a name")), 120)),
+        element("bdi", clip(str(host.get("model_id") or "a host that is not stated"), 120)),
         f", at {clip(reads, 200)}",
     )
     yield element(

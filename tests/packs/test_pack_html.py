@@ -43,6 +43,13 @@ def test_thresholds_that_are_missing_are_counted_by_level(model, tmp_path):
     assert rows_of(page) == expected and "one set without a name" in page.text
 
 
+@pytest.mark.parametrize("named", [{}, {"model_id": None}, {"model_id": "org/<b>"}])
+def test_the_host_is_named_as_the_pack_states_it(model, tmp_path, named):
+    pack = make_pack(tmp_path / "p", model, host={"hidden_size": 16, "n_layers": 3, **named})
+    name = named.get("model_id") or "a host that is not stated"
+    assert f" MB) for {name}, at resid_post.1" in read(pack._repr_html_()).text
+
+
 def test_names_of_concepts_are_text(model, tmp_path):
     names = [name for name in HOSTILE if not harmful(name, "") and len(name) < 200]
     concepts = [{"id": f"c{i}", "name": names[i % len(names)], "parents": []} for i in range(40)]

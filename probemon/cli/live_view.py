@@ -25,7 +25,7 @@ from probemon.aggregate import Doubles
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
-from probemon.monitor.summary import summarise
+from probemon.monitor.summary import nothing_listed, summarise
 
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
@@ -203,7 +203,8 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         )
     mute = without_thresholds(result.pack)
     if table.rows or not mute.all():
-        console.print(table if table.rows else _nothing_listed(result, above))
+        what = "concept" if above is None else "concept that is to be shown"
+        console.print(table if table.rows else nothing_listed(summed.answer, "the answer", what))
     if len(summed.answer.concepts) > k:
         console.print(Text(f"and {len(summed.answer.concepts) - k} more", style="dim"))
     if mute.any():
@@ -218,13 +219,3 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
         console.print(best)
     for line in [*([summed.unlike] if summed.unlike else []), *lines]:
         console.print(Text(harmless(line)), soft_wrap=True)
-
-
-def _nothing_listed(result: Result, above: Doubles | None) -> str:
-    """Say why the summary lists nothing: a token's threshold may be lower than that for a sentence."""
-    if above is not None:
-        return "nothing to show fired in the answer"
-    tokens = result.tokens_of(0, "generated")
-    if any(len(result.scores.fired(token)) for token in tokens.tolist()):
-        return "no concept exceeds its threshold for a sentence; what fires at single tokens is listed at them"
-    return "no concept fired on a generated token"

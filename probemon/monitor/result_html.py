@@ -16,7 +16,7 @@ from probemon.core.harmless_text import clip
 from probemon.core.scores import GENERATED, PHASES, unlike
 from probemon.core.static_html import Colours, element, fragment, path_of, size_of, table
 from probemon.monitor.result import ConceptScore, Result, ranked, without_thresholds
-from probemon.monitor.summary import Stretch, summarise
+from probemon.monitor.summary import Stretch, nothing_listed, summarise
 from probemon.monitor.token_html import token_span
 
 _TEXT_BYTES = 150_000  # of all rows together
@@ -125,7 +125,7 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
         return
     whole = "the answer" if phase == "generated" else "the text"
     if not summary.answer.concepts:
-        yield element("p", f"No concept fired in {whole}.", kind="dim")
+        yield element("p", nothing_listed(summary.answer, whole), kind="dim")
         return
     heads = [f"in {whole}, the strongest first", "strongest at", "precision", "strength"]
     yield element("p", _WORDS, kind="dim")

@@ -17,7 +17,7 @@ from probemon.aggregate import Doubles
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
-from probemon.monitor.result import ConceptScore, Result, describe, without_ancestors
+from probemon.monitor.result import ConceptScore, Result, describe, firing, without_ancestors
 from probemon.packs.group import AnyPack
 
 _AGGREGATOR = "max"  # over the tokens of a sentence
@@ -28,8 +28,9 @@ _END = re.compile(r"""[.!?…]["')\]*_”’]*\s*$|\n""")
 @dataclass(frozen=True)
 class Stretch:
     """A sentence, or a whole answer: its text, its positions from `start` to before `stop`, how many tokens have no
-    scores and how many are far from the states that the pack was calibrated on, and the concepts in it, the strongest
-    first, each at the token where it was strongest. Of those on one path the lowest alone is listed.
+    scores, how many are far from the states that the pack was calibrated on, at how many a concept fires, and the
+    concepts in it, the strongest first, each at the token where it was strongest. Of those on one path the lowest alone
+    is listed. Where tokens fire and no concept is listed, none exceeds its threshold for a sentence.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Stretch:
     stop: int
     n_unseen: int
     n_far: int
+    n_firing: int
     concepts: tuple[ConceptScore, ...]
 
 
@@ -69,20 +71,35 @@ def summarise(
     bars = own if above is None else torch.maximum(own, torch.from_numpy(above))
     texts = result.texts(tokens)
     lists = own.tolist(), bars.tolist()  # each is looked up for every score
-    sentences = [_stretch(result, tokens[a:b], texts[a:b], *lists) for a, b in _bounds(texts)]
+    sentences = [_sentence(result, tokens[a:b], texts[a:b], *lists, above) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}
     for sentence in sentences:
         for concept in sentence.concepts:
             if concept.probe not in best or concept.strength > best[concept.probe].strength:
                 best[concept.probe] = concept
-    whole = _stretch(result, tokens, texts, *lists)
     in_answer = sorted((best[p] for p in without_ancestors(result.pack, list(best))), key=_rank)
+    whole = Stretch(
+        "".join(texts),
+        *_ends(result.position[tokens]),
+        n_unseen=sum(sentence.n_unseen for sentence in sentences),
+        n_far=sum(sentence.n_far for sentence in sentences),
+        n_firing=sum(sentence.n_firing for sentence in sentences),
+        concepts=tuple(in_answer),
+    )
     return Summary(
-        replace(whole, concepts=tuple(in_answer)),
+        whole,
         tuple(replace(sentence, concepts=sentence.concepts[:k]) for sentence in sentences),
         name,
         unlike(whole.n_far, len(tokens) - whole.n_unseen),
     )
+
+
+def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
+    """Return the sentence that says why a stretch without concepts has none; `where`: "the answer" or its like."""
+    if not stretch.n_firing:
+        return f"No {what} fired in {where}."
+    tokens = f"{stretch.n_firing:,} token{'s' if stretch.n_firing > 1 else ''}"
+    return f"Concepts fired at {tokens} of {where}, but none exceeds its threshold for a whole sentence."
 
 
 def _thresholds(pack: AnyPack) -> tuple[str, torch.Tensor]:
@@ -115,7 +132,14 @@ def _bounds(texts: list[str]) -> list[tuple[int, int]]:
     return joined
 
 
-def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: list[float], bars: list[float]) -> Stretch:
+def _sentence(
+    result: Result,
+    tokens: Ints,
+    texts: list[str],
+    thresholds: list[float],
+    bars: list[float],
+    above: Doubles | None,
+) -> Stretch:
     scores, best = result.scores, dict[int, tuple[float, int]]()
     for token in tokens.tolist():
         for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
@@ -125,12 +149,16 @@ def _stretch(result: Result, tokens: Ints, texts: list[str], thresholds: list[fl
         describe(result.pack, probe, best[probe][0], thresholds[probe], **result.where(best[probe][1]))
         for probe in without_ancestors(result.pack, list(best))
     ]
-    positions = result.position[tokens]
     # Not `coverage.seen`, which looks at all tokens: there may be thousands of sentences.
     n_unseen = sum(result.coverage.unseen[token] != "" for token in tokens.tolist())
-    start, stop = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
     n_far = int(result.coverage.far[tokens].sum())
-    return Stretch("".join(texts), start, stop, n_unseen, n_far, tuple(sorted(found, key=_rank)))
+    n_firing = sum(bool(firing(scores, token, above)) for token in tokens.tolist())
+    ends = _ends(result.position[tokens])
+    return Stretch("".join(texts), *ends, n_unseen, n_far, n_firing, tuple(sorted(found, key=_rank)))
+
+
+def _ends(positions: Ints) -> tuple[int, int]:
+    return (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
 
 
 def _rank(concept: ConceptScore) -> tuple[float, int]:

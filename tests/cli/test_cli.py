@@ -147,13 +147,23 @@ def test_summary_says_why_it_lists_nothing_and_what_is_unlike_the_calibration(de
     model, tokenizer = demo
     pack = ProbePack.open(PACK)
     far = dataclasses.replace(pack.familiar[0], limit=-1.0)
-    odd = copy_pack(pack, tmp_path / "odd", "Odd", {}, aggregated={"max": torch.ones(pack.n_probes)}, familiar=[far])
+    odd = copy_pack(
+        pack,
+        tmp_path / "odd",
+        "Odd",
+        {},
+        aggregated={"max": torch.ones(pack.n_probes)},
+        familiar=[far],
+        alert_threshold=torch.full((pack.n_probes,), 0.1),
+    )
     manager = DynamicProbeManager(odd)
     *_, event = manager.stream(model, tokenizer, CHAT, max_new_tokens=12, do_sample=False)
     plain = Console(width=140, record=True, file=io.StringIO())
     summary(plain, event.result, [])
     text = plain.export_text()
-    assert "no concept exceeds its threshold for a sentence; what fires at single tokens is listed at them" in text
+    n_firing = sum(len(event.result.scores.fired(t)) > 0 for t in event.result.tokens_of(0, "generated"))
+    assert n_firing > 1  # else the next line would say nothing
+    assert f"Concepts fired at {n_firing} tokens of the answer, but none exceeds its threshold for a wh" in text
     assert "11 of 11 tokens (100%) are unlike the text that this pack was calibrated on" in text
 
 

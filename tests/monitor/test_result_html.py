@@ -139,6 +139,16 @@ def test_what_cannot_fire_is_ranked_and_not_coloured(model, tmp_path):
     assert "ranked, not firing" in page.text and "No concept fired" not in page.text
 
 
+def test_tokens_that_fire_are_told_of_where_no_sentence_is_about_them(model, tmp_path):
+    pack = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), 0.2), aggregated={"max": torch.ones(40)})
+    result = generated(DynamicProbeManager(pack), model)
+    n_firing = sum(len(result.scores.fired(token)) > 0 for token in result.tokens_of(0, "generated"))
+    assert n_firing > 1  # else the next line would say nothing
+    text = read(result._repr_html_()).text
+    assert f"Concepts fired at {n_firing} tokens of the answer, but none exceeds its" in text
+    assert "No concept fired" not in text
+
+
 def test_nothing_of_a_hostile_token_is_obeyed(manager, model, tmp_path):
     result = generated(manager, model, HOSTILE)
     html = result._repr_html_()

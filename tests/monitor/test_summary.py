@@ -58,12 +58,13 @@ def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, mo
     tree, all_found = manager.pack.tree, {}
     for sentence in summary.sentences:
         best = {}
-        for i in range(len(result)):
-            if sentence.start <= result.position[i] < sentence.stop:
-                values = zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)
-                for probe, value in values:
-                    if value > threshold[probe] and value > best.get(probe, (0,))[0]:
-                        best[probe] = value, int(result.position[i])
+        inside = [i for i in range(len(result)) if sentence.start <= result.position[i] < sentence.stop]
+        assert sentence.n_firing == sum(len(result.scores.fired(i)) > 0 for i in inside)
+        for i in inside:
+            values = zip(result.scores.active(i).tolist(), result.scores.active_scores(i).tolist(), strict=True)
+            for probe, value in values:
+                if value > threshold[probe] and value > best.get(probe, (0,))[0]:
+                    best[probe] = value, int(result.position[i])
         lowest = {p for p in best if not any(p in tree.ancestors(q) for q in best)}
         assert {(c.probe, c.score, c.position) for c in sentence.concepts} == {(p, *best[p]) for p in lowest}
         strength = [c.strength for c in sentence.concepts]
@@ -74,6 +75,8 @@ def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, mo
     expected = {p for p in all_found if not any(p in tree.ancestors(q) for q in all_found)}
     assert {(c.probe, c.score) for c in summary.answer.concepts} == {(p, all_found[p][0]) for p in expected}
     assert len({c.probe for c in summary.answer.concepts}) == len(summary.answer.concepts)
+    for name in ("n_unseen", "n_far", "n_firing"):
+        assert getattr(summary.answer, name) == sum(getattr(sentence, name) for sentence in summary.sentences)
 
 
 def test_at_most_k_concepts_a_sentence_and_an_empty_phase_is_an_empty_answer(manager, model):

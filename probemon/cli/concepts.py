@@ -16,6 +16,7 @@ import typer
 
 from probemon.cli.options import AlertSet, AsJson, Pack
 from probemon.cli.terminal import answer, harmless, plain_table, say, terminal
+from probemon.core.near_names import texts_of
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _meaning(pack: ProbePack, line: Line, *, in_full: bool) -> Text:
     if not line.opens:
         return Text("(what is below it stands above)", style="dim")
     concept = pack.concepts[line.probe]
-    definition, words = str(concept.get("definition") or ""), _words(concept)[:_MOST_EXAMPLES]
+    definition, words = str(concept.get("definition") or ""), texts_of(concept.get("words"))[:_MOST_EXAMPLES]
     parts = [Text(harmless(definition))] if definition and (in_full or not line.hidden) else []
     if in_full and words:
         parts.append(Text(harmless(f"for example: {', '.join(words)}"), style="dim"))
@@ -175,11 +176,6 @@ def _meaning(pack: ProbePack, line: Line, *, in_full: bool) -> Text:
         names = ", ".join(pack.concepts[probe]["name"] for probe in line.hidden[:_MOST_NAMES])
         parts.append(Text(harmless(f"+{len(line.hidden)}: {names}"), style="dim"))
     return Text("\n").join(parts)
-
-
-def _words(concept: dict[str, Any]) -> list[str]:
-    words = concept.get("words")
-    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 def _as_dict(pack: ProbePack, shown: list[int], matches: set[int]) -> dict[str, Any]:
@@ -199,7 +195,7 @@ def _as_dict(pack: ProbePack, shown: list[int], matches: set[int]) -> dict[str, 
                 "threshold": float(pack.alert_threshold[probe]),
                 "precision": pack.precision(probe),
                 "definition": pack.concepts[probe].get("definition"),
-                "words": _words(pack.concepts[probe]),
+                "words": texts_of(pack.concepts[probe].get("words")),
                 "matches": probe in matches,
             }
             for probe in shown

@@ -78,11 +78,11 @@ class NearNames:
 
     @cached_property
     def _by_synonym(self) -> dict[str, list[int]]:
-        return _index([_folded(text) for text in _texts(concept.get("lemmas"))] for concept in self._concepts)
+        return _index([_folded(text) for text in texts_of(concept.get("lemmas"))] for concept in self._concepts)
 
     @cached_property
     def _by_word(self) -> dict[str, list[int]]:
-        return _index([_folded(text) for text in _texts(concept.get("words"))] for concept in self._concepts)
+        return _index([_folded(text) for text in texts_of(concept.get("words"))] for concept in self._concepts)
 
     @cached_property
     def _by_part(self) -> dict[str, list[int]]:
@@ -112,7 +112,7 @@ def _index(texts: Iterable[Iterable[str]]) -> dict[str, list[int]]:
     return dict(index)
 
 
-def _texts(value: Any) -> list[str]:
+def texts_of(value: Any) -> list[str]:
     """Return the texts of a list from a concept's line, which may hold anything."""
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 

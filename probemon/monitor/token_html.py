@@ -1,7 +1,8 @@
 """Tokens as a notebook shows them: coloured by their strongest concept, the unseen ones hatched, details on hover.
 
-span = token_span(" whale", leading, [], unseen="")
-key = legend([concepts_of_a_token, concepts_of_another])
+colours = Colours()
+span = token_span(colours, " whale", leading, [], unseen="")
+key = colours.legend()                                            # of what the spans until here have used
 """
 
 from __future__ import annotations

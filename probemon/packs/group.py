@@ -169,10 +169,9 @@ Packs = PackOrName | PackGroup | Sequence[PackOrName] | Mapping[str, PackOrName]
 
 def one_or_several(packs: Packs) -> AnyPack:
     """Return a pack, or a group, as it is; several packs as a group. Folders, and names on the hub, are opened."""
-    if isinstance(packs, (str, os.PathLike)):
-        return ProbePack.from_pretrained(os.fspath(packs))
-    if isinstance(packs, (ProbePack, PackGroup)):
-        return packs
+    opened = _opened(packs)
+    if isinstance(opened, (ProbePack, PackGroup)):
+        return opened
     if isinstance(packs, Mapping):
         return PackGroup({name: _opened(pack) for name, pack in packs.items()})
     several: Any = [_opened(pack) for pack in packs] if isinstance(packs, Sequence) else packs

@@ -115,6 +115,7 @@ def main_of_pages() -> int:
     for library in ("OMP", "OPENBLAS"):  # threads that wait for each other take longer than one, where others work, too
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     from probemon import bundled
+    from probemon.core.files import write_text_atomically
 
     bundled.load_bundled = functools.cache(bundled.load_bundled)
     differing = 0
@@ -127,7 +128,7 @@ def main_of_pages() -> int:
             )
             print(*changes, sep="\n", file=sys.stderr)
             if not arguments.check:
-                (ROOT / name).write_text(new, encoding="utf-8")
+                write_text_atomically(ROOT / name, new)
     return 1 if arguments.check and differing else 0
 
 

@@ -166,7 +166,7 @@ def give_back() -> None:
 
 def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
     """Return all that a row depends on beside the documents."""
-    manager, host, reading = scorer.manager, scorer.host, scorer.reading
+    manager, host, reading = scorer.manager, scorer.reader.host, scorer.reader.reading
     state, config = host_state(host), manager.config
     return {
         "pack": _identified(manager.pack),
@@ -176,19 +176,21 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
             "fingerprint": fingerprint(host),
             "config": config_fingerprint(host),
             "adapters": state.adapters,
-            "adapter_weights": adapters_fingerprint(scorer.model, host),
+            "adapter_weights": adapters_fingerprint(scorer.reader.model, host),
             "quantisation": state.quantisation,
             "device": host.device.type,
         },
-        "tokenizer": hashlib.sha256(_described(scorer.tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[:32],
-        "around": scorer.around(),
+        "tokenizer": hashlib.sha256(_described(scorer.reader.tokenizer).encode("utf-8", "surrogatepass")).hexdigest()[
+            :32
+        ],
+        "around": scorer.reader.around(),
         "cascade": (
             dataclasses.asdict(config)
             if isinstance(config, CascadeConfig)
             else {name: dataclasses.asdict(one) for name, one in config.items()}
         ),
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": scorer.strategy},
-        "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.window)},
+        "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.reader.window)},
         "audit_rate": manager.audit_rate,
         "floor": table.floor,
         "keep_text": table.keep_text,

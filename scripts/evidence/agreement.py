@@ -37,6 +37,7 @@ MEASURES = (
     "probemon/engine",
     "probemon/tracking",
     "probemon/offline/corpus.py",
+    "probemon/offline/state_reader.py",
     "probemon/offline/windows.py",
     "probes",
 )

@@ -46,7 +46,12 @@ from probemon.host.model import find_layers, is_encoder_decoder, text_config
 from probemon.host.trials import CACHES
 from probemon.host.twin import VOCABULARY, shrunken, twin
 
-MEASURES = ("scripts/evidence/architectures.py", "probemon/tracking", "probemon/host", "probemon/offline/corpus.py")
+MEASURES = (
+    "scripts/evidence/architectures.py",
+    "probemon/tracking",
+    "probemon/host",
+    "probemon/offline/state_reader.py",
+)
 
 ROOT = Path(__file__).parents[2]
 BAR = (

@@ -99,7 +99,7 @@ def times(
             else:
                 # "whole_host": run to its last layer, as one is that cannot be left half-way.
                 left = (
-                    patch("probemon.offline.corpus.may_be_left", return_value=False)
+                    patch("probemon.offline.state_reader.may_be_left", return_value=False)
                     if way == "whole_host"
                     else nullcontext()
                 )
@@ -126,10 +126,10 @@ def bare(manager: DynamicProbeManager, model: Any, tokenizer: Any, texts: list[d
     decoder, _ = find_layers(model)
     n_tokens = 0
     for shard in shards(read_documents(texts)):
-        planned = scorer.plan(shard)
+        planned = scorer.reader.plan(shard)
         n_tokens += planned.n_tokens
         for rows in planned.batches:
-            ids, mask, _ = scorer.arrays(rows, planned.tokens)
+            ids, mask, _ = scorer.reader.arrays(rows, planned.tokens)
             with torch.inference_mode():
                 decoder(input_ids=ids, attention_mask=mask, use_cache=False)
     return n_tokens

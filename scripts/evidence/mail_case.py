@@ -34,8 +34,8 @@ from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson
 from probemon.host.fingerprint import fingerprint
 from probemon.offline.calibrate import calibrate_alerts
-from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
+from probemon.offline.state_reader import StateReader
 from probemon.offline.windows import Reading, shards
 from provenance import about
 from real_text import Text, mails
@@ -70,10 +70,8 @@ def main() -> None:
     begin = time.perf_counter()
     parts = split(list(mails()), arguments.mails)
     model, tokenizer = load_bundled(torch.bfloat16)
+    reader = StateReader(model, tokenizer, [SITE], Reading())
     with tempfile.TemporaryDirectory() as folder:
-        reader = CorpusScorer(
-            DynamicProbeManager(blank_pack(Path(folder) / "blank", model)), model, tokenizer, Reading()
-        )
         states = {name: read(reader, texts) for name, texts in parts.items()}
         pooled = {name: np.stack([normalised(x).mean(dim=0).numpy() for x in part]) for name, part in states.items()}
         manager = DynamicProbeManager(
@@ -117,7 +115,7 @@ def documents(texts: Sequence[Text]) -> Any:
     return read_documents({"text": text.text, "id": text.id} for text in texts)
 
 
-def read(reader: CorpusScorer, texts: Sequence[Text]) -> list[torch.Tensor]:
+def read(reader: StateReader, texts: Sequence[Text]) -> list[torch.Tensor]:
     """Hidden states `[T, D]` of every mail, as the corpus reader has them."""
     return [
         found[SITE]
@@ -128,13 +126,6 @@ def read(reader: CorpusScorer, texts: Sequence[Text]) -> list[torch.Tensor]:
 def normalised(hidden: torch.Tensor) -> torch.Tensor:
     x = hidden.float()
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6)
-
-
-def blank_pack(path: Path, model: Any) -> ProbePack:
-    """A pack of one probe of zeros: it says at which site to read."""
-    return write(
-        path, model, torch.zeros(1, 1, 576), torch.zeros(1, 1), [{"id": "nothing", "name": "nothing", "parents": []}]
-    )
 
 
 def write(path: Path, model: Any, w1: torch.Tensor, b1: torch.Tensor, concepts: list[dict[str, Any]]) -> ProbePack:

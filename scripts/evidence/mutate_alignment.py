@@ -51,7 +51,7 @@ FIRST = {
     "host/twin.py": "abilities",
     "host/internals.py": "batching",
     "host/tap.py": "states",
-    "offline/corpus.py": "states",
+    "offline/state_reader.py": "states",
     "tracking/hand_loop.py": "by_hand",
     "host/fingerprint.py": "corpus_hosts",
     "tracking/copied_caches.py": "by_hand",
@@ -407,7 +407,7 @@ MUTATIONS = [
         "what was not the tokens' is reported all the same",
     ),
     (
-        "offline/corpus.py",
+        "offline/state_reader.py",
         "                check_states(site, hidden[0], ids.shape, self._width)\n",
         "",
         "a corpus is scored whatever its layers give",
@@ -530,13 +530,13 @@ MUTATIONS = [
         "a run that watched nothing looks calm",
     ),
     (
-        "offline/corpus.py",
+        "offline/state_reader.py",
         "self._runs = model if wrapped else find_layers(host)[0]",
         "self._runs = find_layers(host)[0]",
         "a corpus is read without what PEFT's wrapper sets up",
     ),
     (
-        "offline/corpus.py",
+        "offline/state_reader.py",
         (
             "        grouped = batches(\n            pieces, max_tokens=self.reading.batch_tokens,"
             " max_rows=self.reading.batch_rows, padded=self._padded\n        )"
@@ -548,13 +548,13 @@ MUTATIONS = [
         "padding gets into the documents of a corpus",
     ),
     (
-        "offline/corpus.py",
+        "offline/state_reader.py",
         "class _OwnForward(threading.local):",
         "class _OwnForward:",
         "a corpus is scored by the forwards of other threads",
     ),
     (
-        "offline/corpus.py",
+        "offline/state_reader.py",
         "after=self._looks_ahead",
         "after=False",
         "what a host looks ahead at is left out of a corpus",

@@ -32,9 +32,9 @@ from probemon.engine.audit import TOP, compare
 from probemon.errors import CalibrationError
 from probemon.host.fingerprint import fingerprint
 from probemon.offline.calibrated_pack import write_calibrated
-from probemon.offline.corpus import CorpusScorer
 from probemon.offline.documents import read_documents
 from probemon.offline.expansion import Reach, calibrate_expansion
+from probemon.offline.state_reader import StateReader
 from probemon.offline.windows import Reading, shards
 from provenance import about
 from real_text import bbc
@@ -91,12 +91,8 @@ def main() -> None:
 
 def read(model: Any, tokenizer: Any, n_articles: int, n_mentions: int) -> tuple[States, dict[str, States]]:
     """Hidden states of the calibration articles, and of the three texts that are measured."""
-    reader = CorpusScorer(
-        DynamicProbeManager(ProbePack.open(ROOT / "probes" / PACKS[0])),
-        model,
-        tokenizer,
-        Reading(parse_special=True, special_tokens="bos"),
-    )
+    sites = ProbePack.open(ROOT / "probes" / PACKS[0]).sites
+    reader = StateReader(model, tokenizer, sites, Reading(parse_special=True, special_tokens="bos"))
 
     def states(texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, list[int]]]:
         for _, tokens, hidden in reader.states(shards(read_documents(list(texts)))):

@@ -203,4 +203,4 @@ def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, wor
     with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):
         list(score_documents(manager, model, make_tokenizer(), documents))
     with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):
-        list(CorpusScorer(manager, model, make_tokenizer(), Reading()).states(shards(documents)))
+        list(CorpusScorer(manager, model, make_tokenizer(), Reading()).reader.states(shards(documents)))

@@ -267,10 +267,10 @@ def test_a_host_that_is_stopped_early_shows_the_same_states(model, manager, toke
     handle = model.model.layers[LAYERS - 1].register_forward_hook(lambda *_: last.__setitem__(0, last[0] + 1))
     for may_stop in (True, False):
         scorer = CorpusScorer(manager, model, tokenizer, SMALL)
-        assert scorer._may_stop
-        scorer._may_stop, last[0] = may_stop, 0
+        assert scorer.reader._may_stop
+        scorer.reader._may_stop, last[0] = may_stop, 0
         runs.append([scored.scores for shard in scorer.score(shards(read_documents(texts))) for scored in shard])
-        n_batches = sum(len(scorer.plan(shard).batches) for shard in shards(read_documents(texts)))
+        n_batches = sum(len(scorer.reader.plan(shard).batches) for shard in shards(read_documents(texts)))
         assert last[0] == (1 if may_stop else n_batches) and n_batches > 2
     handle.remove()
     for early, whole in zip(*runs, strict=True):

@@ -229,8 +229,8 @@ def test_what_stands_after_a_text_is_there_where_its_states_depend_on_it(tmp_pat
         assert (scored.everything - expected).abs().max() < 2e-5
         scorer = CorpusScorer(manager, model, tokenizer, Reading(Window(8, 2)))
         [shard] = shards(read_documents([LONG]))
-        planned = scorer.plan(shard)
-        rows, mask, _ = scorer.arrays(planned.batches[0], planned.tokens)
+        planned = scorer.reader.plan(shard)
+        rows, mask, _ = scorer.reader.arrays(planned.batches[0], planned.tokens)
         assert (
             all(
                 (row[int(n) - 1] == 2) == (model.config.model_type == "bert")

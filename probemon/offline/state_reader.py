@@ -1,0 +1,215 @@
+"""Reads a host's hidden states at every token of documents, shard by shard.
+
+    reader = StateReader(model, tokenizer, ["resid_post.15"], Reading())
+    for document, tokens, states in reader.states(shards(read_documents("mails.jsonl"))):
+        states["resid_post.15"]                     # [T, D], on the host's device and in its dtype
+
+Texts become tokens, windows and batches as `probemon.offline.windows` has it. A forward ends after the last site.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.hierarchy import Ints
+from probemon.errors import AlignmentError, ConfigError, NotSupportedHost
+from probemon.host.abilities import Abilities
+from probemon.host.adapters import needs_its_wrapper, rehearsal
+from probemon.host.internals import has_accelerate_hook
+from probemon.host.model import (
+    compiled_parts,
+    drops_at_random,
+    find_layers,
+    hidden_size,
+    is_encoder_decoder,
+    longest_input,
+    unwrap,
+)
+from probemon.host.tap import Tap, check_states, ran_again
+from probemon.offline.documents import Document
+from probemon.offline.windows import Piece, Reading, Shard, Tokens, batches, cut, encode
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A shard ready for the host; its documents have the tokenizer's reasons too."""
+
+    shard: Shard
+    documents: tuple[Document, ...]
+    tokens: tuple[Tokens | None, ...]
+    batches: list[list[Piece]]
+    n_tokens: int
+
+
+class _ForwardEnd(BaseException):
+    """Ends a forward that has shown all it has to; no `Exception`, so that nothing on its way out catches it."""
+
+
+class _OwnForward(threading.local):
+    """What this thread's own forward has shown, by site; None while there is none."""
+
+    seen: dict[str, list[Tensor]] | None = None
+
+
+class StateReader:
+    """Reads hidden states of a host in eval mode at `sites`.
+
+    Raises `NotSupportedHost` where the host has an encoder, `ConfigError` where it is training.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading) -> None:
+        host = unwrap(model)
+        if is_encoder_decoder(host):
+            raise NotSupportedHost(
+                f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a"
+                " decoder alone"
+            )
+        dropping = "the whole" if host.training else drops_at_random(model)
+        if dropping is not None:
+            raise ConfigError(
+                f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()"
+            )
+        self.tokenizer, self.reading, self.sites = tokenizer, reading, tuple(sites)
+        self.window = reading.window_for(type(host).__name__, longest_input(host))
+        self.model, self.host = model, host
+        # Where padding gets into a row, or its length into others, only rows of one length share a batch.
+        abilities = Abilities(host)
+        self._padded, self._looks_ahead = (
+            abilities.takes_padding(self.window.n_tokens),
+            abilities.looks_ahead(self.window.n_tokens),
+        )
+        wrapped = needs_its_wrapper(model, host)
+        self._runs = model if wrapped else find_layers(host)[0]
+        self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
+        self._rehearses = rehearsal(host)
+        self._width = hidden_size(host)
+        self._known = False  # that a forward shows each site once
+        self._open = _OwnForward()
+        self._stop = False
+
+    def around(self) -> dict[str, list[int]]:
+        """Return the special tokens before and after every window."""
+        tokens = self._encoded("a")
+        return {"before": list(tokens.prefix), "after": list(tokens.suffix)}
+
+    def tap(self) -> Tap:
+        """Return what `run` needs around it: the hooks on the host."""
+        return Tap(self.host, self.sites, self._tapped)
+
+    def states(self, shards: Iterable[Shard]) -> Iterator[tuple[Document, Tokens, dict[str, Tensor]]]:
+        """Return the documents that can be read, with their tokens and hidden states `[T, D]` at the sites."""
+        for shard in shards:
+            planned = self.plan(shard)
+            lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
+            room: list[dict[str, Tensor]] = [{} for _ in lengths]
+            with self.tap():
+                for rows in planned.batches:
+                    sizes = [piece.stop - piece.scored for piece in rows]
+                    for site, hidden in self.run(rows, planned.tokens).items():
+                        for piece, part in zip(rows, hidden.split(sizes), strict=True):
+                            whole = room[piece.place].setdefault(
+                                site, hidden.new_empty(lengths[piece.place], hidden.shape[1])
+                            )
+                            whole[piece.scored : piece.stop] = part
+            for document, tokens, encoded in zip(planned.documents, planned.tokens, room, strict=True):
+                if tokens is not None:
+                    yield document, tokens, encoded
+
+    def plan(self, shard: Shard) -> ShardPlan:
+        """Tokenise a shard, and plan its batches."""
+        documents, tokens, pieces = list(shard.documents), [], []
+        for place, document in enumerate(documents):
+            encoded, reason = (None, document.reason) if document.reason else self._tokens(document.text)
+            if reason:
+                documents[place] = Document(document.index, document.id, document.text, reason, document.fields)
+            tokens.append(encoded)
+            pieces += [] if encoded is None else cut(encoded, place, self.window)
+        grouped = batches(
+            pieces, max_tokens=self.reading.batch_tokens, max_rows=self.reading.batch_rows, padded=self._padded
+        )
+        return ShardPlan(
+            shard,
+            tuple(documents),
+            tuple(tokens),
+            grouped,
+            sum(len(encoded) for encoded in tokens if encoded is not None),
+        )
+
+    def _encoded(self, text: str) -> Tokens:
+        reading = self.reading
+        return encode(
+            self.tokenizer,
+            text,
+            special_tokens=reading.special_tokens,
+            parse_special=reading.parse_special,
+            after=self._looks_ahead,
+        )
+
+    def _tokens(self, text: str) -> tuple[Tokens | None, str]:
+        try:
+            encoded = self._encoded(text)
+        except Exception as error:  # one text must not cost the others
+            return None, f"cannot be tokenised ({type(error).__name__}: {error})"
+        return (encoded, "") if len(encoded) else (None, "no tokens")
+
+    def arrays(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids and mask `[B, L]` of a batch, on the host's device, and which of `[B * L]` are scored in it."""
+        longest = max(map(len, rows))
+        ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
+        at: list[Ints] = []
+        for row, piece in enumerate(rows):
+            encoded = tokens[piece.place]
+            assert encoded is not None
+            ids[row, : len(piece)] = [*encoded.prefix, *encoded.ids[piece.begin : piece.stop], *encoded.suffix]
+            mask[row, : len(piece)] = 1  # padding follows the text, where no state of it can see it: see _padded
+            first = row * longest + piece.n_prefix - piece.begin
+            at.append(np.arange(first + piece.scored, first + piece.stop))
+        ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
+        return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
+
+    def run(self, rows: Sequence[Piece], tokens: Sequence[Tokens | None]) -> dict[str, Tensor]:
+        """Run the host over a batch; return the states `[N, D]` of the tokens scored in it, row by row, by site."""
+        ids, mask, where = self.arrays(rows, tokens)
+        seen: dict[str, list[Tensor]] = {site: [] for site in self.sites}
+        self._stop = self._may_stop and self._known
+        with torch.inference_mode():
+            self._open.seen = seen  # of this thread: others may run the same model
+            try:
+                with suppress(_ForwardEnd):
+                    self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
+            finally:
+                self._open.seen = None
+            for site, hidden in seen.items():
+                if len(hidden) != 1:
+                    raise AlignmentError(
+                        ran_again(site) if hidden else f"a forward of the host ended without reaching {site}"
+                    )
+                check_states(site, hidden[0], ids.shape, self._width)
+            self._known = True
+            return {
+                site: hidden[0].reshape(-1, hidden[0].shape[-1]).index_select(0, where.to(hidden[0].device))
+                for site, hidden in seen.items()
+            }
+
+    def _tapped(self, site: str, hidden: Tensor) -> None:
+        seen = self._open.seen
+        if seen is not None and not self._rehearses():  # else a forward of somebody else's
+            seen[site].append(hidden)
+            if self._stop and all(seen.values()):
+                raise _ForwardEnd
+
+
+def may_be_left(host: Any) -> bool:
+    """Return whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor
+    where a compiled layer is one piece.
+    """
+    moved = any(has_accelerate_hook(module) for module in host.modules())
+    return not moved and not compiled_parts(host)

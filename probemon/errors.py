@@ -30,6 +30,10 @@ class CalibrationError(ProbemonError, ValueError):
     """The data are too few for the rate or recall asked for, or cannot show it; the message says how many it takes."""
 
 
+class TrainingError(ProbemonError, ValueError):
+    """What probes are to be trained on is wrong or too little; the message names the row and the remedy."""
+
+
 class UnknownSetting(ConfigError, TypeError):
     """A setting does not exist (usually a typo)."""
 

@@ -2,6 +2,7 @@
 
     probemon watch demo --prompt "Tell me about whales."
     probemon analyze demo probes/wordnet-smollm2-135m mails.jsonl --out scores/
+    probemon train demo mails.jsonl --out mails/
     probemon inspect probes/wordnet-smollm2-135m
 
 Bad input ends with one line on standard error and exit status 2.
@@ -30,6 +31,7 @@ from probemon.cli.packs import pack as packs
 from probemon.cli.report import report
 from probemon.cli.routing import routing
 from probemon.cli.terminal import border, say
+from probemon.cli.train import train
 from probemon.cli.watch import watch
 from probemon.errors import ProbemonError
 
@@ -42,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
 )
-for command in (analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize):
+for command in (train, analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize):
     app.command()(command)
 app.add_typer(importing, name="import")
 app.add_typer(packs, name="pack")

@@ -27,16 +27,16 @@ import torch  # noqa: E402
 from probemon.core.familiarity import Familiar  # noqa: E402
 from probemon.core.files import write_text_atomically  # noqa: E402
 from probemon.packs.pack import ProbePack  # noqa: E402
+from probemon.training.metrics import exact_cascade, path_scores  # noqa: E402
+from probemon.training.path_loss import Weights, logits_of  # noqa: E402
 from provenance import about  # noqa: E402
 from wordnet_pack.build import LINEAR, N_FAMILIAR, Bank  # noqa: E402
 from wordnet_pack.concepts import Concept, ancestors, parents_of  # noqa: E402
 from wordnet_pack.dataset import Dataset, Source, prepare, rmsnorm  # noqa: E402
 from wordnet_pack.evaluate import CHUNK, concepts_of, running_scores, seen_of  # noqa: E402
-from wordnet_pack.metrics import exact_cascade, path_scores  # noqa: E402
 from wordnet_pack.passages import ANSWERS, DOMAINS  # noqa: E402
 from wordnet_pack.running import labels_by_distance  # noqa: E402
 from wordnet_pack.shown import STRENGTHS, Seen, rate, share_right, strengths  # noqa: E402
-from wordnet_pack.train import Weights, logits_of  # noqa: E402
 
 MEASURES = ("scripts/evidence/shown.py", "scripts/wordnet_pack", "probemon/core/familiarity.py", "probes")
 

@@ -17,6 +17,9 @@ import torch
 from probemon.bundled import cache_dir
 from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
+from probemon.training.metrics import auroc, path_scores, thresholds_at
+from probemon.training.path_loss import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
+from probemon.training.standard import Standard, as_fp32, fold
 
 from .alerts import ENOUGH, Fires, precision_thresholds, precisions
 from .card import card
@@ -24,9 +27,7 @@ from .concepts import Choice, Concept, Use, choose, label, parents_of, without, 
 from .dataset import EPS, Dataset, rmsnorm
 from .evaluate import MIN_POSITIVES, measure, quantile, ranked
 from .mentions import LABELLED, split_of
-from .metrics import auroc, path_scores, thresholds_at
 from .running import Running, labels_by_distance
-from .train import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
 
 POOR, WEAK = 0.88, 0.90  # validation AUROC under which a concept is dropped, or flagged
 PRECISION = 0.9  # of what fires on running text, by the recommended alert thresholds
@@ -43,36 +44,6 @@ CHUNK = 1 << 16
 N_GOLDEN = 16
 N_FAMILIAR = 100_000  # tokens whose states' components are taken
 LICENCE = "WordNet 3.1 licence (concept names and definitions; notice in README.md); host model: Apache-2.0"
-
-
-@dataclass(frozen=True)
-class Standard:
-    """What standardises normalised states: (x - mean) / scale, [D] each."""
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> Standard:
-        return cls(x.mean(0), x.std(0).clamp(min=1e-6))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.mean) / self.scale
-
-
-def fold(weights: Weights, standard: Standard, dtype: torch.dtype = torch.bfloat16) -> Weights:
-    """The same probes for states that are not standardised: scale into w1 before rounding, mean into b1 after.
-
-    Because b1 uses the rounded w1, a probe's output at the mean state is exact however coarse the dtype.
-    """
-    folded = {name: value.clone() if name[0] == "b" else value.to(dtype) for name, value in weights.items()}
-    folded["w1"] = (weights["w1"] / standard.scale).to(dtype)
-    folded["b1"] = (weights["b1"].double() - folded["w1"].double() @ standard.mean.double()).float()
-    return folded
-
-
-def as_fp32(weights: Weights) -> Weights:
-    return {name: value.float() for name, value in weights.items()}
 
 
 def probe_seed(seed: int, concept: Concept) -> int:

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from probemon.training.metrics import auroc, auroc_of, exact_cascade, path_scores
+from probemon.training.path_loss import Weights, logits_of
+
 from .concepts import Concept, label, parents_of
 from .dataset import Dataset, rmsnorm
 from .mentions import LABELLED
-from .metrics import auroc, auroc_of, exact_cascade, path_scores
 from .passages import ANSWERS
 from .running import labels_by_distance
 from .shown import Seen, strengths
-from .train import Weights, logits_of
 
 MIN_POSITIVES = 5
 MIN_POSITIVES_SMALL = 3  # for the smaller sets: example sentences alone, siblings

@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from probemon.packs.pack import ProbePack
+from probemon.training.metrics import auroc, exact_cascade, expand_above, path_scores, thresholds_at
+from probemon.training.path_loss import Recipe, fit, forward, initial, logits_of, losses, starting_biases
+from probemon.training.path_loss import ancestors_of as ancestor_matrix
+from probemon.training.standard import Standard, fold
 from real_text import Text
 from wordnet_pack import build as building
 from wordnet_pack import concepts as choosing
 from wordnet_pack import passages as passages_module
 from wordnet_pack import wordnet as wn
 from wordnet_pack.alerts import FLOOR, Fires, lowest, precision_thresholds, precisions
-from wordnet_pack.build import Standard, fold
 from wordnet_pack.concepts import (
     Choice,
     Concept,
@@ -38,13 +41,10 @@ from wordnet_pack.concepts import (
 from wordnet_pack.dataset import Dataset, Source, rmsnorm
 from wordnet_pack.evaluate import differences, measure, sibling_auroc
 from wordnet_pack.mentions import Limits, Point, collect, sense_mass, spans_of, split_of
-from wordnet_pack.metrics import auroc, exact_cascade, expand_above, path_scores, thresholds_at
 from wordnet_pack.passages import LONGEST, SHORTEST, Domain, Passage, _of_domain, parts_of
 from wordnet_pack.running import Running, Word, labels_by_distance
 from wordnet_pack.shown import Seen, strengths
 from wordnet_pack.states import extract, read_tokens
-from wordnet_pack.train import Recipe, fit, forward, initial, logits_of, losses, starting_biases
-from wordnet_pack.train import ancestors_of as ancestor_matrix
 from wordnet_pack.words import noun_bases, verb_bases, words_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,185 @@
+"""The card of a trained pack: what it can be trusted with, the bad news first.
+
+text = card("mails", data, quality, settings, "HuggingFaceTB/SmolLM2-135M-Instruct")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from probemon.training.dataset import Dataset
+from probemon.training.settings import TrainingSettings
+
+_SHOWN = 50  # concepts of a table
+NAMES = {
+    "words": "words (TF-IDF)",
+    "embedding": "input embedding",
+    "pooled": "mean state",
+    "length": "length",
+    "position": "position",
+}
+
+
+def verdict(quality: Mapping[str, Any]) -> str:
+    """Return one sentence: whether probes tell more than words and input embeddings do on the same test."""
+    concepts = quality["concepts"]
+    behind = [id for id, found in concepts.items() if not (beats(found, "words") and beats(found, "embedding"))]
+    if not behind:
+        who = f"All {len(concepts)} probes tell" if len(concepts) > 1 else "The probe tells"
+        return f"{who} more than the words of a text (TF-IDF) and more than input embeddings do, on the same test."
+    against = {name: [id for id in behind if not beats(concepts[id], name)] for name in ("words", "embedding")}
+    parts = [
+        f"{_some(ids)} {'is' if len(ids) == 1 else 'are'} not shown to beat {NAMES[name]}"
+        for name, ids in against.items()
+        if ids
+    ]
+    return f"{'; '.join(parts)} on the same test: a simpler monitor may do as well."
+
+
+def beats(found: Mapping[str, Any], name: str) -> bool:
+    """Whether a concept's area is larger than that of a baseline, with all of its interval."""
+    low = found[f"over_{name}"]["low"]
+    return low is not None and low > 0
+
+
+def _some(ids: list[str]) -> str:
+    shown = ", ".join(f"`{id}`" for id in ids[:5])
+    return shown if len(ids) <= 5 else f"{shown} and {len(ids) - 5} more"
+
+
+def _n(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def warnings(quality: Mapping[str, Any]) -> list[str]:
+    """Return what cannot be claimed, a sentence each."""
+    found = []
+    concepts = quality["concepts"]
+    small = {
+        id: concept["alert_of_texts"] for id, concept in concepts.items() if not concept["alert_of_texts"]["holds"]
+    }
+    if small:
+        worst = min(small.values(), key=lambda alert: alert["n"])
+        found.append(
+            f"A false-positive rate of {quality['fpr']:g} by text cannot be claimed for {_some(list(small))}: that"
+            f" takes {worst['needed']} texts without the concept to calibrate on, and there are {worst['n']}. Those"
+            f" could claim at best {worst['rate']:.2g}. No threshold of running scores is written for them."
+        )
+    for rate in ("0.01", "0.001"):
+        silent = [id for id, concept in concepts.items() if concept["tpr_at_fpr"][rate] is None]
+        if silent:
+            fewest = min(concepts[id]["n_negative"] for id in silent)
+            found.append(
+                f"What {_some(silent)} would find at {float(rate):.1%} of false positives cannot be told from"
+                f" {_n(fewest, 'test text')} without the concept."
+            )
+    tokens = [id for id, concept in concepts.items() if not concept["alert"]["holds"]]
+    if tokens:
+        found.append(
+            f"Too few benign tokens for the thresholds of single tokens of {_some(tokens)}: the highest is taken."
+        )
+    on_background = [id for id, concept in concepts.items() if concept["tested_on_background"]]
+    if on_background:
+        found.append(
+            f"Nothing of yours is without {_some(on_background)}: tested against background text, which is easy."
+        )
+    return found
+
+
+def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: TrainingSettings, model_id: str) -> str:
+    """Return the card as Markdown."""
+    shown = dict(list(quality["concepts"].items())[:_SHOWN])
+    more = len(quality["concepts"]) - len(shown)
+    names = {concept.id: concept.name for concept in data.concepts}
+    lines = [
+        f"# {name}",
+        "",
+        verdict(quality),
+        "",
+        f"{_n(len(data.concepts), 'concept')}{' in a hierarchy' if data.is_tree else ''}, read from"
+        f" {', '.join(sorted({found['site'] for found in quality['concepts'].values()}))} of"
+        f" {model_id or 'a model without a name'}. Linear probes, method `{settings.method}`, seed {settings.seed}.",
+        "",
+    ]
+    lines += [f"- {warning}" for warning in warnings(quality)]
+    lines += ["", "## On texts that chose nothing", ""]
+    lines.append(
+        f"A text's score is the highest of `{quality['watch']}` over its tokens, that of a stretch marked by spans the"
+        " mean. In brackets: intervals of 95 %, of"
+        " areas by a bootstrap of groups. TPR at FPR: the share of texts with the concept over the threshold that this"
+        " share of those without it exceeds."
+    )
+    lines += ["", "| concept | with | without | AUROC | TPR at 1 % | TPR at 0.1 % |", "|---|---:|---:|---:|---:|---:|"]
+    for id, found in shown.items():
+        rates = [_rate(found["tpr_at_fpr"][rate]) for rate in ("0.01", "0.001")]
+        lines.append(
+            f"| {names[id]} | {found['n_positive']} | {found['n_negative']} | {_area(found)} | {' | '.join(rates)} |"
+        )
+    lines += ["", "## Beside what needs no probe, and what must tell nothing", ""]
+    lines.append(
+        "AUROC on the same test. Shuffled: probes that learnt shuffled labels, tested on such. Random: random"
+        " directions of the same states. Masked: the probe without the tokens of words that give the concept away."
+    )
+    heads = ["concept", "probe", "masked", "mass-mean", "LDA", *NAMES.values(), "shuffled", "random"]
+    lines += ["", f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for id, found in shown.items():
+        cells = [
+            found["auroc"],
+            found["without_giveaways"],
+            found["methods"]["mass_mean"],
+            found["methods"]["lda"],
+            *(found["baselines"][name] for name in NAMES),
+            found["shuffled"],
+            found["random_direction"],
+        ]
+        lines.append(f"| {names[id]} | {' | '.join(map(_number, cells))} |")
+    lines += ["", "## Alert thresholds", ""]
+    lines.append(
+        f"Of single tokens, to a false-positive rate of {quality['fpr']:g} on parts that neither trained nor test,"
+        " background among them; then what of the test exceeds them."
+    )
+    lines += [
+        "",
+        "| concept | threshold | benign tokens | of tokens with it | of tokens without it | of texts without it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for id, found in shown.items():
+        alert, test = found["alert"], found["alert"]["test"]
+        cells = [_number(test[key]["rate"]) for key in ("with", "without", "texts_without")]
+        lines.append(f"| {names[id]} | {alert['threshold']:.4f} | {alert['n']} | {' | '.join(cells)} |")
+    fires = quality["background_fires"]
+    if fires is not None:
+        lines += [
+            "",
+            f"On {fires['tokens']} tokens of background text that trained nothing, {fires['share_of_tokens']:.2%} have"
+            " a concept that fires.",
+        ]
+    outside = {id: found["outside"] for id, found in shown.items() if "outside" in found}
+    if outside:
+        lines += ["", "## Elsewhere", "", "Texts of groups, or of a file, of which nothing trained or calibrated."]
+        lines += ["", "| concept | with | without | AUROC |", "|---|---:|---:|---:|"]
+        lines += [
+            f"| {names[id]} | {found['n_positive']} | {found['n_negative']} | {_area(found)} |"
+            for id, found in outside.items()
+        ]
+    if more:
+        lines += ["", f"And {more} more concepts: `quality` in the manifest."]
+    lines += ["", "## Layers", "", "AUROC by cross-validation among the texts that train, and its standard error."]
+    lines += ["", "| site | AUROC | standard error |", "|---|---:|---:|"]
+    lines += [f"| {row['site']} | {row['auroc']:.4f} | {row['standard_error']:.4f} |" for row in quality["sites"]]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _area(found: Mapping[str, Any]) -> str:
+    if found["low"] is None:
+        return _number(found["auroc"])
+    return f"{found['auroc']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def _rate(found: Mapping[str, float] | None) -> str:
+    return "too few" if found is None else f"{found['rate']:.2f} ({found['low']:.2f} to {found['high']:.2f})"

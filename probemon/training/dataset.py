@@ -1,0 +1,180 @@
+"""What is trained on, taken apart: parts of texts, what is known of each, and which of them train, calibrate and test.
+
+    data = Dataset.of(examples, reader, background=passages(tokenizer), outside=None, roles=("assistant",), seed=0)
+    data.known                                  # [S, P] int8 of S parts and P concepts
+    data.of("train") & ~data.background         # [S] bool
+
+Groups, pairs and near duplicates stay together, in the background too. What is held out by group, or comes from a
+second file, is "outside": it trains nothing and calibrates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from probemon.core.hierarchy import Ints, Mask
+from probemon.errors import TrainingError
+from probemon.offline.windows import Tokens
+from probemon.training.examples import Concept, Example, Examples
+from probemon.training.groups import group_texts, split_groups
+from probemon.training.labels import Known, parts_of
+from probemon.training.state_store import TextReader
+from probemon.training.texts import Text, render
+
+SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
+OUTSIDE = "outside"
+FEWEST_GROUPS = 8  # with a concept, that there be four to train on, and one or two each to calibrate and to test
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """S parts of N texts.
+
+    - `document [S]`, `positions`: of which text a part is, and which of its tokens; `known [S, P]`.
+    - `group`, `split`, `background` `[S]`; `of_span [S]`: whether it is tokens of a text with spans, not a text.
+    """
+
+    concepts: tuple[Concept, ...]
+    parents: tuple[tuple[int, ...], ...]
+    texts: list[Text]
+    tokens: list[Tokens]
+    document: Ints
+    positions: list[Ints]
+    known: Known
+    group: Ints
+    split: np.ndarray
+    background: Mask
+    of_span: Mask
+    whole: Mask = field(repr=False)
+
+    def of(self, *names: str) -> Mask:
+        """Return which parts are of these splits `[S]`."""
+        return np.isin(self.split, names)
+
+    @cached_property
+    def is_tree(self) -> bool:
+        """Whether a concept has parents."""
+        return any(self.parents)
+
+    @cached_property
+    def wanted(self) -> list[Ints]:
+        """The tokens of each text of which something is known, in order."""
+        found: list[list[Ints]] = [[] for _ in self.texts]
+        for document, positions in zip(self.document.tolist(), self.positions, strict=True):
+            found[document].append(positions)
+        return [np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts])) for parts in found]
+
+    def part_of(self, document: Ints, position: Ints) -> Ints:
+        """Return the part of each token of these, which are wanted ones."""
+        width = max((len(tokens) for tokens in self.tokens), default=0) + 1
+        places = np.concatenate(
+            [np.zeros(0, dtype=np.int64)]
+            + [document * width + positions for document, positions in zip(self.document, self.positions, strict=True)]
+        )
+        parts = np.repeat(np.arange(len(self.positions)), [len(positions) for positions in self.positions])
+        order = np.argsort(places)
+        found: Ints = parts[order][np.searchsorted(places[order], document * width + position)]
+        return found
+
+    def text_of(self, part: int) -> str:
+        """Return what a part says: its text, or of one with spans the stretches of its tokens."""
+        document = int(self.document[part])
+        text, tokens, positions = self.texts[document], self.tokens[document], self.positions[part]
+        if len(positions) == len(tokens) and text.counted is None:
+            return text.text
+        if tokens.start.min() < 0:
+            return " ".join(text.text[a:b] for a, b in text.counted or ((0, len(text.text)),))
+        breaks = np.flatnonzero(np.diff(positions) > 1) + 1
+        return " ".join(
+            text.text[int(tokens.start[run[0]]) : int(tokens.end[run[-1]])] for run in np.split(positions, breaks)
+        )
+
+    @classmethod
+    def of_examples(
+        cls,
+        examples: Examples,
+        reader: TextReader,
+        *,
+        background: Sequence[Example] = (),
+        outside: Examples | None = None,
+        held_out: Sequence[str] = (),
+        roles: Sequence[str] = ("assistant",),
+        seed: int = 0,
+    ) -> Dataset:
+        """Render, tokenise and part examples. Raises `TrainingError` where a concept has too few, and for what the
+        other modules refuse.
+        """
+        concepts = tuple(examples.concepts.values())
+        place = {concept.id: p for p, concept in enumerate(concepts)}
+        more = () if outside is None else outside.texts
+        for example in more:
+            for id in example.named:
+                if id not in place:
+                    raise TrainingError(f"{example.where} is of {id!r}, of which the training examples say nothing")
+        missing = sorted(set(held_out) - {example.group for example in examples.texts})
+        if missing:
+            raise TrainingError(f"no example is of the group {missing[0]!r}, which is to be held out")
+        everything = [*examples.texts, *more, *background]
+        texts = render(everything, reader.plain.tokenizer, roles=roles)
+        tokens = reader.tokens(texts)
+        document, positions, known, origin = [], [], [], []
+        for i, (example, text, own) in enumerate(zip(everything, texts, tokens, strict=True)):
+            if i >= len(everything) - len(background):
+                example = Example(example.where, example.text, labels=dict.fromkeys(place, False))
+            for part in parts_of(example, text, own, place):
+                document.append(i)
+                positions.append(part.tokens)
+                known.append(part.known)
+                origin.append(0 if i < len(examples.texts) else 1 if i < len(everything) - len(background) else 2)
+        where, labels = np.asarray(document, dtype=np.int64), np.asarray(known, dtype=np.int8).reshape(-1, len(place))
+        by_text = group_texts([text.text for text in texts], [example.group for example in everything])
+        group, kind = by_text[where], np.asarray(origin)
+        kept_out = np.asarray([example.group in held_out for example in everything])[where] & (kind == 0)
+        # A whole group is outside where any text of it is: the same text in both files tests nothing.
+        is_outside = np.isin(group, group[(kind == 1) | kept_out])
+        split = np.full(len(where), OUTSIDE, dtype=object)
+        masks = split_groups(*_renumbered(group, labels, ~is_outside), SHARES, seed=seed)
+        for name, mask in masks.items():
+            split[np.flatnonzero(~is_outside)[mask]] = name
+        data = cls(
+            concepts,
+            tuple(tuple(place[parent] for parent in concept.parents) for concept in concepts),
+            texts,
+            tokens,
+            where,
+            positions,
+            labels,
+            group,
+            split,
+            kind == 2,
+            np.asarray([bool(example.spans) for example in everything])[where],
+            np.isin(np.arange(len(texts)), where[split != "train"]),
+        )
+        data._check_enough()
+        return data
+
+    def _check_enough(self) -> None:
+        """Raise `TrainingError` where a concept has too few groups to train, calibrate and test on."""
+        for p, concept in enumerate(self.concepts):
+            own = (self.known[:, p] == 1) & (self.split != OUTSIDE)
+            n = len(np.unique(self.group[own]))
+            if n < FEWEST_GROUPS:
+                raise TrainingError(
+                    f"the concept {concept.id!r} has examples in {n} group{'' if n == 1 else 's'} (pairs, documents and"
+                    f" near duplicates count once): give {FEWEST_GROUPS} or more"
+                )
+            if not ((self.known[:, p] == 0) & (self.split == "train")).any():
+                raise TrainingError(
+                    f"nothing is without the concept {concept.id!r}: give texts with it in 'not', counterexamples, or"
+                    " background text"
+                )
+
+
+def _renumbered(group: Ints, labels: Known, use: Mask) -> tuple[Ints, Known]:
+    """Return groups numbered without gaps, and labels by part, of the parts in use."""
+    _, numbers = np.unique(group[use], return_inverse=True)
+    return numbers.astype(np.int64), labels[use]

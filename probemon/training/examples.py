@@ -1,0 +1,426 @@
+"""Reads what probes are trained on: labelled texts, pairs, character spans, chats, concepts with examples.
+
+    examples = read_examples(["mails.jsonl", "concepts.yaml"])      # or an iterable of dicts
+    examples.concepts["spam"].parents, examples.texts[0].labels     # {"spam": True}
+
+A row is one of these; other fields of it are left alone:
+
+- `{"text": "...", "labels": ["spam"], "not": ["sells"]}`: what the whole text is, and what it is not. A concept in
+  neither is unknown, which is not the same as absent; with `exclusive` it is absent.
+- `{"positive": "...", "negative": "...", "concept": "spam"}`: two texts that differ in the concept.
+- `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of the text. Its other tokens are
+  without the concepts of its spans, or unknown where `"rest"` is `"unknown"`.
+- `{"messages": [...], "labels": [...]}`: a chat, in the host's own template; the labels are of the turns trained on.
+- in YAML, a list of concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Its examples are
+  without the concepts beside it: those that share a parent, or without parents all others that have none.
+
+A text with a concept is one with all above it, a text without one is without all below it.
+
+`"group"` holds together what must not be trained on and tested on both: an author, a document, a template. JSON lines,
+CSV (labels separated by ";"), parquet and YAML are read. A row that is wrong is an error that names it.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from probemon.core.extras import import_arrow
+from probemon.core.strict_json import loads
+from probemon.errors import TrainingError
+
+RESTS = ("negative", "unknown")
+ROLES = ("user", "assistant", "system", "tool")
+_JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
+_LIST_SEPARATOR = ";"  # of a cell of a table
+_CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
+_SPAN_KEYS = {"start", "end", "concept", "is"}
+Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Concept:
+    """A concept by its id, with what people call it and the ids of those above it."""
+
+    id: str
+    name: str
+    parents: tuple[str, ...] = ()
+    definition: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters `start` to `end` of a text that are of a concept, or (`positive` False) are not."""
+
+    start: int
+    end: int
+    concept: str
+    positive: bool = True
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, or a chat, and what is known of it.
+
+    - `where`: its file and row, for messages.
+    - `labels`: concepts of all of it that counts, True or False; what is not there is unknown.
+    - `spans`, `rest`: of its characters, and what the others are: "negative" or "unknown".
+    - `group`: what it belongs to; None where it says nothing.
+    - `of_concept`: it is an example that a concept gives of itself.
+    """
+
+    where: str
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    labels: Mapping[str, bool] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    rest: str = "negative"
+    group: str | None = None
+    of_concept: bool = False
+
+    @property
+    def named(self) -> Iterator[str]:
+        """The concepts that it names."""
+        yield from self.labels
+        for span in self.spans:
+            yield span.concept
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Concepts by id in the order of their first mention, those of YAML first; `above`, the ids above each; and the
+    examples of them, with all that follows from the hierarchy.
+    """
+
+    concepts: Mapping[str, Concept]
+    above: Mapping[str, frozenset[str]]
+    texts: tuple[Example, ...]
+
+    def known(self) -> npt.NDArray[np.int8]:
+        """Return what is known of each text `[N, P]`: 1 where a concept is in it, 0 where it is not, -1 unknown."""
+        known = np.full((len(self.texts), len(self.concepts)), -1, dtype=np.int8)
+        place = {id: p for p, id in enumerate(self.concepts)}
+        for row, example in zip(known, self.texts, strict=True):
+            for span in example.spans:
+                row[place[span.concept]] = max(row[place[span.concept]], int(span.positive))
+            for id, there in example.labels.items():
+                row[place[id]] = max(row[place[id]], int(there))
+        return known
+
+
+def read_examples(
+    sources: Source | Sequence[str | os.PathLike[str]], *, exclusive: bool = False, text_field: str = "text"
+) -> Examples:
+    """Read the examples of files, or of an iterable of dicts. `exclusive`: a text has its labels and no other concept.
+
+    Raises `TrainingError`.
+    """
+    declared: dict[str, Concept] = {}
+    texts: list[Example] = []
+    for where, row in _rows(sources):
+        if "text" not in row and text_field in row:
+            row = {**row, "text": row[text_field]}
+        if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):
+            concept, of_concept = _concept(row, where)
+            if concept.id in declared:
+                raise TrainingError(f"{where}: the concept {concept.id!r} is there twice")
+            declared[concept.id] = concept
+            texts += of_concept
+        else:
+            texts += _example(row, where)
+    concepts = dict(declared)
+    for example in texts:
+        for id in example.named:
+            concepts.setdefault(id, Concept(id, id))
+    above = _above(concepts)
+    if not texts:
+        raise TrainingError(
+            "there is no example: give texts with labels, pairs, spans, chats or concepts with examples"
+        )
+    _check_known(texts, exclusive)
+    closed = tuple(_closed(example, concepts, above, exclusive) for example in texts)
+    return Examples(concepts, above, closed)
+
+
+def _above(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
+    """Return the ids above each concept. Raises `TrainingError` for parents that are not there, and for a circle."""
+    above: dict[str, frozenset[str]] = {}
+
+    def climb(id: str, below: tuple[str, ...]) -> frozenset[str]:
+        if id in below:
+            raise TrainingError(f"parents go in a circle: {' < '.join([*below[below.index(id) :], id])}")
+        if id not in above:
+            for parent in concepts[id].parents:
+                if parent not in concepts:
+                    raise TrainingError(f"the concept {id!r} has the parent {parent!r}, of which nothing is said")
+            parents = concepts[id].parents
+            above[id] = frozenset(parents).union(*(climb(parent, (*below, id)) for parent in parents))
+        return above[id]
+
+    for id in concepts:
+        climb(id, ())
+    return above
+
+
+def _closed(
+    example: Example, concepts: Mapping[str, Concept], above: Mapping[str, frozenset[str]], exclusive: bool
+) -> Example:
+    """Return an example with all that follows from what it says: what is above a concept is there with it, what is
+    below one is absent with it, and where it is of one concept alone, so are those beside that.
+    """
+    spans = tuple(
+        Span(span.start, span.end, id, span.positive)
+        for span in example.spans
+        for id in _follows(span.concept, span.positive, above)
+    )
+    labels: dict[str, bool] = {}
+    for id, known in example.labels.items():
+        for other in _follows(id, known, above):
+            if labels.setdefault(other, known) != known:
+                raise TrainingError(
+                    f"{example.where}: {other!r} is there and absent at once, by {id!r} and what is above or below it"
+                )
+    there = {id for id, known in labels.items() if known} | {span.concept for span in spans if span.positive}
+    beside = set()
+    if exclusive and not example.spans:
+        beside = set(concepts)
+    elif example.of_concept:
+        parents = {id: set(concepts[id].parents) for id in concepts}
+        beside = {
+            other
+            for id in there
+            for other in concepts
+            if parents[other] & parents[id] or not (parents[other] or parents[id])
+        }
+    for id in concepts:
+        if id in beside and id not in there:
+            for other in _follows(id, False, above):
+                if other not in there:
+                    labels.setdefault(other, False)
+    return replace(example, labels=labels, spans=spans)
+
+
+def _follows(id: str, known: bool, above: Mapping[str, frozenset[str]]) -> list[str]:
+    return [id, *sorted(above[id] if known else (other for other in above if id in above[other]))]
+
+
+def _check_known(texts: Sequence[Example], exclusive: bool) -> None:
+    """A text of which nothing is known would be left out in silence."""
+    silent = [example.where for example in texts if not example.labels and not example.spans]
+    if silent and not exclusive:
+        raise TrainingError(
+            f"{silent[0]}: nothing is known of this text (and of {len(silent) - 1} more): a concept that is not in"
+            " 'labels' is unknown, not absent. List it in 'not', or say that labels are exclusive (--exclusive): then a"
+            " text has what it lists and nothing else"
+        )
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(sources: Source | Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(sources, (str, os.PathLike)):
+        yield from _of_file(Path(sources))
+        return
+    if isinstance(sources, Mapping) or not isinstance(sources, Iterable):
+        raise TrainingError(f"examples are {type(sources).__name__}: give files, or an iterable of dicts")
+    for i, item in enumerate(sources):
+        if isinstance(item, (str, os.PathLike)):
+            yield from _of_file(Path(item))
+        else:
+            yield _mapping(item, f"example {i}")
+
+
+def _mapping(item: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise TrainingError(f"{where} is {type(item).__name__}: give an object with 'text' and 'labels', or a pair")
+    return where, item
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise TrainingError(f"{path} is a folder: give its files" if path.is_dir() else _no_such_file(path))
+    try:
+        if suffix in _JSON:
+            yield from _json_lines(path)
+        elif suffix in _TABLES:
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                for i, row in enumerate(csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",")):
+                    yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
+        elif suffix in _YAML:
+            yield from _yaml(path)
+        elif suffix == ".parquet":
+            table = import_arrow("reading parquet").parquet.ParquetFile(path)
+            rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
+            for i, row in enumerate(rows):
+                yield f"{path.name}, row {i + 1}", {key: value for key, value in row.items() if value is not None}
+        else:
+            raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _no_such_file(path: Path) -> str:
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                try:
+                    value = loads(line)
+                except ValueError as error:
+                    raise TrainingError(f"{where} is no JSON ({error}): give one object a line") from None
+                yield _mapping(value, where)
+
+
+def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except yaml.YAMLError as error:
+        raise TrainingError(f"{path.name} is no YAML: {' '.join(str(error).split())}") from None
+    value = value.get("concepts") if isinstance(value, Mapping) else value
+    if not isinstance(value, list):
+        raise TrainingError(f"{path.name}: give a list of concepts, or a list under 'concepts'")
+    for i, item in enumerate(value):
+        where, row = _mapping(item, f"{path.name}, concept {i + 1}")
+        if "id" not in row:
+            raise TrainingError(f"{where} has no 'id'")
+        yield where, {"examples": [], **row}
+
+
+def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
+    """A row of a table of texts: lists are separated, what is empty is not there."""
+    if None in row or any(value is None for value in row.values()):
+        raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
+    cells = {str(key): value for key, value in row.items() if value != "" or key in ("labels", "not")}
+    for key in ("labels", "not"):
+        if key in cells:
+            cells[key] = [part.strip() for part in cells[key].split(_LIST_SEPARATOR) if part.strip()]
+    return cells
+
+
+# -- what a row says -----------------------------------------------------------------------------
+
+
+def _concept(row: Mapping[str, Any], where: str) -> tuple[Concept, list[Example]]:
+    unknown = sorted(set(row) - _CONCEPT_KEYS)
+    if unknown:
+        raise TrainingError(f"{where} has {unknown[0]!r}: a concept has {', '.join(sorted(_CONCEPT_KEYS))}")
+    id = _text(row, "id", where)
+    name = _text(row, "name", where) if "name" in row else id
+    parents = row.get("parents") or []
+    parents = [parents] if isinstance(parents, str) else parents
+    definition = row.get("definition") or ""
+    if not isinstance(definition, str):
+        raise TrainingError(f"{where}: 'definition' is {type(definition).__name__}: give a text")
+    concept = Concept(id, name, tuple(_texts(parents, "parents", where)), " ".join(definition.split()))
+    examples = [
+        Example(f"{where}, {key} {i + 1}", text, labels={id: positive}, of_concept=True)
+        for key, positive in (("examples", True), ("counterexamples", False))
+        for i, text in enumerate(_texts(row.get(key) or [], key, where))
+    ]
+    return concept, examples
+
+
+def _example(row: Mapping[str, Any], where: str) -> list[Example]:
+    group = None if row.get("group") is None else str(row["group"])
+    if "positive" in row and "negative" in row:
+        concept = _text(row, "concept", where)
+        return [
+            Example(
+                where, _text(row, side, where), labels={concept: side == "positive"}, group=group or f"pair {where}"
+            )
+            for side in ("positive", "negative")
+        ]
+    labels = _labels(row, where)
+    if "messages" in row:
+        return [Example(where, messages=_messages(row["messages"], where), labels=labels, group=group)]
+    if "text" not in row:
+        raise TrainingError(
+            f"{where} has {', '.join(map(repr, list(row)[:5])) or 'no field'}: give 'text' with 'labels' or 'spans',"
+            " 'positive' and 'negative' with 'concept', or 'messages' with 'labels'"
+        )
+    text = _text(row, "text", where)
+    rest = row.get("rest", "negative")
+    if rest not in RESTS:
+        raise TrainingError(f"{where}: 'rest' is {rest!r}: give one of {', '.join(RESTS)}")
+    spans = tuple(_span(span, len(text), where) for span in _list(row.get("spans") or [], "spans", where))
+    return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group)]
+
+
+def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
+    positive = row.get("labels", row.get("label", []))
+    if isinstance(positive, Mapping):
+        if not all(isinstance(value, bool) for value in positive.values()):
+            raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
+        return {str(id): bool(value) for id, value in positive.items()}
+    absent = row.get("not", [])
+    sides = [
+        _texts([side] if isinstance(side, str) else side, name, where)
+        for side, name in ((positive, "labels"), (absent, "not"))
+    ]
+    both = sorted(set(sides[0]) & set(sides[1]))
+    if both:
+        raise TrainingError(f"{where}: {both[0]!r} is in 'labels' and in 'not'")
+    return {**dict.fromkeys(sides[0], True), **dict.fromkeys(sides[1], False)}
+
+
+def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    messages = _list(value, "messages", where)
+    for message in messages:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES or not isinstance(message.get("content"), str):
+            raise TrainingError(f"{where}: a message has a 'role' ({', '.join(ROLES)}) and a text as 'content'")
+    if not messages:
+        raise TrainingError(f"{where}: 'messages' is empty")
+    return tuple(messages)
+
+
+def _span(value: Any, n_chars: int, where: str) -> Span:
+    if not isinstance(value, Mapping) or set(value) - _SPAN_KEYS:
+        raise TrainingError(f"{where}: a span has 'start', 'end' and 'concept', and 'is': false where it is not of it")
+    start, end, positive = value.get("start"), value.get("end"), value.get("is", True)
+    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= n_chars:
+        raise TrainingError(f"{where}: a span is from {start!r} to {end!r} of {n_chars} characters")
+    if not isinstance(positive, bool):
+        raise TrainingError(f"{where}: 'is' of a span is {positive!r}: give true or false")
+    return Span(start, end, _text(value, "concept", where), positive)
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise TrainingError(f"{where}: {key!r} is {'missing' if value is None else repr(value)[:60]}: give a text")
+    return value
+
+
+def _list(value: Any, key: str, where: str) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TrainingError(f"{where}: {key!r} is {type(value).__name__}: give a list")
+    return list(value)
+
+
+def _texts(value: Any, key: str, where: str) -> list[str]:
+    values = _list(value, key, where)
+    for item in values:
+        if not isinstance(item, str) or not item.strip():
+            raise TrainingError(f"{where}: {key!r} holds {item!r}: give texts")
+    return values

@@ -1,0 +1,359 @@
+"""What can be claimed of trained probes: thresholds from the parts that calibrate, figures from those that test.
+
+    found = Measured.of(data, store, part, fitted, choice, settings, host)
+    found.quality()["concepts"]["spam"]["auroc"], found.alert_threshold
+
+Every figure is of the probes as they are written, on parts that chose nothing. Baselines see the same parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.aggregate import Each
+from probemon.core.hierarchy import Ints, Mask
+from probemon.core.intervals import clopper_pearson
+from probemon.core.scores import Floats
+from probemon.training.calibration import Threshold, as_floats, thresholds
+from probemon.training.choice import Choice
+from probemon.training.controls import Controls
+from probemon.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
+from probemon.training.dataset import OUTSIDE, Dataset
+from probemon.training.evaluation import Judged, difference, judge
+from probemon.training.fitting import Fitted, Rows, prepared
+from probemon.training.logistic import Dense, Targets, fit_logistic
+from probemon.training.running_scores import highest_running
+from probemon.training.settings import TrainingSettings
+from probemon.training.standard import Standard, Weights
+from probemon.training.state_store import StateStore
+from probemon.training.texts import overlapping
+from probemon.training.words import places_of
+
+_CHUNK = 1 << 14
+_EMBEDDING_BYTES = 32 << 20
+MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words is taken
+BASELINES = ("words", "embedding", "pooled", "length", "position")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Scores of the parts that did not train, and thresholds.
+
+    - `rows [R]`: rows of the store that were scored; `part [R]` of each; `scores [R, P]` fp32
+    - `highest`: by method, the score of each part `[S, P]`: see `part_scores`; NaN of those that train
+    - `baselines`: by name, scores of each part `[S, P]`
+    - `of_tokens`, `of_texts`: alert thresholds of single tokens, and of running scores by text
+    """
+
+    data: Dataset
+    settings: TrainingSettings
+    choice: Choice
+    rows: Ints
+    part: Ints
+    position: Ints
+    scores: Floats
+    highest: Mapping[str, Doubles]
+    each: Doubles
+    mean: Doubles
+    masked: Doubles | None
+    baselines: Mapping[str, Doubles]
+    giveaways: list[list[str]]
+    shuffled: Doubles
+    random: Doubles
+    of_tokens: list[Threshold]
+    of_texts: list[Threshold]
+
+    @classmethod
+    def of(
+        cls,
+        data: Dataset,
+        store: StateStore,
+        part: Tensor,
+        fitted: Fitted,
+        choice: Choice,
+        settings: TrainingSettings,
+        host: Any,
+    ) -> Measured:
+        """Score, calibrate and compare."""
+        parts = part.numpy()
+        rows = np.flatnonzero(data.of("calibrate", "test", OUTSIDE)[parts])
+        by_method = {
+            method: _scores(data, store, fitted, weights, rows) for method, weights in fitted.by_method.items()
+        }
+        scores = by_method[settings.method]
+        n_parts, of_rows = len(data.known), part[torch.from_numpy(rows)]
+        highest = {
+            method: part_scores(data, settings, torch.from_numpy(values), of_rows)
+            for method, values in by_method.items()
+        }
+        controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
+        giveaways = controls.vocabulary.giveaways(
+            [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.known[controls.train]
+        )
+        baselines = {
+            "words": controls.words(),
+            "pooled": controls.pooled(),
+            "length": controls.length(),
+            "position": controls.position(),
+            "embedding": _embedding(data, store, part, rows, settings, host),
+        }
+        benign = (data.known == 0) & data.of("calibrate")[:, None]
+        position = store.position[rows]
+        return cls(
+            data,
+            settings,
+            choice,
+            rows,
+            parts[rows],
+            position,
+            scores,
+            highest,
+            part_scores(data, replace(settings, watch=Each()), torch.from_numpy(scores), of_rows),
+            part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
+            _masked(data, settings, scores, parts[rows], position, giveaways),
+            baselines,
+            giveaways,
+            controls.shuffled(),
+            controls.random(),
+            thresholds(scores, parts[rows], benign, fpr=settings.fpr),
+            thresholds(highest[settings.method], np.arange(n_parts), benign, fpr=settings.fpr),
+        )
+
+    @property
+    def alert_threshold(self) -> Floats:
+        """Of single tokens `[P]`."""
+        return as_floats(self.of_tokens)
+
+    @property
+    def text_threshold(self) -> Floats:
+        """Of running scores `[P]`, NaN where the texts are too few for the rate that was asked for."""
+        values = as_floats(self.of_texts)
+        return np.where([threshold.holds for threshold in self.of_texts], values, np.nan).astype(np.float32)
+
+    @cached_property
+    def test(self) -> Mask:
+        """The parts that test `[S]`, without the background, which would make it too easy."""
+        return self.data.of("test") & ~self.data.background
+
+    @cached_property
+    def tests_on_background(self) -> list[bool]:
+        """Whether a concept has no test parts without it but the background `[P]`."""
+        return (~((self.data.known == 0) & self.test[:, None]).any(axis=0)).tolist()
+
+    def test_of(self, concept: int) -> Mask:
+        """The parts that test a concept `[S]`."""
+        return self.data.of("test") if self.tests_on_background[concept] else self.test
+
+    def counts(self) -> dict[str, Any]:
+        """How many texts and tokens each split has, as JSON."""
+        found = {}
+        for name in ("train", "calibrate", "test", OUTSIDE):
+            for kind, is_background in (("", False), (" background", True)):
+                of = self.data.of(name) & (self.data.background == is_background)
+                if of.any():
+                    found[name + kind] = {
+                        "texts": len(np.unique(self.data.document[of])),
+                        "tokens": int(sum(len(self.data.positions[i]) for i in np.flatnonzero(of))),
+                    }
+        return found
+
+    def quality(self) -> dict[str, Any]:
+        """All of it as JSON, as the pack's manifest has it."""
+        choice = self.choice
+        return {
+            "sites": [
+                {"site": site, "auroc": auroc, "standard_error": error}
+                for site, (auroc, error) in zip(choice.sites, choice.curve, strict=True)
+            ],
+            "watch": str(self.settings.aggregator),
+            "method": self.settings.method,
+            "fpr": self.settings.fpr,
+            "examples": self.counts(),
+            "background_fires": self._fires_on_background(),
+            "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(self.data.concepts)},
+        }
+
+    def _of_concept(self, p: int) -> dict[str, Any]:
+        seed, own = self.settings.seed, self.test_of(p)
+        known, group = self.data.known[own, p : p + 1], self.data.group[own]
+
+        def judged(values: Doubles) -> Judged:
+            return judge(values[own, p : p + 1], known, group, seed=seed)[0]
+
+        main = self.highest[self.settings.method]
+        found: dict[str, Any] = {
+            "site": self.choice.site_of[p],
+            "l2": float(self.choice.l2[p]),
+            "tested_on_background": self.tests_on_background[p],
+            **judged(main).as_dict(),
+            "each": judged(self.each).auroc,
+            "mean": judged(self.mean).auroc,
+            "methods": {method: judged(values).auroc for method, values in self.highest.items()},
+            "baselines": {name: judged(self.baselines[name]).auroc for name in BASELINES},
+            "shuffled": _number(self.shuffled[p]),
+            "random_direction": _number(self.random[p]),
+            "without_giveaways": None if self.masked is None else judged(self.masked).auroc,
+            "giveaways": self.giveaways[p],
+            "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, own)},
+            "alert_of_texts": self.of_texts[p].as_dict(),
+        }
+        for name in ("words", "embedding"):
+            value, low, high = difference(main[own, p], self.baselines[name][own, p], known[:, 0], group, seed=seed)
+            found[f"over_{name}"] = {"difference": _number(value), "low": low, "high": high}
+        outside = self.data.of(OUTSIDE)
+        if outside.any():
+            found["outside"] = judge(
+                main[outside, p : p + 1], self.data.known[outside, p : p + 1], self.data.group[outside], seed=seed
+            )[0].as_dict()
+        return found
+
+    def _found_by(self, p: int, own: Mask) -> dict[str, Any]:
+        """Shares of the tokens that test which exceed the alert threshold, of parts with and without the concept."""
+        found = {}
+        fires = self.scores[:, p] > np.float32(self.of_tokens[p].value)
+        for name, side in (("with", 1), ("without", 0)):
+            use = (own & (self.data.known[:, p] == side))[self.part]
+            found[name] = _share(int(fires[use].sum()), int(use.sum()))
+            texts = np.unique(self.part[use])
+            found[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts))
+        return found
+
+    def _fires_on_background(self) -> dict[str, Any] | None:
+        use = (self.data.of("test") & self.data.background)[self.part]
+        if not use.any():
+            return None
+        fires = self.scores[use] > self.alert_threshold
+        return {
+            "tokens": int(use.sum()),
+            "per_token": float(fires.sum(axis=1).mean()),
+            "share_of_tokens": float(fires.any(axis=1).mean()),
+        }
+
+
+def _share(count: int, n: int) -> dict[str, Any]:
+    if not n:
+        return {"count": count, "n": n, "rate": None}
+    low, high = clopper_pearson(count, n)
+    return {"count": count, "n": n, "rate": count / n, "low": float(low), "high": float(high)}
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def part_scores(data: Dataset, settings: TrainingSettings, scores: Tensor, part: Tensor) -> Doubles:
+    """Return the score of each part `[S, P]` from those of its tokens `[N, P]`: of a text the highest running score, as
+    a rule sees it; of stretches that spans mark the mean, since they are not of one length.
+    """
+    n_parts = len(data.known)
+    highest = highest_running(settings.aggregator, scores, part, n_parts)
+    if not data.of_span.any():
+        return highest
+    return np.where(data.of_span[:, None], part_means(scores, part, n_parts).numpy(), highest)
+
+
+def _scores(data: Dataset, store: StateStore, fitted: Fitted, weights: Weights, rows: Ints) -> Floats:
+    """Return the scores `[R, P]` of rows of a store, by the pack's rule."""
+    scores = np.empty((len(rows), len(data.concepts)), dtype=np.float32)
+    for i, spec in enumerate(fitted.inputs):
+        own = np.flatnonzero(fitted.input_of == i)
+        states = store.states(spec.site)
+        w, b = weights["w1"][own, 0].float(), weights["b1"][own, 0]
+        for begin in range(0, len(rows), _CHUNK):
+            x = prepared(states, torch.from_numpy(rows[begin : begin + _CHUNK]), spec, weights["w1"].dtype)
+            scores[begin : begin + _CHUNK, own] = torch.sigmoid(x @ w.T + b).numpy()
+    for p in _downwards(data):
+        if data.parents[p]:
+            scores[:, p] *= scores[:, list(data.parents[p])].max(axis=1)
+    return scores
+
+
+def _downwards(data: Dataset) -> list[int]:
+    """Concepts, those above before those below."""
+    order: list[int] = []
+
+    def add(p: int) -> None:
+        for parent in data.parents[p]:
+            add(parent)
+        if p not in order:
+            order.append(p)
+
+    for p in range(len(data.concepts)):
+        add(p)
+    return order
+
+
+def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> Tensor:
+    """The mean prepared state of each part `[S, D]`, at the site that most concepts read; NaN where there is none."""
+    most = Counter(fitted.input_of.tolist()).most_common(1)[0][0]
+    spec, n_parts = fitted.inputs[most], len(data.known)
+    states = store.states(spec.site)
+    sums = torch.zeros(n_parts, states.shape[1], dtype=torch.float64)
+    for begin in range(0, len(part), _CHUNK):
+        rows = torch.arange(begin, min(begin + _CHUNK, len(part)))
+        sums.index_add_(0, part[rows], prepared(states, rows, spec, fitted.weights["w1"].dtype).double())
+    return sums / torch.bincount(part, minlength=n_parts)[:, None]
+
+
+def _embedding(
+    data: Dataset, store: StateStore, part: Tensor, rows: Ints, settings: TrainingSettings, host: Any
+) -> Doubles:
+    """Scores of parts by probes that read the input embedding of each token alone, learnt and watched as the probes."""
+    table = host.get_input_embeddings().weight.detach()
+    ids = torch.from_numpy(
+        np.concatenate([tokens.ids for tokens in data.tokens])[
+            np.cumsum([0, *map(len, data.tokens)])[store.document] + store.position
+        ]
+    )
+    train = data.of("train") & ~data.background
+    used = torch.from_numpy(np.flatnonzero(train[part.numpy()]))
+    most = max(1, _EMBEDDING_BYTES // (4 * table.shape[1]))
+    if len(used) > most:
+        used = used[torch.linspace(0, len(used) - 1, most).long()]
+    x = table[ids[used].to(table.device)].float().cpu()
+    standard = Standard.of(x)
+    own = Rows(standard(x), part[used], used, standard)
+    targets = Targets(own.part, torch.from_numpy(data.known))
+    folds = np.full(len(data.known), -1, dtype=np.int64)
+    group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)
+    folds[train] = deal(group, data.known[train], seed=settings.seed, n_folds=3)
+    l2 = best_penalties(cross_validated(Dense(own.x), targets, folds))
+    w, b = fit_logistic(Dense(own.x), targets, l2)
+    scores = torch.empty(len(rows), len(b))
+    for begin in range(0, len(rows), _CHUNK):
+        some = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
+        scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[some].float().cpu()) @ w.T + b)
+    return part_scores(data, settings, scores, part[torch.from_numpy(rows)])
+
+
+def _masked(
+    data: Dataset, settings: TrainingSettings, scores: Floats, part: Ints, position: Ints, giveaways: list[list[str]]
+) -> Doubles | None:
+    """Scores of the parts that test, without the tokens of words that give a concept away; None where that is too much,
+    or the tokenizer does not say where tokens stand.
+    """
+    n_concepts, n_parts = scores.shape[1], len(data.known)
+    if n_concepts > MASKED_CONCEPTS or any(len(tokens) and tokens.start.min() < 0 for tokens in data.tokens):
+        return None
+    found = np.full((n_parts, n_concepts), np.nan)
+    of_test = data.of("test")[part]
+    documents = np.unique(data.document[data.of("test")])
+    width = max(map(len, data.tokens)) + 1
+    place = data.document[part] * width + position
+    for p in range(n_concepts):
+        hidden = [np.zeros(0, dtype=np.int64)]
+        for document in documents:
+            ranges = places_of(giveaways[p], data.texts[document].text)
+            hidden.append(document * width + np.flatnonzero(overlapping(data.tokens[document], ranges)))
+        rows = np.flatnonzero(of_test & ~np.isin(place, np.concatenate(hidden)))
+        column = torch.from_numpy(scores[rows, p : p + 1])
+        found[:, p] = part_scores(data, settings, column, torch.from_numpy(part[rows]))[:, 0]
+    return found

@@ -1,0 +1,110 @@
+"""What training is told.
+
+settings = TrainingSettings(layers="auto", watch="ema:0.3", fpr=0.01)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probemon.aggregate import Aggregator, named
+from probemon.core.checks import check_choice, check_count, check_share
+from probemon.core.probes import parse_site
+from probemon.errors import ConfigError
+from probemon.training.examples import ROLES
+from probemon.training.fitting import METHODS
+from probemon.training.state_store import BUDGET
+
+DEPTHS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the layers that a sweep tries
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of `train`.
+
+    - `layers`: "auto" for five of them between a quarter and three quarters of the depth; or numbers, or sites
+    - `method`: of the probes that are written; all are measured
+    - `watch`: the aggregator whose running score will be watched; a text's score is the highest of it
+    - `roles`: whose turns count in a chat
+    - `exclusive`: a text has its labels and no other concept
+    - `held_out`: groups that train nothing, for a test outside
+    - `background`: whether text about nothing in particular is learnt as being of no concept
+    - `fpr`: the false-positive rate of alert thresholds
+    - `states`: a folder for hidden states, kept for the next run; `budget`: its size in bytes
+    - `memory`: bytes of states in memory at once
+    """
+
+    layers: str | int | Sequence[int | str] = "auto"
+    method: str = "logistic"
+    watch: Aggregator | str = "ema:0.3"
+    roles: Sequence[str] = ("assistant",)
+    exclusive: bool = False
+    text_field: str = "text"
+    held_out: Sequence[str] = ()
+    background: bool = True
+    fpr: float = 0.01
+    states: str | os.PathLike[str] | None = None
+    budget: int = BUDGET
+    memory: int = 256 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        check_share("fpr", self.fpr, "give more than 0 and less than 1, such as 0.01")
+        for role in self.roles:
+            check_choice("roles", role, ROLES)
+        if not self.roles:
+            raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
+        for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0)):
+            check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
+        named(self.watch)
+
+    @property
+    def aggregator(self) -> Aggregator:
+        """What is watched."""
+        return named(self.watch)
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the states."""
+        from hashlib import sha256
+
+        from probemon.bundled import cache_dir
+
+        if self.states is not None:
+            return Path(self.states)
+        return cache_dir() / "states" / sha256(str(out.resolve()).encode()).hexdigest()[:16]
+
+    def sites(self, n_layers: int) -> list[str]:
+        """Return the sites to try in a host of so many layers, the earliest first. Raises `ConfigError`."""
+        if self.layers == "auto":
+            return [f"resid_post.{layer}" for layer in sorted({int(depth * n_layers) for depth in DEPTHS})]
+        given: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)
+        if isinstance(self.layers, str):
+            given = [part.strip() for part in self.layers.split(",") if part.strip()]
+        sites = [str(one) if "." in str(one) else f"resid_post.{one}" for one in given]
+        for site in sites:
+            if parse_site(site)[1] >= n_layers:
+                raise ConfigError(f"layers holds {site}: the model's are 0 to {n_layers - 1}")
+        if not sites:
+            raise ConfigError('layers is empty: give "auto", or numbers of layers')
+        return sorted(set(sites), key=lambda site: (parse_site(site)[1], site))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the probes depend on, as JSON."""
+        return {
+            "layers": self.layers if isinstance(self.layers, (str, int)) else list(self.layers),
+            "method": self.method,
+            "watch": str(self.aggregator),
+            "roles": list(self.roles),
+            "exclusive": self.exclusive,
+            "held_out": list(self.held_out),
+            "background": self.background,
+            "fpr": self.fpr,
+            "budget": self.budget,
+            "memory": self.memory,
+            "seed": self.seed,
+        }

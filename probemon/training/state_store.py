@@ -1,0 +1,292 @@
+"""Hidden states of chosen tokens on disk: written once, gone on with after a kill, read as memory.
+
+    plan = StatePlan.of(readers, texts, budget=4 << 30, seed=0)    # which tokens of which texts, within a budget
+    store = collect_states(plan, "states/", progress=bar.update)   # nothing to do where they lie there already
+    store.states("resid_post.15")[rows]                            # [n, D] of rows [n], as the host made them
+    store.document, store.position                                 # [R] int64: of which text and which of its tokens
+
+A folder holds one safetensors file a site, and `states.json`, which is replaced after every shard of texts and
+says how many rows are whole. What makes states what they are is hashed into
+their key: weights, adapters, precision, tokens, sites, windows, versions. States of another key are replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probemon.core.files import write_text_atomically
+from probemon.core.hierarchy import Ints
+from probemon.engine.audit import sample
+from probemon.errors import TrainingError
+from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
+from probemon.host.model import hidden_size
+from probemon.offline.documents import Document
+from probemon.offline.state_reader import StateReader
+from probemon.offline.windows import Reading, Shard, Tokens, shards
+from probemon.training.texts import Text
+
+STATE, BUDGET = "states.json", 4 << 30
+_FORMAT = 1
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+class TextReader:
+    """Tokens and states of texts: those of chats, whose template has its special tokens in the text, are read as such.
+
+    reader = TextReader(model, tokenizer, ["resid_post.15"])
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading | None = None) -> None:
+        reading = reading or Reading()
+        self.plain = StateReader(model, tokenizer, sites, reading)
+        self.chats = StateReader(model, tokenizer, sites, replace(reading, special_tokens="none", parse_special=True))
+        self.sites = tuple(sites)
+
+    @property
+    def host(self) -> Any:
+        """The host itself, without wrappers."""
+        return self.plain.host
+
+    def kinds(self, texts: Sequence[Text]) -> list[tuple[StateReader, list[int]]]:
+        """Return a reader, and the texts `[n]` that are for it, by place: plain ones first."""
+        chosen: list[tuple[StateReader, list[int]]] = [
+            (self.plain, [i for i, text in enumerate(texts) if not text.is_chat]),
+            (self.chats, [i for i, text in enumerate(texts) if text.is_chat]),
+        ]
+        return [(reader, places) for reader, places in chosen if places]
+
+    def tokens(self, texts: Sequence[Text]) -> list[Tokens]:
+        """Return the tokens of each text. Raises `TrainingError` for one that has none."""
+        found: dict[int, Tokens] = {}
+        for reader, places in self.kinds(texts):
+            for shard in _shards(texts, places):
+                planned = reader.plan(shard)
+                for document, tokens in zip(planned.documents, planned.tokens, strict=True):
+                    if tokens is None:
+                        raise TrainingError(f"{texts[places[document.index]].where}: {document.reason}")
+                    found[places[document.index]] = tokens
+        return [found[i] for i in range(len(texts))]
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Which states are kept: those of tokens `kept` (positions, in order) of each text."""
+
+    reader: TextReader
+    texts: Sequence[Text]
+    tokens: Sequence[Tokens]
+    kept: Sequence[Ints]
+
+    @property
+    def n_rows(self) -> int:
+        return sum(map(len, self.kept))
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What the states depend on, as JSON."""
+        host, digest = self.reader.host, hashlib.sha256()
+        for text, tokens, kept in zip(self.texts, self.tokens, self.kept, strict=True):
+            for part in (np.asarray([text.is_chat, len(tokens), len(kept)]), tokens.ids, kept, *_around(tokens)):
+                digest.update(np.asarray(part, dtype=np.int64).tobytes())
+        window = self.reader.plain.window
+        return {
+            "format": _FORMAT,
+            "host": fingerprint(host),
+            "adapters": adapters_fingerprint(self.reader.plain.model, host),
+            "config": config_fingerprint(host),
+            "dtype": str(host.dtype).removeprefix("torch."),
+            "device": host.device.type,
+            "width": hidden_size(host),
+            "sites": list(self.reader.sites),
+            "window": [window.n_tokens, window.overlap],
+            "rows": self.n_rows,
+            "tokens_sha256": digest.hexdigest(),
+            "torch": torch.__version__,
+        }
+
+
+def _around(tokens: Tokens) -> tuple[Ints, Ints]:
+    return np.asarray(tokens.prefix, dtype=np.int64), np.asarray(tokens.suffix, dtype=np.int64)
+
+
+def within_budget(
+    wanted: Sequence[Ints], whole: Sequence[bool], *, row_bytes: int, budget: int, seed: int
+) -> list[Ints]:
+    """Return which of the `wanted` positions of each text are kept, in at most about `budget` bytes.
+
+    Texts that are `whole` keep all their tokens where those take at most three quarters of it. Of the others, and of
+    all where that is not enough, tokens are drawn, each as likely: by the seed and by their place alone.
+    """
+    n_whole = sum(len(kept) for kept, is_whole in zip(wanted, whole, strict=True) if is_whole)
+    n_others = sum(map(len, wanted)) - n_whole
+    room = budget / row_bytes
+    share_whole = min(1.0, 0.75 * room / n_whole) if n_whole and n_whole + n_others > room else 1.0
+    share_others = min(1.0, max(0.0, room - share_whole * n_whole) / n_others) if n_others else 1.0
+    kept = []
+    for i, positions in enumerate(wanted):
+        share = share_whole if whole[i] else share_others
+        if share < 1 and len(positions):
+            drawn = sample(share, seed, i, positions)
+            # A text of which nothing was drawn keeps its last token: it would be left out else.
+            positions = positions[-1:] if drawn is None else positions[drawn]
+        kept.append(positions)
+    return kept
+
+
+@dataclass(frozen=True)
+class StateStore:
+    """States in a folder: `document`, `position` `[R]` of each row; `first [N]`, the first row of each text."""
+
+    folder: Path
+    sites: tuple[str, ...]
+    width: int
+    dtype: torch.dtype
+    document: Ints
+    position: Ints
+    first: Ints
+
+    def states(self, site: str) -> SiteStates:
+        """Return the states of a site."""
+        header = _header(site, len(self.document), self.width, self.dtype)
+        return SiteStates(self.folder / _file(site), len(header), (len(self.document), self.width), self.dtype)
+
+
+@dataclass(frozen=True)
+class SiteStates:
+    """The states of a site, `shape` [R, D], from `begin` on in a file. Rows are read as they are asked for."""
+
+    path: Path
+    begin: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Return rows `[n, D]` by their numbers, as a copy."""
+        if not len(rows):
+            return torch.zeros(0, self.shape[1], dtype=self.dtype)
+        # Mapped anew each time: pages that were read count as this process's memory as long as they are mapped.
+        mapped = np.memmap(self.path, mode="r", offset=self.begin).reshape(self.shape[0], -1)
+        return torch.from_numpy(mapped[rows.numpy()]).view(self.dtype)
+
+
+def collect_states(
+    plan: StatePlan, folder: str | os.PathLike[str], *, progress: Callable[[int], object] | None = None
+) -> StateStore:
+    """Read the states of a plan into a folder; what lies there already of the same plan is not read again.
+
+    `progress` is called with the number of tokens that ran. Raises `TrainingError` where the folder holds other files.
+    """
+    folder = Path(folder)
+    sites, key = plan.reader.sites, plan.key
+    order = [i for _, places in plan.reader.kinds(plan.texts) for i in places]
+    document = np.repeat(np.asarray(order, dtype=np.int64), [len(plan.kept[i]) for i in order])
+    position = np.concatenate([np.zeros(0, dtype=np.int64), *(plan.kept[i] for i in order)])
+    dtype = plan.reader.host.dtype
+    lengths = [len(plan.kept[i]) for i in order]
+    first = np.zeros(len(order), dtype=np.int64)
+    first[order] = np.cumsum(lengths) - lengths
+    store = StateStore(folder, sites, key["width"], dtype, document, position, first)
+    rows, done = _begun(folder, key, key["width"] * dtype.itemsize)
+    if done == len(order):
+        if progress is not None:
+            progress(sum(map(len, plan.tokens)))
+        return store
+    with _Files(folder, sites, len(document), key["width"], dtype, rows) as files:
+        write_text_atomically(folder / STATE, _stated(key, rows, done))
+        skipped = done
+        for reader, places in plan.reader.kinds(plan.texts):
+            if skipped >= len(places):
+                skipped -= len(places)
+                continue
+            for shard in _shards(plan.texts, places[skipped:]):
+                for read, tokens, states in reader.states([shard]):
+                    kept = torch.from_numpy(plan.kept[places[skipped + read.index]])
+                    for site, hidden in states.items():
+                        files.append(site, hidden[kept.to(hidden.device)])
+                    rows += len(kept)
+                    done += 1
+                    if progress is not None:
+                        progress(len(tokens))
+                files.flush()
+                write_text_atomically(folder / STATE, _stated(key, rows, done))
+            skipped = 0
+    return store
+
+
+def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[Shard]:
+    return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
+
+
+def _begun(folder: Path, key: Mapping[str, Any], row_bytes: int) -> tuple[int, int]:
+    """Return how many rows and texts of a key lie in a folder. Raises `TrainingError` for a folder of other things."""
+    state = folder / STATE
+    if folder.exists() and not state.is_file() and any(folder.iterdir()):
+        raise TrainingError(f"{folder} holds other files than states: choose another folder for them")
+    try:
+        stated = json.loads(state.read_text(encoding="utf-8"))
+        whole = all((folder / _file(site)).stat().st_size >= stated["rows"] * row_bytes for site in key["sites"])
+        if stated["key"] == key and whole:
+            return int(stated["rows"]), int(stated["texts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return 0, 0
+
+
+def _stated(key: Mapping[str, Any], rows: int, texts: int) -> str:
+    return json.dumps({"key": key, "rows": rows, "texts": texts}, indent=1) + "\n"
+
+
+def _file(site: str) -> str:
+    return f"{site}.safetensors"
+
+
+def _header(site: str, rows: int, width: int, dtype: torch.dtype) -> bytes:
+    """The beginning of a safetensors file with the one tensor `states`, of as many bytes whatever the site."""
+    shape = {"dtype": _CODES[dtype], "shape": [rows, width], "data_offsets": [0, rows * width * dtype.itemsize]}
+    text = json.dumps({"__metadata__": {"site": site}, "states": shape}).encode()
+    text += b" " * (-len(text) % 64)
+    return struct.pack("<Q", len(text)) + text
+
+
+class _Files:
+    """The files of a folder, one a site, written from row `rows` on."""
+
+    def __init__(
+        self, folder: Path, sites: Sequence[str], n_rows: int, width: int, dtype: torch.dtype, rows: int
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open: dict[str, BinaryIO] = {}
+        for site in sites:
+            stream = (folder / _file(site)).open("r+b" if (folder / _file(site)).exists() else "w+b")
+            header = _header(site, n_rows, width, dtype)
+            stream.write(header)
+            # What was written after the last shard that is whole is written again.
+            stream.truncate(len(header) + rows * width * dtype.itemsize)
+            stream.seek(0, os.SEEK_END)
+            self._open[site] = stream
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._open.values():
+            stream.close()
+
+    def append(self, site: str, states: Tensor) -> None:
+        self._open[site].write(states.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+    def flush(self) -> None:
+        for stream in self._open.values():
+            stream.flush()
+            os.fsync(stream.fileno())

@@ -1,0 +1,333 @@
+"""From examples to a pack: states, a site, probes, thresholds, and what can be claimed of them.
+
+    trained = train("demo", "mails.jsonl", "mails/")
+    trained.pack, trained.quality["concepts"]["spam"]["auroc"]
+
+The parts that train choose site and penalties, by cross-validation that keeps groups together; those that calibrate set
+alert thresholds, on the probes as they are written; those that test choose nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from probemon.core.familiarity import Familiar
+from probemon.core.files import write_text_atomically
+from probemon.core.hierarchy import Ints
+from probemon.core.probes import InputSpec
+from probemon.errors import ConfigError
+from probemon.host.fingerprint import fingerprint
+from probemon.host.loading import load_model
+from probemon.host.model import find_layers, hidden_size, unwrap
+from probemon.offline.windows import Reading
+from probemon.packs.files import check_target
+from probemon.packs.pack import ProbePack
+from probemon.training.background import passages
+from probemon.training.card import card
+from probemon.training.choice import Choice
+from probemon.training.crossvalidation import cross_validated, curve, deal
+from probemon.training.dataset import Dataset
+from probemon.training.examples import Examples, Source, read_examples
+from probemon.training.fitting import Fitted, Rows, balanced, conditional, fit_linear, prepared, row_parts
+from probemon.training.labels import Known
+from probemon.training.logistic import Dense, Targets
+from probemon.training.measured import Measured
+from probemon.training.report import report_html
+from probemon.training.settings import TrainingSettings
+from probemon.training.standard import Weights, fold
+from probemon.training.state_store import StatePlan, StateStore, TextReader, collect_states, within_budget
+
+REPORT = "report.html"
+_NORM = "rmsnorm"
+_SWEEP_BYTES = 48 << 20  # of the rows of one site that a cross-validation sees
+_N_GOLDEN, _N_FAMILIAR = 8, 20_000
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A pack, its `quality` (as in its manifest), and the report as one HTML page."""
+
+    pack: ProbePack
+    quality: Mapping[str, Any]
+    report: str = field(repr=False)
+
+
+def train(
+    model: Any,
+    data: Source | Sequence[str | os.PathLike[str]] | Examples,
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    settings: TrainingSettings | None = None,
+    outside: Source | Sequence[str | os.PathLike[str]] | None = None,
+    name: str | None = None,
+    model_id: str | None = None,
+    licence: str = "unstated",
+    overwrite: bool = False,
+    report: str | os.PathLike[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, int], object] = lambda n, total: None,
+    **options: Any,
+) -> Trained:
+    """Train probes for the concepts of `data` on a model, and write them to the folder `out`.
+
+    - `model`: a folder, a name on the hub or "demo"; or a model, with its `tokenizer`
+    - `data`: see `probemon.training.examples`; `outside`: examples of elsewhere, to test on alone
+    - `settings`, or their names as `options`: see `TrainingSettings`
+    - `name`, `model_id`, `licence`: for the manifest; by default those of the folder and of the model
+    - `report`: where the HTML page is written too; `say` gets a line of what is done, `progress` tokens and their total
+
+    Raises `TrainingError`, `ConfigError`, `PackError`.
+    """
+    if settings is not None and options:
+        raise ConfigError(f"settings and {next(iter(options))!r} are given: put it into the settings")
+    settings = settings or _settings(options)
+    target = check_target(Path(out), overwrite)
+    examples = data if isinstance(data, Examples) else _read(data, settings)
+    elsewhere = None if outside is None else _read(outside, settings)
+    if model_id is None:
+        model_id = (
+            model if isinstance(model, str) else getattr(getattr(model, "config", None), "name_or_path", "") or ""
+        )
+    if isinstance(model, str):
+        model, tokenizer = load_model(model, "cpu", say)
+    if tokenizer is None:
+        raise ConfigError("tokenizer is missing: give it with a model that is loaded already")
+    job = _Job(model, tokenizer, settings, target, say, progress)
+    prepared_data = job.dataset(examples, elsewhere)
+    return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
+
+
+def _settings(options: Mapping[str, Any]) -> TrainingSettings:
+    from probemon.core.checks import check_settings
+
+    check_settings(TrainingSettings, options)
+    return TrainingSettings(**options)
+
+
+def _read(data: Any, settings: TrainingSettings) -> Examples:
+    return read_examples(data, exclusive=settings.exclusive, text_field=settings.text_field)
+
+
+def _model_id(name: str) -> str:
+    from probemon.bundled import MODEL_ID
+
+    return MODEL_ID if name == "demo" else name
+
+
+class _Job:
+    """One training: what its steps share."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: TrainingSettings,
+        out: Path,
+        say: Callable[[str], None],
+        progress: Callable[[int, int], object],
+    ) -> None:
+        self.settings, self.out, self.say, self.progress = settings, out, say, progress
+        self.model, self.tokenizer = model, tokenizer
+        self.host = unwrap(model)
+        self.n_layers = len(find_layers(self.host)[1])
+        self.sites = settings.sites(self.n_layers)
+        self.reader = TextReader(model, tokenizer, self.sites, Reading())
+        self.dtype = torch.float32 if self.host.dtype == torch.float32 else torch.bfloat16
+
+    def dataset(self, examples: Examples, outside: Examples | None) -> Dataset:
+        """Take the examples apart."""
+        background = passages(self.tokenizer) if self.settings.background else []
+        return Dataset.of_examples(
+            examples,
+            self.reader,
+            background=background,
+            outside=outside,
+            held_out=self.settings.held_out,
+            roles=self.settings.roles,
+            seed=self.settings.seed,
+        )
+
+    def states(self, data: Dataset) -> StateStore:
+        """Read the states of the tokens of which something is known, or take those that lie there."""
+        row_bytes = len(self.sites) * hidden_size(self.host) * self.host.dtype.itemsize
+        kept = within_budget(
+            data.wanted, data.whole.tolist(), row_bytes=row_bytes, budget=self.settings.budget, seed=self.settings.seed
+        )
+        plan = StatePlan(self.reader, data.texts, data.tokens, kept)
+        total, done = sum(map(len, data.tokens)), 0
+        self.say(
+            f"{len(data.texts)} texts of {total} tokens; states of {plan.n_rows} tokens at {len(self.sites)} layers"
+            f" ({plan.n_rows * row_bytes / 1e9:.2f} GB)"
+        )
+
+        def ran(n: int) -> None:
+            nonlocal done
+            done += n
+            self.progress(done, total)
+
+        return collect_states(plan, self.settings.folder(self.out), progress=ran)
+
+    def finish(
+        self,
+        data: Dataset,
+        model_id: str,
+        name: str,
+        licence: str,
+        overwrite: bool,
+        report: str | os.PathLike[str] | None,
+    ) -> Trained:
+        """Choose, fit, calibrate, measure and write."""
+        store = self.states(data)
+        part = row_parts(data, store)
+        learnt = conditional(data.known, data.parents)
+        choice = self.choose(data, store, part, learnt)
+        self.say(
+            f"site {', '.join(sorted(set(choice.site_of)))}: AUROC by cross-validation"
+            f" {max(value for value, _ in choice.curve):.3f} at best"
+        )
+        fitted = self.fit(data, store, part, learnt, choice)
+        found = Measured.of(data, store, part, fitted, choice, self.settings, self.host)
+        quality = found.quality()
+        page = report_html(name, data, found, quality)
+        text = card(name, data, quality, self.settings, model_id)
+        pack = ProbePack.write(
+            self.out,
+            name=name,
+            concepts=[
+                {
+                    "id": concept.id,
+                    "name": concept.name,
+                    "parents": list(concept.parents),
+                    **({"definition": concept.definition} if concept.definition else {}),
+                }
+                for concept in data.concepts
+            ],
+            weights=fitted.weights,
+            score_rule="path" if data.is_tree else "independent",
+            inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
+            input_index=torch.from_numpy(fitted.input_of),
+            host={
+                "model_id": model_id,
+                "hidden_size": hidden_size(self.host),
+                "n_layers": self.n_layers,
+                "fingerprint": fingerprint(self.host),
+            },
+            licence=licence,
+            card=text,
+            alert_threshold=torch.from_numpy(found.alert_threshold),
+            aggregated={str(self.settings.aggregator): torch.from_numpy(found.text_threshold)}
+            if not np.isnan(found.text_threshold).all()
+            else None,
+            familiar=fitted.familiar,
+            golden_hidden=fitted.golden,
+            provenance={"training": self.settings.as_dict(), "versions": _versions(), "examples": found.counts()},
+            quality=quality,
+            overwrite=overwrite,
+        )
+        if report is not None:
+            write_text_atomically(Path(report), page)
+        return Trained(pack, quality, page)
+
+    def choose(self, data: Dataset, store: StateStore, part: Tensor, learnt: Known) -> Choice:
+        """Cross-validate every site, and choose one for all concepts, or another where that is clearly better."""
+        train = data.of("train")
+        use = train & ~data.background
+        folds = np.full(len(data.known), -1, dtype=np.int64)
+        folds[use] = deal(_numbered(data.group[use]), learnt[use], seed=self.settings.seed)
+        targets = Targets(torch.zeros(0, dtype=torch.int64), torch.from_numpy(learnt))
+        tables = []
+        for i, site in enumerate(self.sites):
+            rows = self._rows(store, part, use, site, _SWEEP_BYTES)
+            own = Targets(rows.part, targets.known)
+            tables.append(cross_validated(Dense(rows.x), own, folds))
+            self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
+        return Choice.of(self.sites, tables, alone=not data.is_tree)
+
+    def fit(self, data: Dataset, store: StateStore, part: Tensor, learnt: Known, choice: Choice) -> Fitted:
+        """Fit the probes of every site that was chosen, by every method."""
+        used = [site for site in self.sites if site in choice.site_of]
+        n_concepts, width = len(data.concepts), hidden_size(self.host)
+        inputs = tuple(InputSpec(site, _NORM) for site in used)
+        input_of = np.asarray([used.index(site) for site in choice.site_of], dtype=np.int64)
+        by_method: dict[str, Weights] = {}
+        familiar: list[Familiar | None] = []
+        golden = []
+        for i, site in enumerate(used):
+            own = np.flatnonzero(input_of == i)
+            rows = self._rows(store, part, data.of("train"), site, self.settings.memory)
+            targets = Targets(
+                rows.part, torch.from_numpy(learnt[:, own]), balanced(data.known[:, own], data.background)
+            )
+            for method in ("logistic", "mass_mean", "lda"):
+                weights = fold(fit_linear(rows, targets, choice.l2[own], method), rows.standard, self.dtype)
+                whole = by_method.setdefault(
+                    method,
+                    {
+                        "w1": torch.zeros(n_concepts, 1, width, dtype=self.dtype),
+                        "b1": torch.zeros(n_concepts, 1),
+                    },
+                )
+                for key, value in weights.items():
+                    whole[key][own] = value
+            familiar.append(self._familiar(data, store, part, inputs[i]))
+            golden.append(store.states(site)[self._golden_rows(data, part)].float())
+        chosen = by_method[self.settings.method]
+        return Fitted(chosen, by_method, inputs, input_of, familiar, torch.stack(golden, dim=1))
+
+    def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> Rows:
+        return Rows.of(
+            store.states(site),
+            part,
+            use,
+            InputSpec(site, _NORM),
+            self.dtype,
+            most_bytes=most_bytes,
+            seed=self.settings.seed,
+        )
+
+    def _familiar(self, data: Dataset, store: StateStore, part: Tensor, spec: InputSpec) -> Familiar | None:
+        """What is known of the states, from parts that train, with the limit from those that calibrate."""
+        width = hidden_size(self.host)
+        states = store.states(spec.site)
+        of_train, of_others = (
+            prepared(states, _some(data, part, split, _N_FAMILIAR), spec, self.dtype)
+            for split in ("train", "calibrate")
+        )
+        if len(of_train) <= max(64, width // 2) or len(of_others) < 100:
+            return None
+        return Familiar.of(of_train, of_others)
+
+    def _golden_rows(self, data: Dataset, part: Tensor) -> Tensor:
+        return _some(data, part, "test", _N_GOLDEN)
+
+
+def _some(data: Dataset, part: Tensor, split: str, n: int) -> Tensor:
+    """Return at most n rows of a split, evenly spread."""
+    rows = np.flatnonzero(data.of(split)[part.numpy()])
+    return torch.from_numpy(rows[np.unique(np.linspace(0, len(rows) - 1, min(n, len(rows))).astype(np.int64))])
+
+
+def _numbered(group: Ints) -> Ints:
+    return np.unique(group, return_inverse=True)[1].astype(np.int64)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "probemon": version("probemon"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+    }

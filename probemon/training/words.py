@@ -1,0 +1,100 @@
+"""What words alone say of a text: the baseline that a probe has to beat, and the words that give a concept away.
+
+vocabulary = Vocabulary.of(train_texts)
+vocabulary.features(texts)                     # Sparse [S, V]: TF-IDF, rows of unit length
+vocabulary.giveaways(train_texts, known)       # for each concept the words whose presence tells most of it
+places_of(words, text)                         # [(start, end)] of these words in a text
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from probemon.training.labels import Known
+from probemon.training.logistic import Sparse
+
+_WORDS = re.compile(r"\w+|[$€£!?]")
+_MOST_WORDS = 20_000
+N_GIVEAWAYS = 20
+
+
+def words_in(text: str) -> list[str]:
+    """Return the words of a text in small letters, and a few marks that tell as much."""
+    return _WORDS.findall(text.casefold())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words of at least two training texts, the most frequent, with their inverse document frequency."""
+
+    place: Mapping[str, int]
+    idf: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Vocabulary:
+        """Take the words from training texts."""
+        counts = Counter(word for text in texts for word in set(words_in(text)))
+        # Ties by the word itself, so that the order of a set does not matter.
+        kept = sorted(((-n, word) for word, n in counts.items() if n > 1))[:_MOST_WORDS]
+        return cls(
+            {word: i for i, (_, word) in enumerate(kept)},
+            np.log(len(texts) / np.asarray([-n for n, _ in kept], dtype=np.float64)) + 1,
+        )
+
+    def features(self, texts: Sequence[str]) -> Sparse:
+        """Return rows `[S, V]` of (1 + log count) times inverse document frequency, of unit length."""
+        row, column, value = [], [], []
+        for i, text in enumerate(texts):
+            counts = Counter(word for word in words_in(text) if word in self.place)
+            own = {self.place[word]: (1 + math.log(n)) * self.idf[self.place[word]] for word, n in counts.items()}
+            length = math.sqrt(sum(v * v for v in own.values())) or 1.0
+            for place in sorted(own):
+                row.append(i)
+                column.append(place)
+                value.append(own[place] / length)
+        shape = (len(texts), max(1, len(self.place)))
+        return Sparse(torch.tensor(row).long(), torch.tensor(column).long(), torch.tensor(value).float(), shape)
+
+    def giveaways(self, texts: Sequence[str], known: Known, n: int = N_GIVEAWAYS) -> list[list[str]]:
+        """Return for each concept the words that tell most of it, by the information of their presence, those alone
+        that are likelier where it is. `known [S, P]`.
+        """
+        present = self.features(texts)
+        names = sorted(self.place, key=lambda word: self.place[word])
+        found = []
+        for labels in known.T:
+            sides = []
+            for side in (1, 0):
+                is_of = torch.from_numpy(labels == side)[present.row]
+                counts = torch.bincount(present.column[is_of], minlength=present.shape[1]).numpy()
+                sides.append((counts + 0.5) / ((labels == side).sum() + 1))
+            gain = np.where(sides[0] > sides[1], _divergence(*sides), 0.0)
+            best = np.argsort(-gain[: len(names)], kind="stable")[:n]
+            found.append([names[i] for i in best if gain[i] > 0])
+        return found
+
+
+def _divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """The Jensen-Shannon divergence of two Bernoulli variables: what one look tells of which it is."""
+    middle = (p + q) / 2
+    gain: np.ndarray = _entropy(middle) - (_entropy(p) + _entropy(q)) / 2
+    return gain
+
+
+def _entropy(p: np.ndarray) -> np.ndarray:
+    p = p.clip(1e-12, 1 - 1e-12)
+    entropy: np.ndarray = -p * np.log(p) - (1 - p) * np.log1p(-p)
+    return entropy
+
+
+def places_of(words: Collection[str], text: str) -> list[tuple[int, int]]:
+    """Return where words stand in a text."""
+    chosen = set(words)
+    return [match.span() for match in _WORDS.finditer(text) if match[0].casefold() in chosen]

@@ -1,0 +1,145 @@
+"""What examples say: every format gives the same labels, what follows from the hierarchy is there; errors name rows."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from probemon.errors import TrainingError
+from probemon.training.examples import Concept, Span, read_examples
+
+TREE = """
+- {id: animal, name: animals, definition: a living thing that moves, examples: [A crab walks., An ant digs.]}
+- {id: whale, parents: [animal], examples: [A whale sings.], counterexamples: [A shark bites.]}
+- {id: bird, parents: [animal], examples: [A bird sings.]}
+- {id: tool, examples: [A saw cuts.]}
+"""
+
+
+def labels(examples):
+    return {example.text: dict(example.labels) for example in examples.texts}
+
+
+def test_a_label_is_there_not_there_or_unknown():
+    rows = [
+        {"text": "a", "labels": ["x"], "not": ["y"], "group": 3},
+        {"text": "b", "labels": {"y": True, "x": False}},
+        {"text": "c", "label": "y"},
+    ]
+    examples = read_examples(rows)
+    assert labels(examples) == {"a": {"x": True, "y": False}, "b": {"y": True, "x": False}, "c": {"y": True}}
+    assert examples.known().tolist() == [[1, 0], [0, 1], [-1, 1]]
+    assert [example.group for example in examples.texts] == ["3", None, None]
+    assert labels(read_examples(rows, exclusive=True))["c"] == {"y": True, "x": False}
+
+
+def test_files_of_every_kind_say_the_same(tmp_path):
+    rows = [
+        {"text": "one, two", "labels": ["x", "y"], "not": [], "group": "g"},
+        {"text": "three", "labels": [], "not": ["x"], "group": None},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "a.csv").write_text('text,labels,not,group\n"one, two",x;y,,g\nthree,,x,\n')
+    (tmp_path / "a.tsv").write_text("text\tlabels\tnot\tgroup\none, two\tx;y\t\tg\nthree\t\tx\t\n")
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    wanted = labels(read_examples(rows))
+    for kind in ("jsonl", "csv", "tsv", "parquet"):
+        examples = read_examples(tmp_path / f"a.{kind}")
+        assert labels(examples) == wanted, kind
+        assert [example.group for example in examples.texts] == ["g", None], kind
+
+
+def test_both_sides_of_a_pair_are_one_group():
+    for_it, against = read_examples([{"positive": "p", "negative": "n", "concept": "x"}]).texts
+    assert (for_it.labels, against.labels) == ({"x": True}, {"x": False})
+    assert for_it.group == against.group is not None
+
+
+def test_spans_are_of_characters_and_of_what_is_above_their_concept(tmp_path):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    row = {"text": "A whale, a saw.", "spans": [{"start": 2, "end": 7, "concept": "whale"}]}
+    examples = read_examples([tmp_path / "tree.yaml", _written(tmp_path / "s.jsonl", row)])
+    assert examples.texts[-1].spans == (Span(2, 7, "whale"), Span(2, 7, "animal"))
+    assert examples.texts[-1].rest == "negative"
+
+
+def test_a_concept_brings_what_is_above_it_and_is_without_its_siblings(tmp_path):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    examples = read_examples(tmp_path / "tree.yaml")
+    assert examples.concepts["animal"] == Concept("animal", "animals", (), "a living thing that moves")
+    assert examples.above["whale"] == {"animal"}
+    found = labels(examples)
+    assert found["A whale sings."] == {"whale": True, "animal": True, "bird": False, "tool": False}
+    assert found["A saw cuts."] == {"tool": True, "animal": False, "whale": False, "bird": False}
+    # An animal may be a whale: nothing is known of that.
+    assert found["A crab walks."] == {"animal": True, "tool": False}
+    assert found["A shark bites."] == {"whale": False}
+
+
+def _written(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": "a", "labels": ["x"]}, {"text": "b"}], "example 1: nothing is known of this text"),
+        ([{"text": "a", "labels": ["x"], "not": ["x"]}], "'x' is in 'labels' and in 'not'"),
+        ([{"text": " ", "labels": ["x"]}], "example 0: 'text' is ' '"),
+        ([{"body": "a", "labels": ["x"]}], "example 0 has 'body', 'labels'"),
+        ([{"text": "abc", "spans": [{"start": 2, "end": 9, "concept": "x"}]}], "from 2 to 9 of 3 characters"),
+        ([{"text": "abc", "spans": [{"start": True, "end": 2.5, "concept": "x"}]}], "a span is from True to 2.5"),
+        ([{"messages": [{"role": "judge", "content": "a"}], "labels": ["x"]}], "a message has a 'role'"),
+        ([["a", "x"]], "example 0 is list"),
+        ([{"text": "a", "labels": [3]}], "'labels' holds 3"),
+        ([{"text": "a", "labels": {"x": "yes"}}], "neither true nor false"),
+        ([], "there is no example"),
+        ([{"id": "a", "definition": "x", "parents": ["b"], "examples": ["t"]}], "has the parent 'b'"),
+    ],
+)
+def test_a_wrong_row_is_named(rows, said):
+    with pytest.raises(TrainingError, match=said.replace("(", r"\(")):
+        read_examples(rows)
+
+
+def test_a_circle_and_a_contradiction_are_told():
+    circle = [
+        {"id": "a", "parents": ["b"], "examples": ["s"]},
+        {"id": "b", "parents": ["a"], "examples": ["t"]},
+    ]
+    with pytest.raises(TrainingError, match="parents go in a circle: a < b < a"):
+        read_examples(circle)
+    tree = [{"id": "animal", "examples": ["s"]}, {"id": "whale", "parents": ["animal"], "examples": ["t"]}]
+    with pytest.raises(TrainingError, match="'animal' is there and absent at once"):
+        read_examples([*tree, {"text": "u", "labels": ["whale"], "not": ["animal"]}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "a"\n', "line 1 is no JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is list"),
+        ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
+        ("a.yaml", "- [", "is no YAML"),
+        ("a.yaml", "text: 3", "give a list of concepts"),
+        ("a.yaml", "- {name: a}", "concept 1 has no 'id'"),
+        ("a.yaml", "- {id: a, colour: red}", "has 'colour'"),
+        ("a.docx", "", "its kind is unknown"),
+        ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TrainingError, match=said):
+        read_examples(path)
+    with pytest.raises(TrainingError, match=r"no such file.*did you mean"):
+        read_examples(tmp_path / f"{name[:-1]}")
+
+
+def test_yaml_makes_no_objects(tmp_path):
+    (tmp_path / "a.yaml").write_text("- !!python/object/apply:os.system [exit]\n")
+    with pytest.raises(TrainingError, match="is no YAML"):
+        read_examples(tmp_path / "a.yaml")

@@ -1,0 +1,67 @@
+"""No text trains probes and tests them: what belongs together stays together, whatever was planted."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probemon.training.groups import NEAR, group_texts, split_groups
+
+SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
+words = st.lists(st.sampled_from([f"w{i}" for i in range(40)]), min_size=1, max_size=60)
+
+
+def jaccard(a, b):
+    a, b = ({" ".join(text[i : i + 3]) for i in range(max(1, len(text) - 2))} for text in (a, b))
+    return len(a & b) / len(a | b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(words, min_size=2, max_size=25), st.randoms(use_true_random=False), st.integers(0, 9))
+def test_planted_copies_pairs_and_near_duplicates_are_never_parted(texts, rng, seed):
+    planted, together = [list(text) for text in texts], []
+    for i in range(len(texts)):
+        kind = rng.choice(["copy", "near", "none"])
+        if kind == "copy":
+            planted.append([word.upper() if rng.random() < 0.5 else word + "," for word in texts[i]])
+        elif kind == "near" and len(texts[i]) > 20:
+            changed = list(texts[i])
+            changed[rng.randrange(len(changed))] = "other"
+            if jaccard(changed, texts[i]) < NEAR:
+                continue
+            planted.append(changed)
+        else:
+            continue
+        together.append((i, len(planted) - 1))
+    groups = [None] * len(planted)
+    for i in range(0, len(planted) - 1, 5):  # and some pairs, by name
+        groups[i] = groups[i + 1] = f"pair {i}"
+        together.append((i, i + 1))
+    group = group_texts([" ".join(text) for text in planted], groups)
+    labels = np.asarray([[rng.choice([0, 1, -1])] for _ in planted], dtype=np.int8)
+    parts = split_groups(group, labels, SHARES, seed=seed)
+    assert (np.stack(list(parts.values())).sum(axis=0) == 1).all()
+    for i, j in together:
+        assert all(mask[i] == mask[j] for mask in parts.values()), (planted[i], planted[j])
+
+
+def test_texts_that_only_share_words_are_apart():
+    texts = [" ".join(f"w{(7 * i + k * k) % 50}" for k in range(40)) for i in range(30)]
+    assert len(set(group_texts(texts, [None] * 30).tolist())) == 30
+
+
+def test_labels_are_spread_by_their_shares_and_rare_ones_too():
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(400), rng.integers(1, 4, 400))
+    labels = (rng.random((400, 3)) < [0.5, 0.1, 0.03]).astype(np.int8)[group]
+    parts = split_groups(group, labels, SHARES, seed=0)
+    for p in range(3):
+        positive = labels[:, p] == 1
+        for name, share in SHARES.items():
+            assert abs(parts[name][positive].mean() - share) < 2.5 / positive.sum() + 0.01, (p, name)
+
+
+def test_the_split_is_of_the_seed():
+    group, labels = np.arange(50), (np.arange(50)[:, None] % 2).astype(np.int8)
+    same, again, other = (split_groups(group, labels, SHARES, seed=seed) for seed in (1, 1, 2))
+    assert all((same[name] == again[name]).all() for name in SHARES)
+    assert any((same[name] != other[name]).any() for name in SHARES)

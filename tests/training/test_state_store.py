@@ -1,0 +1,134 @@
+"""States on disk are those of a forward, token by token; a killed collection goes on to the same bytes."""
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import make_model
+from corpora import make_tokenizer, random_texts
+from oracle import states as forward_states
+from probemon.errors import TrainingError
+from probemon.offline import windows
+from probemon.offline.windows import Reading, Window
+from probemon.training.state_store import StatePlan, TextReader, collect_states, within_budget
+from probemon.training.texts import Text
+
+SITES = ("resid_post.0", "resid_post.2")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    plain = [Text(f"text {i}", text) for i, text in enumerate(random_texts(40, seed=1))]
+    # Chats hold the special tokens of their template.
+    return [*plain[:30], Text("chat", "<s>whale sings", ((3, 8),), is_chat=True), *plain[30:]]
+
+
+def plan_of(model, texts, every=1, sites=SITES):
+    reader = TextReader(model, make_tokenizer(), sites, Reading(Window(32, 8)))
+    tokens = reader.tokens(texts)
+    return StatePlan(reader, texts, tokens, [np.arange(0, len(own), every) for own in tokens])
+
+
+def everything(store, site):
+    return store.states(site)[torch.arange(len(store.document))]
+
+
+def digest(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_rows_are_the_states_of_their_tokens(model, texts, tmp_path):
+    plan = plan_of(model, texts)
+    store = collect_states(plan, tmp_path / "s")
+    assert len(store.document) == plan.n_rows == sum(map(len, plan.tokens))
+    for i in (0, 7, 30, 35):
+        tokens = plan.tokens[i]
+        rows = np.flatnonzero(store.document == i)
+        assert store.position[rows].tolist() == list(range(len(tokens))) and rows[0] == store.first[i]
+        if len(tokens) < 32:
+            found = forward_states(model, SimpleNamespace(sites=SITES), [*tokens.prefix, *tokens.ids.tolist()])
+            for site in SITES:
+                wanted = found[site][len(tokens.prefix) :]
+                assert (store.states(site)[torch.from_numpy(rows)] - wanted).abs().max() < 1e-5, (i, site)
+    # Anybody reads the files.
+    assert torch.equal(
+        load_file(tmp_path / "s" / "resid_post.2.safetensors")["states"], everything(store, "resid_post.2")
+    )
+
+
+def test_a_chat_is_read_with_its_own_special_tokens(model, texts):
+    plan = plan_of(model, texts)
+    tokens = plan.tokens[30]
+    assert (tokens.prefix, int(tokens.ids[0])) == ((), 1) and plan.tokens[0].prefix == (1,)
+    assert np.flatnonzero(texts[30].counts(tokens)).tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_killed_collection_goes_on_to_the_same_bytes(model, texts, tmp_path, monkeypatch, after):
+    monkeypatch.setattr(windows, "SHARD_DOCUMENTS", 8)
+    plan = plan_of(model, texts, every=3)
+    collect_states(plan, tmp_path / "whole")
+    calls, real = [], plan.reader.plain.run
+
+    def dying(*arguments):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(plan.reader.plain, "run", dying)
+    with pytest.raises(KeyboardInterrupt):
+        collect_states(plan, tmp_path / "killed")
+    done = json.loads((tmp_path / "killed" / "states.json").read_text())
+    assert 0 < done["texts"] < len(texts)
+    with (tmp_path / "killed" / "resid_post.0.safetensors").open("ab") as stream:
+        stream.write(b"half a row")
+    n_before = len(calls)
+    monkeypatch.setattr(plan.reader.plain, "run", lambda *arguments: (calls.append(1), real(*arguments))[1])
+    store = collect_states(plan_again(plan), tmp_path / "killed")
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    assert len(calls) > n_before
+    n_before = len(calls)
+    again = collect_states(plan, tmp_path / "killed")
+    assert len(calls) == n_before and torch.equal(everything(again, SITES[0]), everything(store, SITES[0]))
+
+
+def plan_again(plan):
+    return StatePlan(plan.reader, plan.texts, plan.tokens, plan.kept)
+
+
+def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    before = digest(tmp_path / "s")
+    other = make_model(seed=1)
+    collect_states(plan_of(other, texts), tmp_path / "s")
+    assert digest(tmp_path / "s")["resid_post.0.safetensors"] != before["resid_post.0.safetensors"]
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    assert digest(tmp_path / "s") == before
+    (tmp_path / "s" / "resid_post.2.safetensors").write_bytes(b"cut")
+    collect_states(plan_of(model, texts), tmp_path / "s")
+    assert digest(tmp_path / "s") == before
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "to.txt").write_text("dear")
+    with pytest.raises(TrainingError, match="holds other files than states"):
+        collect_states(plan_of(model, texts), tmp_path / "letters")
+
+
+def test_a_budget_is_kept_and_whole_texts_come_first():
+    wanted = [np.arange(100) for _ in range(50)]
+    whole = [i < 10 for i in range(50)]
+    kept = within_budget(wanted, whole, row_bytes=10, budget=20_000, seed=0)
+    assert all(len(kept[i]) == 100 for i in range(10))
+    n_others = sum(map(len, kept[10:]))
+    assert 900 < n_others < 1100
+    assert [own.tolist() for own in kept] == [
+        own.tolist() for own in within_budget(wanted, whole, row_bytes=10, budget=20_000, seed=0)
+    ]
+    small = within_budget(wanted, whole, row_bytes=10, budget=2_000, seed=0)
+    assert 100 < sum(map(len, small[:10])) < 200 and all(len(own) for own in small)
+    assert sum(map(len, within_budget(wanted, whole, row_bytes=10, budget=50_000, seed=0))) == 5000

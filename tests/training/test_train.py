@@ -1,0 +1,298 @@
+"""From examples to a pack on tiny random hosts: what is claimed of it is what the written pack does.
+
+The hosts are random, and so are the texts but for their letters: what is tested is the way from labels to scores.
+"""
+
+import hashlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from conftest import make_model
+from corpora import LETTERS, make_tokenizer
+from oracle import states as forward_states
+from probemon import DynamicProbeManager
+from probemon.aggregate import Ema, over
+from probemon.errors import ConfigError, HostMismatch, TrainingError
+from probemon.training import TrainingSettings, train
+from probemon.training.metrics import auroc_of
+from probemon.training.trainer import _Job
+
+COMMON = [letter for letter in LETTERS[:26] if letter not in "zqxk"]
+
+
+def text(rng, marks="", n=24):
+    """Random letters, half of them marks."""
+    return "".join(rng.choice(marks) if marks and rng.random() < 0.5 else rng.choice(COMMON) for _ in range(n))
+
+
+def rows(n=60, seed=0, concepts=(("zed", "z"), ("queue", "q"))):
+    rng = random.Random(seed)
+    ids = [id for id, _ in concepts]
+    found = []
+    for i in range(n):
+        id, marks = concepts[i % len(concepts)]
+        found.append({"text": text(rng, marks), "labels": [id], "not": [other for other in ids if other != id]})
+        found.append({"text": text(rng), "not": ids})
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(hidden=32)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return {"background": False, "states": tmp_path_factory.mktemp("states") / "s", "layers": (0, 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory, settings):
+    out = tmp_path_factory.mktemp("trained") / "letters"
+    return train(model, rows(), out, tokenizer=make_tokenizer(), **settings, report=out.with_name("letters.html"))
+
+
+def scores_of(trained, model, text):
+    """Scores `[T, P]` of a text by the written pack, from a plain forward."""
+    manager = DynamicProbeManager(trained.pack, load_threshold=0.0)
+    ids = [1, *(LETTERS.index(letter) + 4 for letter in text)]
+    scored = manager.score_tokens(
+        {site: hidden[1:] for site, hidden in forward_states(model, trained.pack, ids).items()}
+    )
+    return np.stack([scored.column(p) for p in range(trained.pack.n_probes)], axis=1)
+
+
+def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings):
+    """Area, thresholds and rates, from scores of the pack itself and labels by hand."""
+    job = _Job(model, make_tokenizer(), TrainingSettings(**settings), trained.pack.directory, print, print)
+    from probemon.training.examples import read_examples
+
+    data = job.dataset(read_examples(rows()), None)
+    order = [list(trained.quality["concepts"]).index(concept["id"]) for concept in trained.pack.concepts]
+    known = data.known[:, order]
+    by_part = [scores_of(trained, model, data.texts[document].text) for document in data.document]
+    highest = np.stack([over(Ema(0.3), scores).max(axis=0) for scores in by_part])
+    for p, concept in enumerate(trained.pack.concepts):
+        found = trained.quality["concepts"][concept["id"]]
+        test = data.of("test") & (known[:, p] >= 0)
+        assert found["auroc"] == pytest.approx(auroc_of(highest[test, p], known[test, p] == 1), abs=1e-3)
+        assert found["auroc"] > 0.9 and found["low"] > 0.75
+        benign = np.flatnonzero(data.of("calibrate") & (known[:, p] == 0))
+        tokens = np.concatenate([by_part[i][:, p] for i in benign])
+        threshold = float(trained.pack.alert_threshold[p])
+        assert found["alert"]["threshold"] == threshold and found["alert"]["n"] == len(tokens)
+        assert (tokens > threshold + 1e-6).sum() <= found["alert"]["allowed"]
+        assert (tokens >= threshold - 1e-6).sum() > found["alert"]["allowed"]
+        of_test = np.flatnonzero(test & (known[:, p] == 1))
+        fires = np.concatenate([by_part[i][:, p] for i in of_test]) > threshold
+        assert found["alert"]["test"]["with"]["rate"] == pytest.approx(fires.mean(), abs=0.01)
+
+
+def test_it_fires_on_its_own_letters_and_says_so_while_generating(model, trained):
+    z = trained.pack.find("zed")
+    marks = "azbzcdzefzgh"
+    assert scores_of(trained, model, marks)[:, z].mean() > scores_of(trained, model, "abbrcdsefwgh")[:, z].mean() + 0.1
+    manager = DynamicProbeManager(trained.pack, load_threshold=0.0)
+    ids = torch.tensor([[1, *(LETTERS.index(letter) + 4 for letter in marks)]])
+    with manager.attach(model, make_tokenizer()) as run:
+        out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    whole = forward_states(model, trained.pack, out[0].tolist())
+    wanted = manager.score_tokens(whole)
+    result = run.result(out)
+    for position in range(1, out.shape[1] - 1):
+        for p in range(trained.pack.n_probes):
+            live = result.scores.column(p)[result.at(0, position)]
+            assert live == pytest.approx(float(wanted.column(p)[position]), abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_bytes(model, trained, tmp_path, settings):
+    again = train(model, rows(), tmp_path / "letters", tokenizer=make_tokenizer(), **settings)
+    files = [
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(pack.directory.iterdir())}
+        for pack in (trained.pack, again.pack)
+    ]
+    assert files[0] == files[1]
+    other = train(model, rows(), tmp_path / "other", tokenizer=make_tokenizer(), **{**settings, "seed": 1})
+    assert other.pack.alert_threshold.tolist() != trained.pack.alert_threshold.tolist()
+
+
+def test_a_second_run_reads_no_states(model, trained, tmp_path, settings, monkeypatch):
+    from probemon.offline.state_reader import StateReader
+
+    monkeypatch.setattr(StateReader, "run", lambda *arguments: pytest.fail("the host ran again"))
+    train(model, rows(), tmp_path / "letters", tokenizer=make_tokenizer(), **{**settings, "method": "mass_mean"})
+
+
+def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
+    rng = random.Random(3)
+    labels = [{"text": text(rng), **({"labels": ["it"]} if i % 2 else {"not": ["it"]})} for i in range(160)]
+    found = train(
+        model, labels, tmp_path / "chance", tokenizer=make_tokenizer(), background=False, states=tmp_path / "s"
+    )
+    concept = found.quality["concepts"]["it"]
+    assert concept["low"] < 0.5 < concept["high"]
+    assert 0.45 < concept["shuffled"] < 0.55
+    assert "`it` is not shown to beat words (TF-IDF)" in found.pack.card_text().splitlines()[2]
+
+
+def test_a_hierarchy_is_learnt_below_its_parents(model, tmp_path):
+    rng = random.Random(0)
+    tree = [
+        {"id": "marked", "examples": [text(rng, "xk") for _ in range(12)]},
+        *(
+            {"id": id, "parents": ["marked"], "examples": [text(rng, marks) for _ in range(30)]}
+            for id, marks in (("zed", "z"), ("queue", "q"))
+        ),
+    ]
+    plain = [{"text": text(rng), "not": ["marked"]} for _ in range(60)]
+    found = train(
+        model, [*tree, *plain], tmp_path / "tree", tokenizer=make_tokenizer(), background=False, states=tmp_path / "s"
+    )
+    pack, concepts = found.pack, found.quality["concepts"]
+    assert pack.score_rule == "path" and pack.path(pack.find("zed")) == ["marked", "zed"]
+    assert min(concepts[id]["auroc"] for id in ("zed", "queue")) > 0.9
+    # Siblings are told apart among what their parent is.
+    scores = {marks: scores_of(found, model, text(random.Random(9), marks, 60)) for marks in "zq"}
+    z, q = pack.find("zed"), pack.find("queue")
+    assert scores["z"][:, z].mean() > 1.5 * scores["q"][:, z].mean()
+    assert scores["q"][:, q].mean() > 1.5 * scores["z"][:, q].mean()
+
+
+def test_spans_train_their_tokens(model, tmp_path):
+    rng = random.Random(0)
+    spans = []
+    for _ in range(60):
+        head, tail = text(rng, n=10), text(rng, n=10)
+        spans.append({"text": f"{head}zz{tail}", "spans": [{"start": 10, "end": 12, "concept": "zed"}]})
+    found = train(model, spans, tmp_path / "spans", tokenizer=make_tokenizer(), background=False, states=tmp_path / "s")
+    assert found.quality["concepts"]["zed"]["auroc"] > 0.95
+    assert found.quality["examples"]["test"]["tokens"] == 22 * found.quality["examples"]["test"]["texts"]
+
+
+def test_chats_train_on_the_turns_of_a_role(model, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ bos_token }}{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    rng = random.Random(0)
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": text(rng, "q")},
+                {"role": "assistant", "content": f" {text(rng, 'z' if i % 2 else '')} "},
+            ],
+            **({"labels": ["zed"]} if i % 2 else {"not": ["zed"]}),
+        }
+        for i in range(80)
+    ]
+    found = train(model, chats, tmp_path / "chats", tokenizer=tokenizer, background=False, states=tmp_path / "s")
+    assert found.quality["concepts"]["zed"]["auroc"] > 0.9
+    assert found.quality["examples"]["test"]["tokens"] == 24 * found.quality["examples"]["test"]["texts"]
+    # What the user says is the same whatever the label.
+    users = train(
+        model, chats, tmp_path / "users", tokenizer=tokenizer, background=False, states=tmp_path / "s", roles=("user",)
+    )
+    concept = users.quality["concepts"]["zed"]
+    assert concept["low"] < 0.5 < concept["high"]
+    with pytest.raises(TrainingError, match="has no turn of tool"):
+        train(model, chats, tmp_path / "x", tokenizer=tokenizer, background=False, roles=("tool",))
+    with pytest.raises(TrainingError, match="has no chat template"):
+        train(model, chats, tmp_path / "x", tokenizer=make_tokenizer(), background=False)
+
+
+def test_what_is_held_out_trains_nothing_and_is_judged_apart(model, tmp_path):
+    labelled = [{**row, "group": "far" if i < 20 else None} for i, row in enumerate(rows(60))]
+    elsewhere = rows(20, seed=5)
+    found = train(
+        model,
+        labelled,
+        tmp_path / "held",
+        tokenizer=make_tokenizer(),
+        background=False,
+        states=tmp_path / "s",
+        held_out=("far",),
+        outside=elsewhere,
+    )
+    assert found.quality["examples"]["outside"]["texts"] == 20 + 40
+    assert found.quality["concepts"]["zed"]["outside"]["auroc"] > 0.9
+    with pytest.raises(TrainingError, match="no example is of the group 'near'"):
+        train(model, labelled, tmp_path / "x", tokenizer=make_tokenizer(), background=False, held_out=("near",))
+
+
+def test_background_teaches_to_be_quiet(model, tmp_path):
+    tokenizer = make_tokenizer()
+    loud = train(model, rows(), tmp_path / "l", tokenizer=tokenizer, background=False, states=tmp_path / "s")
+    quiet = train(model, rows(), tmp_path / "q", tokenizer=tokenizer, states=tmp_path / "s2")
+    fires = quiet.quality["background_fires"]
+    assert loud.quality["background_fires"] is None and fires["tokens"] > 5000
+    assert fires["share_of_tokens"] < 0.03
+
+
+def config(kind, **more):
+    sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return kind(**sizes, **more)
+
+
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+}
+FAMILIES = {
+    "qwen2": lambda: Qwen2ForCausalLM(config(Qwen2Config, **LLAMA_LIKE)),
+    "gemma3": lambda: Gemma3ForCausalLM(config(Gemma3TextConfig, **LLAMA_LIKE, head_dim=16)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        config(GPT2Config, n_embd=32, n_layer=3, n_head=2, n_positions=128, initializer_range=0.5)
+    ),
+    "mamba2": lambda: Mamba2ForCausalLM(
+        config(
+            Mamba2Config, hidden_size=32, num_hidden_layers=3, state_size=8, num_heads=8, head_dim=8, n_groups=1,
+            initializer_range=0.5, chunk_size=16,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hosts_of_other_families_train_unchanged(model, tmp_path, family):
+    host = FAMILIES[family]().eval()
+    found = train(host, rows(), tmp_path / family, tokenizer=make_tokenizer(), background=False, states=tmp_path / "s")
+    assert min(concept["auroc"] for concept in found.quality["concepts"].values()) > 0.85
+    with pytest.raises(HostMismatch):
+        DynamicProbeManager(found.pack).attach(model, make_tokenizer(), strict=True)
+
+
+def test_too_few_examples_and_wrong_settings_are_told(model, tmp_path):
+    few = rows(6)
+    with pytest.raises(TrainingError, match=r"'zed' has examples in 3 groups.*give 8 or more"):
+        train(model, few, tmp_path / "x", tokenizer=make_tokenizer(), background=False)
+    only = [{"text": f"z{text(random.Random(i))}", "labels": ["zed"]} for i in range(20)]
+    with pytest.raises(TrainingError, match="nothing is without the concept 'zed'"):
+        train(model, only, tmp_path / "x", tokenizer=make_tokenizer(), background=False)
+    for wrong, said in (
+        ({"layers": "7"}, "the model's are 0 to 2"),
+        ({"method": "magic"}, "method"),
+        ({"fpr": 0}, "fpr"),
+        ({"roles": ("judge",)}, "roles"),
+        ({"colour": 1}, "colour"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(model, rows(), tmp_path / "x", tokenizer=make_tokenizer(), **wrong)
+    with pytest.raises(ConfigError, match="tokenizer is missing"):
+        train(model, rows(), tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -40,8 +40,14 @@ def train(
         typer.Option(help="Layers to choose from, by cross-validation: auto (five of them), or numbers, as 8,12,16."),
     ] = "auto",
     method: Annotated[
-        str, typer.Option(help="How probes are fitted: logistic, mass_mean or lda. All three are measured.")
-    ] = "logistic",
+        str,
+        typer.Option(
+            help=(
+                "The kind of probes: auto (what does best on a fifth of the training groups), logistic, watched (the"
+                " loss of the running score), joint (of a hierarchy), mlp, mass_mean or lda."
+            )
+        ),
+    ] = "auto",
     aggregate: Annotated[
         str,
         typer.Option(

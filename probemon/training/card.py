@@ -99,7 +99,8 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
         "",
         f"{_n(len(data.concepts), 'concept')}{' in a hierarchy' if data.is_tree else ''}, read from"
         f" {', '.join(sorted({found['site'] for found in quality['concepts'].values()}))} of"
-        f" {model_id or 'a model without a name'}. Linear probes, method `{settings.method}`, seed {settings.seed}.",
+        f" {model_id or 'a model without a name'}. Method `{quality['method']}`{_kinds(quality)},"
+        f" seed {settings.seed}.",
         "",
     ]
     lines += [f"- {warning}" for warning in warnings(quality)]
@@ -169,6 +170,11 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
     lines += ["", "| site | AUROC | standard error |", "|---|---:|---:|"]
     lines += [f"| {row['site']} | {row['auroc']:.4f} | {row['standard_error']:.4f} |" for row in quality["sites"]]
     return "\n".join(lines) + "\n"
+
+
+def _kinds(quality: Mapping[str, Any]) -> str:
+    areas = [f"{name} {area:.3f}" for name, area in quality["kinds"].items()]
+    return f", chosen by AUROC on a fifth of the training groups ({', '.join(areas)})" if areas else ""
 
 
 def _number(value: float | None) -> str:

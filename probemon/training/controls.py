@@ -134,10 +134,10 @@ def _standardised(values: np.ndarray, train: Mask) -> Dense:
 
 
 def _shuffled(data: Dataset, generator: np.random.Generator) -> Known:
-    """Return labels `[S, P]` dealt out anew: every group has those of a part of another one."""
-    groups, first = np.unique(data.group[~data.background], return_index=True)
-    rows = np.flatnonzero(~data.background)[first]
-    given = dict(zip(groups.tolist(), generator.permutation(rows).tolist(), strict=True))
+    """Return labels `[S, P]` dealt out anew: all parts of a group have those of one part, any of all."""
+    parts = np.flatnonzero(~data.background)
+    groups = np.unique(data.group[parts])
+    given = dict(zip(groups.tolist(), generator.permutation(parts)[: len(groups)].tolist(), strict=True))
     known = data.known.copy()
     for part in np.flatnonzero(~data.background):
         known[part] = data.known[given[int(data.group[part])]]

@@ -29,7 +29,8 @@ from probemon.training.logistic import Dense, Targets, fit_logistic
 from probemon.training.standard import Standard, Weights
 from probemon.training.state_store import SiteStates, StateStore
 
-METHODS = ("logistic", "mass_mean", "lda")
+METHODS = ("auto", "logistic", "watched", "joint", "mlp", "mass_mean", "lda")
+BESIDE = ("logistic", "mass_mean", "lda")  # are always fitted, too
 _CHUNK = 1 << 15
 
 
@@ -72,8 +73,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Probes as they are written, and those of the other methods at the same sites."""
+    """Probes as they are written, and those of the other methods at the same sites; `method` of the first, `areas` of
+    the kinds that it was chosen from.
+    """
 
+    method: str
+    areas: Mapping[str, float]
     weights: Weights
     by_method: Mapping[str, Weights]
     inputs: tuple[InputSpec, ...]

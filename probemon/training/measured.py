@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,8 @@ from probemon.training.dataset import OUTSIDE, Dataset
 from probemon.training.evaluation import Judged, difference, judge
 from probemon.training.fitting import Fitted, Rows, prepared
 from probemon.training.logistic import Dense, Targets, fit_logistic
-from probemon.training.running_scores import highest_running
+from probemon.training.path_loss import logits_of
+from probemon.training.running_scores import by_path, part_scores
 from probemon.training.settings import TrainingSettings
 from probemon.training.standard import Standard, Weights
 from probemon.training.state_store import StateStore
@@ -48,6 +49,7 @@ class Measured:
     """Scores of the parts that did not train, and thresholds.
 
     - `rows [R]`: rows of the store that were scored; `part [R]` of each; `scores [R, P]` fp32
+    - `method` of the probes that are written, and the areas `kinds` by which it was chosen
     - `highest`: by method, the score of each part `[S, P]`: see `part_scores`; NaN of those that train
     - `baselines`: by name, scores of each part `[S, P]`
     - `of_tokens`, `of_texts`: alert thresholds of single tokens, and of running scores by text
@@ -56,6 +58,8 @@ class Measured:
     data: Dataset
     settings: TrainingSettings
     choice: Choice
+    method: str
+    kinds: Mapping[str, float]
     rows: Ints
     part: Ints
     position: Ints
@@ -88,10 +92,10 @@ class Measured:
         by_method = {
             method: _scores(data, store, fitted, weights, rows) for method, weights in fitted.by_method.items()
         }
-        scores = by_method[settings.method]
+        scores = by_method[fitted.method]
         n_parts, of_rows = len(data.known), part[torch.from_numpy(rows)]
         highest = {
-            method: part_scores(data, settings, torch.from_numpy(values), of_rows)
+            method: part_scores(data, settings.aggregator, torch.from_numpy(values), of_rows)
             for method, values in by_method.items()
         }
         controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
@@ -111,12 +115,14 @@ class Measured:
             data,
             settings,
             choice,
+            fitted.method,
+            fitted.areas,
             rows,
             parts[rows],
             position,
             scores,
             highest,
-            part_scores(data, replace(settings, watch=Each()), torch.from_numpy(scores), of_rows),
+            part_scores(data, Each(), torch.from_numpy(scores), of_rows),
             part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
             _masked(data, settings, scores, parts[rows], position, giveaways),
             baselines,
@@ -124,7 +130,7 @@ class Measured:
             controls.shuffled(),
             controls.random(),
             thresholds(scores, parts[rows], benign, fpr=settings.fpr),
-            thresholds(highest[settings.method], np.arange(n_parts), benign, fpr=settings.fpr),
+            thresholds(highest[fitted.method], np.arange(n_parts), benign, fpr=settings.fpr),
         )
 
     @property
@@ -174,7 +180,8 @@ class Measured:
                 for site, (auroc, error) in zip(choice.sites, choice.curve, strict=True)
             ],
             "watch": str(self.settings.aggregator),
-            "method": self.settings.method,
+            "method": self.method,
+            "kinds": dict(self.kinds),
             "fpr": self.settings.fpr,
             "examples": self.counts(),
             "background_fires": self._fires_on_background(),
@@ -188,7 +195,7 @@ class Measured:
         def judged(values: Doubles) -> Judged:
             return judge(values[own, p : p + 1], known, group, seed=seed)[0]
 
-        main = self.highest[self.settings.method]
+        main = self.highest[self.method]
         found: dict[str, Any] = {
             "site": self.choice.site_of[p],
             "l2": float(self.choice.l2[p]),
@@ -249,46 +256,18 @@ def _number(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def part_scores(data: Dataset, settings: TrainingSettings, scores: Tensor, part: Tensor) -> Doubles:
-    """Return the score of each part `[S, P]` from those of its tokens `[N, P]`: of a text the highest running score, as
-    a rule sees it; of stretches that spans mark the mean, since they are not of one length.
-    """
-    n_parts = len(data.known)
-    highest = highest_running(settings.aggregator, scores, part, n_parts)
-    if not data.of_span.any():
-        return highest
-    return np.where(data.of_span[:, None], part_means(scores, part, n_parts).numpy(), highest)
-
-
 def _scores(data: Dataset, store: StateStore, fitted: Fitted, weights: Weights, rows: Ints) -> Floats:
     """Return the scores `[R, P]` of rows of a store, by the pack's rule."""
     scores = np.empty((len(rows), len(data.concepts)), dtype=np.float32)
     for i, spec in enumerate(fitted.inputs):
         own = np.flatnonzero(fitted.input_of == i)
         states = store.states(spec.site)
-        w, b = weights["w1"][own, 0].float(), weights["b1"][own, 0]
+        some = {name: value[own].float() for name, value in weights.items()}
         for begin in range(0, len(rows), _CHUNK):
             x = prepared(states, torch.from_numpy(rows[begin : begin + _CHUNK]), spec, weights["w1"].dtype)
-            scores[begin : begin + _CHUNK, own] = torch.sigmoid(x @ w.T + b).numpy()
-    for p in _downwards(data):
-        if data.parents[p]:
-            scores[:, p] *= scores[:, list(data.parents[p])].max(axis=1)
+            scores[begin : begin + _CHUNK, own] = torch.sigmoid(logits_of(x, some)).numpy()
+    by_path(scores, data.parents)
     return scores
-
-
-def _downwards(data: Dataset) -> list[int]:
-    """Concepts, those above before those below."""
-    order: list[int] = []
-
-    def add(p: int) -> None:
-        for parent in data.parents[p]:
-            add(parent)
-        if p not in order:
-            order.append(p)
-
-    for p in range(len(data.concepts)):
-        add(p)
-    return order
 
 
 def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> Tensor:
@@ -331,7 +310,7 @@ def _embedding(
     for begin in range(0, len(rows), _CHUNK):
         some = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
         scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[some].float().cpu()) @ w.T + b)
-    return part_scores(data, settings, scores, part[torch.from_numpy(rows)])
+    return part_scores(data, settings.aggregator, scores, part[torch.from_numpy(rows)])
 
 
 def _masked(
@@ -355,5 +334,5 @@ def _masked(
             hidden.append(document * width + np.flatnonzero(overlapping(data.tokens[document], ranges)))
         rows = np.flatnonzero(of_test & ~np.isin(place, np.concatenate(hidden)))
         column = torch.from_numpy(scores[rows, p : p + 1])
-        found[:, p] = part_scores(data, settings, column, torch.from_numpy(part[rows]))[:, 0]
+        found[:, p] = part_scores(data, settings.aggregator, column, torch.from_numpy(part[rows]))[:, 0]
     return found

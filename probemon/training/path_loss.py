@@ -101,6 +101,26 @@ def losses(logits: torch.Tensor, labels: torch.Tensor, ancestors: torch.Tensor) 
     return torch.where(labels == 1, -log_score, -complement) * (labels >= 0)
 
 
+def sibling_pairs(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ordered pairs of probes that share a parent, two tensors [Q]; roots are no siblings."""
+    same = (parents[:, None] == parents[None, :]) & (parents[:, None] >= 0)
+    same.fill_diagonal_(False)
+    a, b = same.nonzero(as_tuple=True)
+    return a, b
+
+
+def ranking_losses(
+    logits: torch.Tensor, labels: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """How little the siblings that are there stand over those that are not [N]: the logistic loss of the difference of
+    their logits (Burges et al. 2005, "Learning to rank using gradient descent"), the mean over a token's pairs.
+    """
+    a, b = pairs
+    apart = (labels[:, a] == 1) & (labels[:, b] == 0)
+    loss = functional.softplus(logits[:, b] - logits[:, a]) * apart
+    return loss.sum(1) / apart.sum(1).clamp(min=1)
+
+
 def starting_biases(labels: torch.Tensor, weight: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
     """Biases [P] by which every score begins as its concept's share of the tokens, given its parent."""
     share = ((labels == 1).float().T @ weight / weight.sum()).clamp(min=1e-6)
@@ -125,9 +145,13 @@ def fit(
     shape: tuple[int, ...] = (),
     seed: int = 0,
     start: Weights | None = None,
+    ranking: float = 0.0,
     progress: bool = True,
 ) -> Weights:
-    """Weights of P probes for standardised x [N, D] and labels [N, P]. `weight` [N]: how much each token counts."""
+    """Weights of P probes for standardised x [N, D] and labels [N, P]. `weight` [N]: how much each token counts.
+
+    `ranking`: how much the order of siblings counts beside the loss of scores.
+    """
     weight = torch.ones(len(x)) if weight is None else weight
     weights = {name: value.clone() for name, value in (start or initial(shape, seeds, x.shape[1])).items()}
     if not shape and start is None:
@@ -142,10 +166,14 @@ def fit(
     steps = -(-len(x) // recipe.batch) * recipe.epochs
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, recipe.rate, total_steps=steps, pct_start=0.1)
     generator, above = torch.Generator().manual_seed(seed), ancestors_of(parents)
+    pairs = sibling_pairs(parents) if ranking else None
     with tqdm(total=steps, desc=f"training {len(seeds)} probes", unit="step", disable=not progress) as bar:
         for _ in range(recipe.epochs):
             for rows in torch.randperm(len(x), generator=generator).split(recipe.batch):
-                loss = losses(forward(x[rows].float(), weights), labels[rows], above).sum(1) @ weight[rows]
+                logits = forward(x[rows].float(), weights)
+                loss = losses(logits, labels[rows], above).sum(1) @ weight[rows]
+                if pairs is not None and len(pairs[0]):
+                    loss = loss + ranking * ranking_losses(logits, labels[rows], pairs) @ weight[rows]
                 optimiser.zero_grad()
                 (loss / len(rows)).backward()
                 optimiser.step()

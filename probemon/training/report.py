@@ -139,7 +139,7 @@ def _number(value: float | None) -> str:
 def _roc(data: Dataset, found: Measured, p: int) -> Element:
     own, size = found.test_of(p), 200
     known = data.known[own, p]
-    main = found.highest[found.settings.method][own, p]
+    main = found.highest[found.method][own, p]
     lines = [
         element("path", d=f"M0,0V{size}H{size}M0,{size}L{size},0", kind="axis"),
         element("polyline", points=_curve(main, known, size), kind="curve"),
@@ -162,7 +162,7 @@ def _curve(scores: np.ndarray, known: np.ndarray, size: int) -> str:
 
 
 def _mistakes(data: Dataset, found: Measured, p: int) -> Iterator[Element]:
-    highest = found.highest[found.settings.method][:, p]
+    highest = found.highest[found.method][:, p]
     known = np.where(found.test_of(p) & ~np.isnan(highest), data.known[:, p], -1)
     yield element("h3", clip(data.concepts[p].name, 60))
     sides: Sequence[tuple[str, int, int, int]] = (
@@ -183,7 +183,7 @@ def _text(data: Dataset, found: Measured, part: int, p: int) -> Element:
     document = int(data.document[part])
     text, tokens = data.texts[document].text, data.tokens[document]
     rows = np.flatnonzero(found.part == part)
-    score = found.highest[found.settings.method][part, p]
+    score = found.highest[found.method][part, p]
     head = element("span", f"{score:.3f}  ", kind="dim")
     if tokens.start.min() < 0:
         return element("div", head, clip(text, 600), kind="text")

@@ -5,12 +5,16 @@ highest = highest_running(Ema(0.3), scores, part, n_parts)         # [S, P] of s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.aggregate import Aggregator, Each, Max
-from probemon.training.crossvalidation import Doubles
+from probemon.core.scores import Floats
+from probemon.training.crossvalidation import Doubles, part_means
+from probemon.training.dataset import Dataset
 
 _VALUES = 1 << 22  # scores of a batch of parts, with padding
 
@@ -40,3 +44,30 @@ def highest_running(aggregator: Aggregator, scores: Tensor, part: Tensor, n_part
             best = np.where(going[:, None], np.maximum(best, values.reshape(best.shape)), best)
         found[together] = best
     return found
+
+
+def part_scores(data: Dataset, aggregator: Aggregator, scores: Tensor, part: Tensor) -> Doubles:
+    """Return the score of each part `[S, P]` from those of its tokens `[N, P]`: of a text the highest running score, as
+    a rule sees it; of stretches that spans mark the mean, since they are not of one length.
+    """
+    n_parts = len(data.known)
+    highest = highest_running(aggregator, scores, part, n_parts)
+    if not data.of_span.any():
+        return highest
+    return np.where(data.of_span[:, None], part_means(scores, part, n_parts).numpy(), highest)
+
+
+def by_path(scores: Floats, parents: Sequence[Sequence[int]]) -> None:
+    """Multiply own scores `[N, P]` by the highest path score of a parent, those above first, in place."""
+    done: set[int] = set()
+
+    def multiply(p: int) -> None:
+        if p not in done:
+            done.add(p)
+            for parent in parents[p]:
+                multiply(parent)
+            if parents[p]:
+                scores[:, p] *= scores[:, list(parents[p])].max(axis=1)
+
+    for p in range(scores.shape[1]):
+        multiply(p)

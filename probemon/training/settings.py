@@ -27,7 +27,8 @@ class TrainingSettings:
     """Settings of `train`.
 
     - `layers`: "auto" for five of them between a quarter and three quarters of the depth; or numbers, or sites
-    - `method`: of the probes that are written; all are measured
+    - `method`: of the probes that are written: "auto" for the kind that does best on a fifth of the training groups,
+      or one of `probemon.training.candidates`, or "mass_mean" or "lda"
     - `watch`: the aggregator whose running score will be watched; a text's score is the highest of it
     - `roles`: whose turns count in a chat
     - `exclusive`: a text has its labels and no other concept
@@ -39,7 +40,7 @@ class TrainingSettings:
     """
 
     layers: str | int | Sequence[int | str] = "auto"
-    method: str = "logistic"
+    method: str = "auto"
     watch: Aggregator | str = "ema:0.3"
     roles: Sequence[str] = ("assistant",)
     exclusive: bool = False

@@ -34,12 +34,13 @@ from probemon.offline.windows import Reading
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
 from probemon.training.background import passages
+from probemon.training.candidates import Problem, best_candidate, fit_candidate, possible
 from probemon.training.card import card
 from probemon.training.choice import Choice
 from probemon.training.crossvalidation import cross_validated, curve, deal
 from probemon.training.dataset import Dataset
 from probemon.training.examples import Examples, Source, read_examples
-from probemon.training.fitting import Fitted, Rows, balanced, conditional, fit_linear, prepared, row_parts
+from probemon.training.fitting import BESIDE, Fitted, Rows, conditional, fit_linear, prepared, row_parts
 from probemon.training.labels import Known
 from probemon.training.logistic import Dense, Targets
 from probemon.training.measured import Measured
@@ -258,33 +259,39 @@ class _Job:
     def fit(self, data: Dataset, store: StateStore, part: Tensor, learnt: Known, choice: Choice) -> Fitted:
         """Fit the probes of every site that was chosen, by every method."""
         used = [site for site in self.sites if site in choice.site_of]
-        n_concepts, width = len(data.concepts), hidden_size(self.host)
+        n_concepts = len(data.concepts)
         inputs = tuple(InputSpec(site, _NORM) for site in used)
         input_of = np.asarray([used.index(site) for site in choice.site_of], dtype=np.int64)
         by_method: dict[str, Weights] = {}
         familiar: list[Familiar | None] = []
         golden = []
+        method, areas = self.settings.method, dict[str, float]()
+        names = possible(data, self.settings.aggregator, n_sites=len(used))
+        if method not in (*BESIDE, "auto", *names):
+            raise ConfigError(f"method {method!r} cannot be here: {', '.join((*names, *BESIDE[1:]))} can")
         for i, site in enumerate(used):
             own = np.flatnonzero(input_of == i)
             rows = self._rows(store, part, data.of("train"), site, self.settings.memory)
-            targets = Targets(
-                rows.part, torch.from_numpy(learnt[:, own]), balanced(data.known[:, own], data.background)
+            problem = Problem(
+                data, rows, own.tolist(), learnt, choice.l2[own], self.settings.aggregator, self.settings.seed
             )
-            for method in ("logistic", "mass_mean", "lda"):
-                weights = fold(fit_linear(rows, targets, choice.l2[own], method), rows.standard, self.dtype)
-                whole = by_method.setdefault(
-                    method,
-                    {
-                        "w1": torch.zeros(n_concepts, 1, width, dtype=self.dtype),
-                        "b1": torch.zeros(n_concepts, 1),
-                    },
-                )
-                for key, value in weights.items():
-                    whole[key][own] = value
+            if method == "auto":
+                # Sites of a pack have probes of one kind: that of the first, which serves the most.
+                method, areas = best_candidate(names, problem) if len(used) == 1 else ("logistic", {})
+            linear = fit_linear(rows, problem.targets, problem.l2)
+            for kind in dict.fromkeys((*BESIDE, method)):
+                if kind in BESIDE[1:]:
+                    weights = fit_linear(rows, problem.targets, problem.l2, kind)
+                else:
+                    weights = fit_candidate(kind, problem, linear)
+                for key, value in fold(weights, rows.standard, self.dtype).items():
+                    whole = by_method.setdefault(kind, {})
+                    whole.setdefault(key, torch.zeros(n_concepts, *value.shape[1:], dtype=value.dtype))[own] = value
             familiar.append(self._familiar(data, store, part, inputs[i]))
             golden.append(store.states(site)[self._golden_rows(data, part)].float())
-        chosen = by_method[self.settings.method]
-        return Fitted(chosen, by_method, inputs, input_of, familiar, torch.stack(golden, dim=1))
+        return Fitted(
+            method, areas, by_method[method], by_method, inputs, input_of, familiar, torch.stack(golden, dim=1)
+        )
 
     def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> Rows:
         return Rows.of(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from probemon.offline.documents import Source
     from probemon.telemetry.recorder import RoutingRecorder
     from probemon.telemetry.settings import RoutingSettings
+    from probemon.training.collect import Collected
 
 
 class DynamicProbeManager(Scorer):
@@ -163,3 +164,21 @@ class DynamicProbeManager(Scorer):
         from probemon.offline.analyze import analyze
 
         return analyze(self, model, tokenizer, documents, out, resume=resume, **settings)
+
+    def collect(
+        self,
+        model: Any,
+        tokenizer: Any,
+        data: Any,
+        out: str | os.PathLike[str],
+        *,
+        sites: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> Collected:
+        """Write the hidden states that the pack's probes read, or those at `sites`, for a trainer of your own.
+
+        `data`, `settings`: see `probemon.training.collect.collect`.
+        """
+        from probemon.training.collect import collect
+
+        return collect(model, tokenizer, data, out, sites=self.pack.sites if sites is None else sites, **settings)

@@ -30,6 +30,7 @@ from probemon.cli.packs import hierarchy, quantize
 from probemon.cli.packs import pack as packs
 from probemon.cli.report import report
 from probemon.cli.routing import routing
+from probemon.cli.states import states
 from probemon.cli.terminal import border, say
 from probemon.cli.train import train
 from probemon.cli.watch import watch
@@ -44,7 +45,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
 )
-for command in (train, analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize):
+_COMMANDS = (
+    train, states, analyze, report, diff, calibrate, routing, hierarchy, watch, concepts, inspect, quantize,
+)  # fmt: skip
+for command in _COMMANDS:
     app.command()(command)
 app.add_typer(importing, name="import")
 app.add_typer(packs, name="pack")

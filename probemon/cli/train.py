@@ -64,7 +64,7 @@ def train(
     exclusive: Annotated[
         bool,
         typer.Option(
-            "--exclusive", help="A text has the labels it lists, and no other concept. Else those are unknown."
+            "--exclusive", help="A text has the labels it lists, and no other concept; else others are unknown."
         ),
     ] = False,
     test: Annotated[

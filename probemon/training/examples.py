@@ -117,9 +117,17 @@ class Examples:
 
 
 def read_examples(
-    sources: Source | Sequence[str | os.PathLike[str]], *, exclusive: bool = False, text_field: str = "text"
+    sources: Source | Sequence[str | os.PathLike[str]],
+    *,
+    exclusive: bool = False,
+    text_field: str = "text",
+    labelled: bool = True,
 ) -> Examples:
-    """Read the examples of files, or of an iterable of dicts. `exclusive`: a text has its labels and no other concept.
+    """Read the examples of files, or of an iterable of dicts.
+
+    - `exclusive`: a text has its labels and no other concept
+    - `text_field`: the name of the text in rows that have no `text`
+    - `labelled`: whether something has to be known of each text
 
     Raises `TrainingError`.
     """
@@ -145,7 +153,8 @@ def read_examples(
         raise TrainingError(
             "there is no example: give texts with labels, pairs, spans, chats or concepts with examples"
         )
-    _check_known(texts, exclusive)
+    if labelled and not exclusive:
+        _check_known(texts)
     closed = tuple(_closed(example, concepts, above, exclusive) for example in texts)
     return Examples(concepts, above, closed)
 
@@ -212,10 +221,10 @@ def _follows(id: str, known: bool, above: Mapping[str, frozenset[str]]) -> list[
     return [id, *sorted(above[id] if known else (other for other in above if id in above[other]))]
 
 
-def _check_known(texts: Sequence[Example], exclusive: bool) -> None:
+def _check_known(texts: Sequence[Example]) -> None:
     """A text of which nothing is known would be left out in silence."""
     silent = [example.where for example in texts if not example.labels and not example.spans]
-    if silent and not exclusive:
+    if silent:
         raise TrainingError(
             f"{silent[0]}: nothing is known of this text (and of {len(silent) - 1} more): a concept that is not in"
             " 'labels' is unknown, not absent. List it in 'not', or say that labels are exclusive (--exclusive): then a"

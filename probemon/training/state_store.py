@@ -58,6 +58,11 @@ class TextReader:
         """The host itself, without wrappers."""
         return self.plain.host
 
+    @property
+    def width(self) -> int:
+        """How many values a state has."""
+        return hidden_size(self.host)
+
     def kinds(self, texts: Sequence[Text]) -> list[tuple[StateReader, list[int]]]:
         """Return a reader, and the texts `[n]` that are for it, by place: plain ones first."""
         chosen: list[tuple[StateReader, list[int]]] = [

@@ -1,0 +1,103 @@
+"""The command states.
+
+probemon states demo mails.jsonl --sites resid_post.15 --out states/
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from probemon.cli.common import load_aloud, progress_bar, use_threads
+from probemon.cli.options import AsJson, Device, Dtype, Model, TextField, Threads
+from probemon.cli.terminal import answer, say
+from probemon.errors import ConfigError
+
+
+def states(
+    model: Model,
+    data: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help="Texts, with labels or without: .jsonl, .csv, .tsv, .parquet or .yaml."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="Where the states are written. What lies there of the same texts is gone on with."),
+    ],
+    sites: Annotated[
+        str, typer.Option(help="Hidden states to write: resid_post.15, or several, as resid_post.8,mlp_out.9.")
+    ],
+    on: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose turns of a chat are kept: assistant, user, system, tool; may be repeated."),
+    ] = None,
+    exclusive: Annotated[
+        bool,
+        typer.Option(
+            "--exclusive", help="A text has the labels it lists, and no other concept; else others are unknown."
+        ),
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(help="Size of the states at most, in GB: then tokens are drawn. 0: all of them.")
+    ] = 0.0,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Write states.parquet too: a row a token, with its characters and labels.")
+    ] = False,
+    text_field: TextField = "text",
+    seed: Annotated[int, typer.Option(help="Draws the same tokens as any run with this number.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
+    from probemon.core.probes import parse_site
+    from probemon.training.collect import collect
+    from probemon.training.examples import read_examples
+
+    chosen = [site.strip() for site in sites.split(",") if site.strip()]
+    for site in chosen:
+        parse_site(site)
+    if not chosen:
+        raise ConfigError("--sites is empty: give one, such as resid_post.15")
+    if budget < 0:
+        raise ConfigError(f"--budget is {budget:g}: give a number of GB, or 0 for all tokens")
+    use_threads(threads)
+    # What is wrong with the texts shows before the model is loaded.
+    read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
+    host, tokenizer = load_aloud(model, device, dtype)
+    with progress_bar("states", unit="token") as bar:
+        found = collect(
+            host,
+            tokenizer,
+            data,
+            out,
+            sites=chosen,
+            roles=tuple(on or ("assistant",)),
+            exclusive=exclusive,
+            text_field=text_field,
+            budget=int(budget * 1e9) or None,
+            seed=seed,
+            progress=bar.update,
+        )
+    if parquet:
+        found.write_parquet(out / "states.parquet")
+    if as_json:
+        answer(
+            {
+                "directory": str(out),
+                "sites": list(found.store.sites),
+                "concepts": found.concepts,
+                "texts": len(found.store.first),
+                "rows": len(found.document),
+                "width": found.store.width,
+            }
+        )
+        return
+    say(
+        f"{out}: states of {len(found.document)} tokens of {len(found.store.first)} texts at"
+        f" {', '.join(found.store.sites)}, {found.store.width} values each, in safetensors"
+    )
+    say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

@@ -9,7 +9,7 @@ Every figure is of the probes as they are written, on parts that chose nothing. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,19 +27,20 @@ from probemon.training.choice import Choice
 from probemon.training.controls import Controls
 from probemon.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
 from probemon.training.dataset import OUTSIDE, Dataset
-from probemon.training.evaluation import Judged, difference, judge
+from probemon.training.evaluation import difference, judge
 from probemon.training.fitting import Fitted, Rows, prepared
 from probemon.training.logistic import Dense, Targets, fit_logistic
+from probemon.training.metrics import auroc_of
 from probemon.training.path_loss import logits_of
 from probemon.training.running_scores import by_path, part_scores
 from probemon.training.settings import TrainingSettings
-from probemon.training.standard import Standard, Weights
+from probemon.training.standard import Standard
 from probemon.training.state_store import StateStore
 from probemon.training.texts import overlapping
 from probemon.training.words import places_of
 
 _CHUNK = 1 << 14
-_EMBEDDING_BYTES = 32 << 20
+_EMBEDDING_BYTES, _SCORE_BYTES = 16 << 20, 1 << 30
 MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words is taken
 BASELINES = ("words", "embedding", "pooled", "length", "position")
 
@@ -89,15 +90,12 @@ class Measured:
         """Score, calibrate and compare."""
         parts = part.numpy()
         rows = np.flatnonzero(data.of("calibrate", "test", OUTSIDE)[parts])
-        by_method = {
-            method: _scores(data, store, fitted, weights, rows) for method, weights in fitted.by_method.items()
-        }
-        scores = by_method[fitted.method]
         n_parts, of_rows = len(data.known), part[torch.from_numpy(rows)]
-        highest = {
-            method: part_scores(data, settings.aggregator, torch.from_numpy(values), of_rows)
-            for method, values in by_method.items()
-        }
+        highest = {}
+        for method, own in _scores(data, store, fitted, rows):
+            highest[method] = part_scores(data, settings.aggregator, torch.from_numpy(own), of_rows)
+            if method == fitted.method:
+                scores = own
         controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
         giveaways = controls.vocabulary.giveaways(
             [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.known[controls.train]
@@ -192,22 +190,23 @@ class Measured:
         seed, own = self.settings.seed, self.test_of(p)
         known, group = self.data.known[own, p : p + 1], self.data.group[own]
 
-        def judged(values: Doubles) -> Judged:
-            return judge(values[own, p : p + 1], known, group, seed=seed)[0]
+        def area(values: Doubles) -> float | None:
+            use = (known[:, 0] >= 0) & ~np.isnan(values[own, p])
+            return _number(auroc_of(values[own, p][use], known[use, 0] == 1))
 
         main = self.highest[self.method]
         found: dict[str, Any] = {
             "site": self.choice.site_of[p],
             "l2": float(self.choice.l2[p]),
             "tested_on_background": self.tests_on_background[p],
-            **judged(main).as_dict(),
-            "each": judged(self.each).auroc,
-            "mean": judged(self.mean).auroc,
-            "methods": {method: judged(values).auroc for method, values in self.highest.items()},
-            "baselines": {name: judged(self.baselines[name]).auroc for name in BASELINES},
+            **judge(main[own, p : p + 1], known, group, seed=seed)[0].as_dict(),
+            "each": area(self.each),
+            "mean": area(self.mean),
+            "methods": {method: area(values) for method, values in self.highest.items()},
+            "baselines": {name: area(self.baselines[name]) for name in BASELINES},
             "shuffled": _number(self.shuffled[p]),
             "random_direction": _number(self.random[p]),
-            "without_giveaways": None if self.masked is None else judged(self.masked).auroc,
+            "without_giveaways": None if self.masked is None else area(self.masked),
             "giveaways": self.giveaways[p],
             "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, own)},
             "alert_of_texts": self.of_texts[p].as_dict(),
@@ -256,18 +255,32 @@ def _number(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _scores(data: Dataset, store: StateStore, fitted: Fitted, weights: Weights, rows: Ints) -> Floats:
-    """Return the scores `[R, P]` of rows of a store, by the pack's rule."""
-    scores = np.empty((len(rows), len(data.concepts)), dtype=np.float32)
-    for i, spec in enumerate(fitted.inputs):
-        own = np.flatnonzero(fitted.input_of == i)
-        states = store.states(spec.site)
-        some = {name: value[own].float() for name, value in weights.items()}
-        for begin in range(0, len(rows), _CHUNK):
-            x = prepared(states, torch.from_numpy(rows[begin : begin + _CHUNK]), spec, weights["w1"].dtype)
-            scores[begin : begin + _CHUNK, own] = torch.sigmoid(logits_of(x, some)).numpy()
-    by_path(scores, data.parents)
-    return scores
+def _scores(data: Dataset, store: StateStore, fitted: Fitted, rows: Ints) -> Iterator[tuple[str, Floats]]:
+    """Yield the scores `[R, P]` of rows of a store by the probes of each method and the pack's rule: of several methods
+    in one pass over the states, where there is room for their scores.
+    """
+    size = max(1, 4 * len(rows) * len(data.concepts))
+    for together in _batches(list(fitted.by_method), max(1, _SCORE_BYTES // size)):
+        scores = {method: np.empty((len(rows), len(data.concepts)), dtype=np.float32) for method in together}
+        for i, spec in enumerate(fitted.inputs):
+            own = np.flatnonzero(fitted.input_of == i)
+            states = store.states(spec.site)
+            some = {
+                method: {name: value[own].float() for name, value in fitted.by_method[method].items()}
+                for method in together
+            }
+            for begin in range(0, len(rows), _CHUNK):
+                numbers = torch.from_numpy(rows[begin : begin + _CHUNK])
+                x = prepared(states, numbers, spec, fitted.weights["w1"].dtype)
+                for method in together:
+                    scores[method][begin : begin + _CHUNK, own] = torch.sigmoid(logits_of(x, some[method])).numpy()
+        for method in together:
+            by_path(scores[method], data.parents)
+            yield method, scores.pop(method)
+
+
+def _batches(names: list[str], n: int) -> list[list[str]]:
+    return [names[i : i + n] for i in range(0, len(names), n)]
 
 
 def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> Tensor:

@@ -51,7 +51,7 @@ from probemon.training.state_store import StatePlan, StateStore, TextReader, col
 
 REPORT = "report.html"
 _NORM = "rmsnorm"
-_SWEEP_BYTES = 48 << 20  # of the rows of one site that a cross-validation sees
+_SWEEP_BYTES = 32 << 20  # of the rows of one site that a cross-validation sees
 _N_GOLDEN, _N_FAMILIAR = 8, 20_000
 
 

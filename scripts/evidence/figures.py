@@ -322,7 +322,42 @@ def _reason(text: str) -> str:
     return text[:117].replace("|", "/").replace("<", "").replace("*", "") + ("..." if len(text) > 117 else "")
 
 
+def training(found: dict[str, Any]) -> list[str]:
+    """What the trained probes of each case are, beside what needs no probe, and what they took."""
+    lines = [
+        "| case | concept | probe | words | input embedding | mean state | masked | shuffled | TPR at 1 % |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, case in found["cases"].items():
+        if name.endswith("again"):
+            continue
+        for id, concept in case["concepts"].items():
+            rate = concept["tpr_at_fpr"]["0.01"]
+            cells = [concept["auroc"], *(concept["baselines"][key] for key in ("words", "embedding", "pooled"))]
+            cells += [concept["without_giveaways"], concept["shuffled"]]
+            areas = " | ".join("–" if area is None else f"{area:.3f}" for area in cells)
+            lines.append(f"| {name} | {id} | {areas} | {'too few' if rate is None else format(rate['rate'], '.2f')} |")
+    return lines
+
+
+def training_costs(found: dict[str, Any]) -> list[str]:
+    """What each case took, and what was taken."""
+    lines = [
+        "| case | texts | kind | site | minutes | GB of memory | GB of states |",
+        "|---|---:|---|---|---:|---:|---:|",
+    ]
+    for name, case in found["cases"].items():
+        n_texts = sum(part["texts"] for key, part in case["examples"].items() if "background" not in key)
+        sites = ", ".join(sorted({concept["site"] for concept in case["concepts"].values()}))
+        lines.append(
+            f"| {name} | {n_texts:,} | {case['method']} | {sites} | {case['minutes']:.1f} | {case['gigabytes']:.1f} |"
+            f" {case['states_gigabytes']:.1f} |"
+        )
+    return lines
+
+
 TABLES = {
+    "training.json": (training, training_costs),
     "bem.json": (bem_claims, bem_grid),
     "cpu.json": (claims, host, grid),
     "quality.json": (rules, retained),

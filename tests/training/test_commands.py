@@ -1,0 +1,89 @@
+"""The commands train and states, as a shell runs them: on a folder of a model, killed and run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import make_model
+from corpora import make_tokenizer, random_texts
+from probemon.packs.pack import ProbePack
+from probemon.training.state_store import STATE
+from training.test_train import rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("host")
+    make_model(hidden=32).save_pretrained(home / "host")
+    make_tokenizer().save_pretrained(home / "host")
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(30)))
+    return home
+
+
+def command(folder, *arguments):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    line = [sys.executable, "-m", "probemon", *map(str, arguments)]
+    return {"args": line, "cwd": folder, "env": environment, "text": True}
+
+
+def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder):
+    given = ("train", "host", "rows.jsonl", "--out", "letters", "--no-background", "--layers", "0,1")
+    done = subprocess.run(**command(folder, *given), capture_output=True, check=True)
+    pack = ProbePack.open(folder / "letters", verify=True)
+    assert pack.manifest["host"]["model_id"] == "host" and pack.n_probes == 2
+    assert "letters: letters, 2 probes; report in letters.html" in done.stdout
+    assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in done.stdout
+    page = (folder / "letters.html").read_text()
+    assert "<svg" in page and "The worst mistakes" in page and "<script" not in page
+    again = subprocess.run(**command(folder, *given, "--json", "--overwrite"), capture_output=True, check=True)
+    said = json.loads(again.stdout)
+    assert said["concepts"] == pack.manifest["quality"]["concepts"]
+    assert sorted(path.name for path in folder.iterdir()) == ["cache", "host", "letters", "letters.html", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "host", "row.jsonl", "--out", "x"), "did you mean rows.jsonl?"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--layers", "9"), "the model's are 0 to 2"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--aggregate", "emo:0.3"), "did you mean"),
+        (("train", "host", "rows.jsonl", "--out", "host"), "exists"),
+        (("states", "host", "rows.jsonl", "--out", "x", "--sites", "layer 3"), "is not supported"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(folder, arguments, said):
+    done = subprocess.run(**command(folder, *arguments), capture_output=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr
+    assert not (folder / "x").exists()
+
+
+def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder):
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(6000, longest=60)))
+    given = ("states", "host", texts, "--sites", "resid_post.2", "--json", "--out")
+    running = subprocess.Popen(
+        **command(folder, *given, "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while running.poll() is None and _texts_done(folder / "killed") < 1000:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    before = _texts_done(folder / "killed")
+    assert 0 < before < 6000
+    for name in ("killed", "whole"):
+        done = subprocess.run(**command(folder, *given, name), capture_output=True, check=True)
+        assert json.loads(done.stdout)["texts"] == 6000
+    for path in sorted((folder / "whole").iterdir()):
+        assert path.read_bytes() == (folder / "killed" / path.name).read_bytes(), path.name
+
+
+def _texts_done(folder):
+    try:
+        return json.loads((folder / STATE).read_text())["texts"]
+    except (OSError, ValueError):
+        return 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -204,7 +204,9 @@ class Result:
 
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
         """The firing concepts of one token by strength, at most `k`: of those on one path the lowest alone."""
-        return leading(self.pack, self.scores, check_count("index", index, most=len(self.row) - 1), check_count("k", k))
+        index = check_count("index", index, most=len(self.row) - 1)
+        where = self.where(index)
+        return [replace(concept, **where) for concept in leading(self.pack, self.scores, index, check_count("k", k))]
 
     def aggregate(
         self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated"

@@ -29,8 +29,11 @@ def verdict(quality: Mapping[str, Any]) -> str:
         who = f"All {len(concepts)} probes tell" if len(concepts) > 1 else "The probe tells"
         return f"{who} more than the words of a text (TF-IDF) and more than input embeddings do, on the same test."
     against = {name: [id for id in behind if not beats(concepts[id], name)] for name in ("words", "embedding")}
+    plural = {"words": "the words of a text (TF-IDF)", "embedding": "input embeddings"}
+    if len({tuple(ids) for ids in against.values()}) == 1:
+        plural, against = {"words": " or ".join(plural.values())}, {"words": behind}
     parts = [
-        f"{_some(ids)} {'is' if len(ids) == 1 else 'are'} not shown to beat {NAMES[name]}"
+        f"{_some(ids)} {'is' if len(ids) == 1 else 'are'} not shown to beat {plural[name]}"
         for name, ids in against.items()
         if ids
     ]
@@ -91,7 +94,7 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
     """Return the card as Markdown."""
     shown = dict(list(quality["concepts"].items())[:_SHOWN])
     more = len(quality["concepts"]) - len(shown)
-    names = {concept.id: concept.name for concept in data.concepts}
+    names = {concept.id: concept.name.replace("|", "\\|") for concept in data.concepts}
     lines = [
         f"# {name}",
         "",

@@ -127,7 +127,7 @@ def collect(
         for part in parts_of(example, text, own, place):
             of_text[part.tokens] = part.known
         known[store.first[i] : store.first[i] + len(kept[i])] = of_text[kept[i]]
-    group = group_texts([text.text for text in texts], [example.group for example in examples.texts])
+    group = group_texts([example.content for example in examples.texts], [example.group for example in examples.texts])
     rows = {
         name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(own, name) for own in tokens)])
         for name in ("ids", "start", "end")

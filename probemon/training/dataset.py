@@ -131,7 +131,7 @@ class Dataset:
                 known.append(part.known)
                 origin.append(0 if i < len(examples.texts) else 1 if i < len(everything) - len(background) else 2)
         where, labels = np.asarray(document, dtype=np.int64), np.asarray(known, dtype=np.int8).reshape(-1, len(place))
-        by_text = group_texts([text.text for text in texts], [example.group for example in everything])
+        by_text = group_texts([example.content for example in everything], [example.group for example in everything])
         group, kind = by_text[where], np.asarray(origin)
         kept_out = np.asarray([example.group in held_out for example in everything])[where] & (kind == 0)
         # A whole group is outside where any text of it is: the same text in both files tests nothing.

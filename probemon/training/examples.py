@@ -87,6 +87,11 @@ class Example:
     of_concept: bool = False
 
     @property
+    def content(self) -> str:
+        """What it says, by which copies are found: of a chat the turns, without what every chat begins with."""
+        return self.text or "\n".join(turn["content"] for turn in self.messages if turn["role"] != "system")
+
+    @property
     def named(self) -> Iterator[str]:
         """The concepts that it names."""
         yield from self.labels

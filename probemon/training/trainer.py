@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from probemon.aggregate import Each
 from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints
@@ -229,7 +230,7 @@ class _Job:
             card=text,
             alert_threshold=torch.from_numpy(found.alert_threshold),
             aggregated={str(self.settings.aggregator): torch.from_numpy(found.text_threshold)}
-            if not np.isnan(found.text_threshold).all()
+            if not np.isnan(found.text_threshold).all() and self.settings.aggregator != Each()
             else None,
             familiar=fitted.familiar,
             golden_hidden=fitted.golden,

@@ -400,6 +400,7 @@ def test_leading_concepts_are_unrelated_and_strongest_first(manager, model):
     result, tree = run.result(out), manager.pack.tree
     for i in range(len(result)):
         found = result.leading(i, 100)
+        assert all((c.position, c.token_id) == (result.position[i], result.token_id[i]) for c in found)
         fired = set(result.scores.fired(i).tolist())
         for a in found:
             assert a.probe in fired and not any(b.probe in tree.ancestors(a.probe) for b in found)

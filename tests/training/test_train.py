@@ -145,7 +145,7 @@ def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
     concept = found.quality["concepts"]["it"]
     assert concept["low"] < 0.5 < concept["high"]
     assert 0.45 < concept["shuffled"] < 0.55
-    assert "`it` is not shown to beat words (TF-IDF)" in found.pack.card_text().splitlines()[2]
+    assert "`it` is not shown to beat the words of a text (TF-IDF)" in found.pack.card_text().splitlines()[2]
 
 
 def test_a_hierarchy_is_learnt_below_its_parents(model, tmp_path):
@@ -199,6 +199,10 @@ def test_chats_train_on_the_turns_of_a_role(model, tmp_path):
     found = train(model, chats, tmp_path / "chats", tokenizer=tokenizer, background=False, states=tmp_path / "s")
     assert found.quality["concepts"]["zed"]["auroc"] > 0.9
     assert found.quality["examples"]["test"]["tokens"] == 24 * found.quality["examples"]["test"]["texts"]
+    # Chats are not copies of each other for what they all begin with.
+    beginning = {"role": "system", "content": " ".join(COMMON)}
+    longer = [{**chat, "messages": [beginning, *chat["messages"]]} for chat in chats]
+    train(model, longer, tmp_path / "longer", tokenizer=tokenizer, background=False, states=tmp_path / "s2")
     # What the user says is the same whatever the label.
     users = train(
         model, chats, tmp_path / "users", tokenizer=tokenizer, background=False, states=tmp_path / "s", roles=("user",)

@@ -75,6 +75,15 @@ def train(
         list[str] | None, typer.Option(help="A group of DATA that is only tested on; may be repeated.")
     ] = None,
     fpr: Annotated[float, typer.Option(help="The false-positive rate of alert thresholds.")] = 0.01,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            help=(
+                "The share of what fires that is to be right, in the mix of the texts given: a second set of"
+                " thresholds, which is then recommended."
+            )
+        ),
+    ] = None,
     no_background: Annotated[
         bool,
         typer.Option(
@@ -120,6 +129,7 @@ def train(
         held_out=tuple(holdout_group or ()),
         background=not no_background,
         fpr=fpr,
+        precision=precision,
         states=states,
         budget=int(budget * 1e9),
         seed=seed,

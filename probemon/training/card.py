@@ -152,6 +152,20 @@ def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: Trainin
         alert, test = found["alert"], found["alert"]["test"]
         cells = [_number(test[key]["rate"]) for key in ("with", "without", "texts_without")]
         lines.append(f"| {names[id]} | {alert['threshold']:.4f} | {alert['n']} | {' | '.join(cells)} |")
+    if any("precision" in found for found in shown.values()):
+        lines += [
+            "",
+            f"The set `{quality['alert_sets'][0]}`, which is recommended: the lowest threshold over which that share of"
+            " the tokens that fire is of the concept, in the mix of the texts given here, which may not be yours.",
+            "",
+            "| concept | threshold | right of the tokens that fire, to calibrate | and of the test |",
+            "|---|---:|---:|---:|",
+        ]
+        for id, found in shown.items():
+            own = found["precision"]
+            reached = f"{own['right']} of {own['fired']}" if own["fired"] else "not reached: it never fires"
+            test = f"{own['test']['count']} of {own['test']['n']}"
+            lines.append(f"| {names[id]} | {own['threshold']:.4f} | {reached} | {test} |")
     fires = quality["background_fires"]
     if fires is not None:
         lines += [

@@ -22,7 +22,7 @@ from probemon.aggregate import Each
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clopper_pearson
 from probemon.core.scores import Floats
-from probemon.training.calibration import Threshold, as_floats, thresholds
+from probemon.training.calibration import Precise, Threshold, as_floats, precision_thresholds, thresholds
 from probemon.training.choice import Choice
 from probemon.training.controls import Controls
 from probemon.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
@@ -75,6 +75,7 @@ class Measured:
     random: Doubles
     of_tokens: list[Threshold]
     of_texts: list[Threshold]
+    precise: list[Precise] | None
 
     @classmethod
     def of(
@@ -129,12 +130,25 @@ class Measured:
             controls.random(),
             thresholds(scores, parts[rows], benign, fpr=settings.fpr),
             thresholds(highest[fitted.method], np.arange(n_parts), benign, fpr=settings.fpr),
+            None
+            if settings.precision is None
+            else precision_thresholds(
+                scores, parts[rows], data.known, data.of("calibrate"), precision=settings.precision
+            ),
         )
 
     @property
+    def alert_sets(self) -> dict[str, Floats]:
+        """Alert thresholds of single tokens `[P]` by the name of their set, the one that is recommended first."""
+        sets = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
+        if self.precise is not None:
+            sets = {f"precision_{self.settings.precision:g}": as_floats(self.precise), **sets}
+        return sets
+
+    @property
     def alert_threshold(self) -> Floats:
-        """Of single tokens `[P]`."""
-        return as_floats(self.of_tokens)
+        """Those of the recommended set `[P]`."""
+        return next(iter(self.alert_sets.values()))
 
     @property
     def text_threshold(self) -> Floats:
@@ -181,6 +195,7 @@ class Measured:
             "method": self.method,
             "kinds": dict(self.kinds),
             "fpr": self.settings.fpr,
+            "alert_sets": list(self.alert_sets),
             "examples": self.counts(),
             "background_fires": self._fires_on_background(),
             "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(self.data.concepts)},
@@ -211,6 +226,13 @@ class Measured:
             "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, own)},
             "alert_of_texts": self.of_texts[p].as_dict(),
         }
+        if self.precise is not None:
+            fires = self.scores[:, p] > np.float32(self.precise[p].value)
+            of_test = np.where(self.data.of("test"), self.data.known[:, p], -1)[self.part]
+            found["precision"] = {
+                **self.precise[p].as_dict(),
+                "test": _share(int((fires & (of_test == 1)).sum()), int((fires & (of_test >= 0)).sum())),
+            }
         for name in ("words", "embedding"):
             value, low, high = difference(main[own, p], self.baselines[name][own, p], known[:, 0], group, seed=seed)
             found[f"over_{name}"] = {"difference": _number(value), "low": low, "high": high}

@@ -35,6 +35,7 @@ class TrainingSettings:
     - `held_out`: groups that train nothing, for a test outside
     - `background`: whether text about nothing in particular is learnt as being of no concept
     - `fpr`: the false-positive rate of alert thresholds
+    - `precision`: the share of what fires that is to be right, for a further set of thresholds, then recommended
     - `states`: a folder for hidden states, kept for the next run; `budget`: its size in bytes
     - `memory`: bytes of states in memory at once
     """
@@ -48,6 +49,7 @@ class TrainingSettings:
     held_out: Sequence[str] = ()
     background: bool = True
     fpr: float = 0.01
+    precision: float | None = None
     states: str | os.PathLike[str] | None = None
     budget: int = BUDGET
     memory: int = 256 << 20
@@ -56,6 +58,8 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
         check_share("fpr", self.fpr, "give more than 0 and less than 1, such as 0.01")
+        if self.precision is not None:
+            check_share("precision", self.precision, "give more than 0 and less than 1, such as 0.9")
         for role in self.roles:
             check_choice("roles", role, ROLES)
         if not self.roles:
@@ -105,6 +109,7 @@ class TrainingSettings:
             "held_out": list(self.held_out),
             "background": self.background,
             "fpr": self.fpr,
+            "precision": self.precision,
             "budget": self.budget,
             "memory": self.memory,
             "seed": self.seed,

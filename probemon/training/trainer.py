@@ -229,6 +229,8 @@ class _Job:
             licence=licence,
             card=text,
             alert_threshold=torch.from_numpy(found.alert_threshold),
+            alert_set=next(iter(found.alert_sets)),
+            alert_sets={name: torch.from_numpy(values) for name, values in list(found.alert_sets.items())[1:]},
             aggregated={str(self.settings.aggregator): torch.from_numpy(found.text_threshold)}
             if not np.isnan(found.text_threshold).all() and self.settings.aggregator != Each()
             else None,

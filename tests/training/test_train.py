@@ -27,6 +27,7 @@ from probemon import DynamicProbeManager
 from probemon.aggregate import Ema, over
 from probemon.errors import ConfigError, HostMismatch, TrainingError
 from probemon.training import TrainingSettings, train
+from probemon.training.calibration import Precise, precision_thresholds
 from probemon.training.metrics import auroc_of
 from probemon.training.trainer import _Job
 
@@ -134,6 +135,21 @@ def test_a_second_run_reads_no_states(model, trained, tmp_path, settings, monkey
 
     monkeypatch.setattr(StateReader, "run", lambda *arguments: pytest.fail("the host ran again"))
     train(model, rows(), tmp_path / "letters", tokenizer=make_tokenizer(), **{**settings, "method": "mass_mean"})
+
+
+def test_thresholds_to_a_precision_are_a_set_of_their_own(model, trained, tmp_path, settings):
+    found = train(model, rows(), tmp_path / "p", tokenizer=make_tokenizer(), **settings, precision=0.9)
+    assert trained.pack.alert_sets == ("rate_0.01",) and found.pack.alert_sets == ("precision_0.9", "rate_0.01")
+    assert torch.equal(found.pack.other_alert_sets()["rate_0.01"], trained.pack.alert_threshold)
+    for concept in found.quality["concepts"].values():
+        own = concept["precision"]
+        assert own["right"] >= 0.9 * own["fired"] >= 18
+    # Nothing is so right: it never fires, and is said not to.
+    scores, part = np.asarray([[0.9], [0.8], [0.7]] * 20, dtype=np.float32), np.asarray([0, 1, 2] * 20)
+    known = np.asarray([[0], [1], [1]], dtype=np.int8)
+    use = np.ones(3, dtype=bool)
+    assert precision_thresholds(scores, part, known, use, precision=0.9) == [Precise(1.0, 0, 0)]
+    assert precision_thresholds(-scores + 1, part, known, use, precision=0.9)[0].right == 40
 
 
 def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):

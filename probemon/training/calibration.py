@@ -73,7 +73,7 @@ def thresholds(
 
 @dataclass(frozen=True)
 class Precise:
-    """One concept's threshold to a precision: of `fired` tokens over it `right` are of the concept; 1 where none reaches
+    """A concept's threshold to a precision: of `fired` tokens over it `right` are of the concept; 1 where none reaches
     it with enough tokens.
     """
 

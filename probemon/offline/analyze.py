@@ -10,7 +10,6 @@ holds, so a run that was interrupted ends with the same rows as one that was not
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import math
@@ -34,6 +33,7 @@ from probemon.offline.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.offline.analysis_folder import MANIFEST, Analysis
 from probemon.offline.corpus import CorpusScorer, ScoredShard
 from probemon.offline.documents import MAX_CHARS, Source, read_documents
+from probemon.offline.state_reader import give_back
 from probemon.offline.windows import Reading, Shard, shards
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import CONCEPTS, PROBES
@@ -152,16 +152,8 @@ def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
         tables,
         {"digest": scored.shard.digest, "first": first, "n_documents": len(scored.documents), "totals": totals},
     )
-    give_back()
-
-
-def give_back() -> None:
-    """Give freed memory back to the system."""
-    # The C library keeps pieces of what each shard took, and over hours their gaps add up to gigabytes.
     arrow().default_memory_pool().release_unused()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    give_back()
 
 
 def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:

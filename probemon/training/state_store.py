@@ -32,7 +32,7 @@ from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, fingerprint
 from probemon.host.model import hidden_size
 from probemon.offline.documents import Document
-from probemon.offline.state_reader import StateReader
+from probemon.offline.state_reader import StateReader, give_back
 from probemon.offline.windows import Reading, Shard, Tokens, shards
 from probemon.training.texts import Text
 
@@ -224,6 +224,7 @@ def collect_states(
                     if progress is not None:
                         progress(len(tokens))
                 files.flush()
+                give_back()
                 write_text_atomically(folder / STATE, _stated(key, rows, done))
             skipped = 0
     return store

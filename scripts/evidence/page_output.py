@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are about the probemon that lies beside them
 # Two more pages run in tests of their own: bring-your-own-probes.md and sharing.md need files and a hub beside them.
-NAMES = ("tutorial", "watch", "rules", "decode-loop", "hidden-states", "several-packs", "corpora", "thresholds")
-PAGES = ("README.md", *(f"docs/{name}.md" for name in (*NAMES, "routing", "bem")))
+NAMES = ("tutorial", "training", "watch", "rules", "decode-loop", "hidden-states", "several-packs", "corpora")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (*NAMES, "thresholds", "routing", "bem")))
 BLOCK = re.compile(
     r"(?P<skipped><!-- not run -->\n+)?^```(?P<kind>python|sh)\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",

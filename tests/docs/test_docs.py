@@ -178,6 +178,18 @@ def test_quality_is_what_was_measured():
         }
 
 
+def test_cases_of_training_are_what_was_measured():
+    page, found = page_of("docs/training.md"), result("training.json")
+    for table in (figures.training, figures.training_costs):
+        assert flat(table(found)) in page
+    claims = found["claims"]
+    assert set(claims) == set(found["bars"])
+    missed = [name for name, claim in claims.items() if not claim["holds"]]
+    assert ("one bar is missed" in page) == (missed == ["mails_gigabytes"]) and len(missed) <= 1, missed
+    pairs = found["cases"]["pairs"]["concepts"]["scrambled"]
+    assert pairs["baselines"]["words"] == 0.5 and pairs["tpr_at_fpr"]["0.01"] is None
+
+
 def test_mails_are_what_was_measured():
     page, found = page_of("docs/quality.md"), result("mails.json")
     assert flat(figures.mails(found)) in page

@@ -74,7 +74,7 @@ def test_tables_of_the_benchmark_are_those_of_its_result_file():
 def test_agreement_is_what_was_measured():
     rows, page = result("agreement.json")["rows"], page_of("docs/promises.md")
     assert len(rows) == 12 and all(
-        row["largest"] == 0 and row["n_scores"] > 5000 for row in rows if row["mode"].endswith("same forwards")
+        row["largest"] == 0 and row["n_scores"] > 4000 for row in rows if row["mode"].endswith("same forwards")
     )
     others = [row for row in rows if not row["mode"].endswith("same forwards")]
     largest = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,14 +81,17 @@ def firing(scores: Scores, t: int, above: Doubles | None = None) -> dict[int, fl
     return {p: values[p] for p in scores.fired(t).tolist() if above is None or values[p] > above[p]}
 
 
-def leading(pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None) -> list[ConceptScore]:
+def leading(
+    pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None, **where: Any
+) -> list[ConceptScore]:
     """Return the firing concepts of state `t` by strength, at most `k`: of those on one path the lowest alone.
 
     `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
+    `where`: the token's position, ID and text, for the concepts' fields of these names.
     """
     values = firing(scores, t, above)
     lowest = without_ancestors(pack, list(values))
-    return sorted((describe(pack, p, values[p]) for p in lowest), key=lambda c: (-c.strength, c.probe))[:k]
+    return sorted((describe(pack, p, values[p], **where) for p in lowest), key=lambda c: (-c.strength, c.probe))[:k]
 
 
 def without_ancestors(pack: AnyPack, probes: Sequence[int]) -> list[int]:
@@ -107,10 +110,12 @@ def without_thresholds(pack: AnyPack) -> Mask:
     return np.full(pack.n_probes, bool(pack.alert_threshold.isnan().all()))
 
 
-def ranked(pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None) -> list[ConceptScore]:
+def ranked(
+    pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None, **where: Any
+) -> list[ConceptScore]:
     """Return the best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold.
 
-    They are first, not firing. Equal scores go by the probe's number. `above` as in `leading`.
+    They are first, not firing. Equal scores go by the probe's number. `above` and `where` as in `leading`.
     """
     bare = without_thresholds(pack)
     if not bare.any():
@@ -120,7 +125,7 @@ def ranked(pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None 
         for probe, value in zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True)
         if bare[probe] and (above is None or value > above[probe])
     )
-    return [describe(pack, probe, -value) for value, probe in active[:k]]
+    return [describe(pack, probe, -value, **where) for value, probe in active[:k]]
 
 
 @dataclass(frozen=True)
@@ -205,8 +210,7 @@ class Result:
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
         """The firing concepts of one token by strength, at most `k`: of those on one path the lowest alone."""
         index = check_count("index", index, most=len(self.row) - 1)
-        where = self.where(index)
-        return [replace(concept, **where) for concept in leading(self.pack, self.scores, index, check_count("k", k))]
+        return leading(self.pack, self.scores, index, check_count("k", k), **self.where(index))
 
     def aggregate(
         self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated"

@@ -68,11 +68,15 @@ class TokenEvent:
 
         `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
         """
-        return leading(self.pack, self.scores, 0, k, above)
+        return leading(self.pack, self.scores, 0, k, above, **self._where)
 
     def ranked(self, k: int = 3, above: Doubles | None = None) -> list[ConceptScore]:
         """Return the best-scoring concepts, at most `k`, of packs without any alert threshold, of which none fires."""
-        return ranked(self.pack, self.scores, 0, k, above)
+        return ranked(self.pack, self.scores, 0, k, above, **self._where)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"position": self.position, "token_id": self.token_id, "token": self.token}
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:

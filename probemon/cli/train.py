@@ -84,6 +84,15 @@ def train(
             )
         ),
     ] = None,
+    generate: Annotated[
+        int,
+        typer.Option(
+            help=(
+                "How many texts a concept is to have at least: what it lacks MODEL writes, by its name and definition."
+                " They train, and neither calibrate nor test."
+            )
+        ),
+    ] = 0,
     no_background: Annotated[
         bool,
         typer.Option(
@@ -127,6 +136,7 @@ def train(
         exclusive=exclusive,
         text_field=text_field,
         held_out=tuple(holdout_group or ()),
+        generate=generate,
         background=not no_background,
         fpr=fpr,
         precision=precision,

@@ -11,6 +11,7 @@ from typing import Any
 from probemon.training.dataset import Dataset
 from probemon.training.settings import TrainingSettings
 
+_FEWEST_TESTED = 5  # texts of a side, under which one mistake moves an area by more than a fifth
 _SHOWN = 50  # concepts of a table
 NAMES = {
     "words": "words (TF-IDF)",
@@ -77,10 +78,23 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
                 f"What {_some(silent)} would find at {float(rate):.1%} of false positives cannot be told from"
                 f" {_n(fewest, 'test text')} without the concept."
             )
+    few = {id: min(concept["n_positive"], concept["n_negative"]) for id, concept in concepts.items()}
+    scant = [id for id, n in few.items() if 0 < n < _FEWEST_TESTED]
+    if scant:
+        n = min(few[id] for id in scant)
+        found.append(
+            f"The areas of {_some(scant)} are of so few test texts (of one side {n}) that they say next to nothing."
+        )
     tokens = [id for id, concept in concepts.items() if not concept["alert"]["holds"]]
     if tokens:
         found.append(
             f"Too few benign tokens for the thresholds of single tokens of {_some(tokens)}: the highest is taken."
+        )
+    helped = [id for id, concept in concepts.items() if concept["n_generated"]]
+    if helped:
+        found.append(
+            f"The model wrote {_n(quality['examples']['train generated']['texts'], 'text')} to train on, of"
+            f" {_some(helped)}: what it makes of a concept may not be what you mean by it. None calibrates or tests."
         )
     on_background = [id for id, concept in concepts.items() if concept["tested_on_background"]]
     if on_background:

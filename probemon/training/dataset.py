@@ -28,6 +28,7 @@ from probemon.training.texts import Text, render
 SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
 OUTSIDE = "outside"
 FEWEST_GROUPS = 8  # with a concept, that there be four to train on, and one or two each to calibrate and to test
+FEWEST_OWN = 4  # of them, where the model writes more to train on
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Dataset:
     """S parts of N texts.
 
     - `document [S]`, `positions`: of which text a part is, and which of its tokens; `known [S, P]`.
-    - `group`, `split`, `background` `[S]`; `of_span [S]`: whether it is tokens of a text with spans, not a text.
+    - `group`, `split`, `background` and `generated` (by the model) `[S]`.
+    - `of_span [S]`: whether it is tokens of a text with spans, not a text.
     """
 
     concepts: tuple[Concept, ...]
@@ -48,6 +50,7 @@ class Dataset:
     group: Ints
     split: np.ndarray
     background: Mask
+    generated: Mask
     of_span: Mask
     whole: Mask = field(repr=False)
 
@@ -136,10 +139,15 @@ class Dataset:
         kept_out = np.asarray([example.group in held_out for example in everything])[where] & (kind == 0)
         # A whole group is outside where any text of it is: the same text in both files tests nothing.
         is_outside = np.isin(group, group[(kind == 1) | kept_out])
+        # What the model wrote trains, with all that is like it: it would be tested on its own words.
+        generated = np.asarray([example.generated for example in everything])[where]
+        only_trains = np.isin(group, group[generated]) & ~is_outside
         split = np.full(len(where), OUTSIDE, dtype=object)
-        masks = split_groups(*_renumbered(group, labels, ~is_outside), SHARES, seed=seed)
+        split[only_trains] = "train"
+        open_to_all = ~is_outside & ~only_trains
+        masks = split_groups(*_renumbered(group, labels, open_to_all), SHARES, seed=seed)
         for name, mask in masks.items():
-            split[np.flatnonzero(~is_outside)[mask]] = name
+            split[np.flatnonzero(open_to_all)[mask]] = name
         data = cls(
             concepts,
             tuple(tuple(place[parent] for parent in concept.parents) for concept in concepts),
@@ -151,6 +159,7 @@ class Dataset:
             group,
             split,
             kind == 2,
+            generated,
             np.asarray([bool(example.spans) for example in everything])[where],
             np.isin(np.arange(len(texts)), where[split != "train"]),
         )
@@ -161,11 +170,18 @@ class Dataset:
         """Raise `TrainingError` where a concept has too few groups to train, calibrate and test on."""
         for p, concept in enumerate(self.concepts):
             own = (self.known[:, p] == 1) & (self.split != OUTSIDE)
+            helped = bool((own & self.generated).any())
+            own &= ~np.isin(self.group, self.group[self.generated])
             n = len(np.unique(self.group[own]))
-            if n < FEWEST_GROUPS:
+            if n < (FEWEST_OWN if helped else FEWEST_GROUPS):
                 raise TrainingError(
                     f"the concept {concept.id!r} has examples in {n} group{'' if n == 1 else 's'} (pairs, documents and"
-                    f" near duplicates count once): give {FEWEST_GROUPS} or more"
+                    " near duplicates count once): "
+                    + (
+                        f"give {FEWEST_OWN} or more, since what the model wrote does not test it"
+                        if helped
+                        else f"give {FEWEST_GROUPS} or more, or {FEWEST_OWN} and let the model write others (generate)"
+                    )
                 )
             if not ((self.known[:, p] == 0) & (self.split == "train")).any():
                 raise TrainingError(

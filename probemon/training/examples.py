@@ -75,6 +75,7 @@ class Example:
     - `spans`, `rest`: of its characters, and what the others are: "negative" or "unknown".
     - `group`: what it belongs to; None where it says nothing.
     - `of_concept`: it is an example that a concept gives of itself.
+    - `generated`: the model wrote it.
     """
 
     where: str
@@ -85,6 +86,7 @@ class Example:
     rest: str = "negative"
     group: str | None = None
     of_concept: bool = False
+    generated: bool = False
 
     @property
     def content(self) -> str:
@@ -119,6 +121,11 @@ class Examples:
             for id, there in example.labels.items():
                 row[place[id]] = max(row[place[id]], int(there))
         return known
+
+    def extended(self, more: Iterable[Example]) -> Examples:
+        """Return these and more examples of the same concepts, with all that follows from the hierarchy."""
+        closed = (_closed(example, self.concepts, self.above, exclusive=False) for example in more)
+        return replace(self, texts=(*self.texts, *closed))
 
 
 def read_examples(

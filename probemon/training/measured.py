@@ -174,8 +174,9 @@ class Measured:
         """How many texts and tokens each split has, as JSON."""
         found = {}
         for name in ("train", "calibrate", "test", OUTSIDE):
-            for kind, is_background in (("", False), (" background", True)):
-                of = self.data.of(name) & (self.data.background == is_background)
+            kinds = {" background": self.data.background, " generated": self.data.generated}
+            for kind, mask in {"": ~self.data.background & ~self.data.generated, **kinds}.items():
+                of = self.data.of(name) & mask
                 if of.any():
                     found[name + kind] = {
                         "texts": len(np.unique(self.data.document[of])),
@@ -223,6 +224,7 @@ class Measured:
             "random_direction": _number(self.random[p]),
             "without_giveaways": None if self.masked is None else area(self.masked),
             "giveaways": self.giveaways[p],
+            "n_generated": int(np.unique(self.data.document[self.data.generated & (self.data.known[:, p] == 1)]).size),
             "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, own)},
             "alert_of_texts": self.of_texts[p].as_dict(),
         }

@@ -33,6 +33,7 @@ class TrainingSettings:
     - `roles`: whose turns count in a chat
     - `exclusive`: a text has its labels and no other concept
     - `held_out`: groups that train nothing, for a test outside
+    - `generate`: a concept with fewer texts gets as many as it lacks from the model, which train and do nothing else
     - `background`: whether text about nothing in particular is learnt as being of no concept
     - `fpr`: the false-positive rate of alert thresholds
     - `precision`: the share of what fires that is to be right, for a further set of thresholds, then recommended
@@ -47,6 +48,7 @@ class TrainingSettings:
     exclusive: bool = False
     text_field: str = "text"
     held_out: Sequence[str] = ()
+    generate: int = 0
     background: bool = True
     fpr: float = 0.01
     precision: float | None = None
@@ -64,7 +66,7 @@ class TrainingSettings:
             check_choice("roles", role, ROLES)
         if not self.roles:
             raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
-        for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0)):
+        for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0), ("generate", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
         named(self.watch)
 
@@ -107,6 +109,7 @@ class TrainingSettings:
             "roles": list(self.roles),
             "exclusive": self.exclusive,
             "held_out": list(self.held_out),
+            "generate": self.generate,
             "background": self.background,
             "fpr": self.fpr,
             "precision": self.precision,

@@ -42,6 +42,7 @@ from probemon.training.crossvalidation import cross_validated, curve, deal
 from probemon.training.dataset import Dataset
 from probemon.training.examples import Examples, Source, read_examples
 from probemon.training.fitting import BESIDE, Fitted, Rows, conditional, fit_linear, prepared, row_parts
+from probemon.training.generated import with_generated
 from probemon.training.labels import Known
 from probemon.training.logistic import Dense, Targets
 from probemon.training.measured import Measured
@@ -107,6 +108,17 @@ def train(
     if tokenizer is None:
         raise ConfigError("tokenizer is missing: give it with a model that is loaded already")
     job = _Job(model, tokenizer, settings, target, say, progress)
+    if settings.generate:
+        folder = settings.folder(target)
+        examples = with_generated(
+            examples,
+            model,
+            tokenizer,
+            n=settings.generate,
+            seed=settings.seed,
+            file=folder.with_name(f"{folder.name}-generated.json"),
+            say=say,
+        )
     prepared_data = job.dataset(examples, elsewhere)
     return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
 

@@ -28,6 +28,7 @@ from probemon.aggregate import Ema, over
 from probemon.errors import ConfigError, HostMismatch, TrainingError
 from probemon.training import TrainingSettings, train
 from probemon.training.calibration import Precise, precision_thresholds
+from probemon.training.card import warnings
 from probemon.training.metrics import auroc_of
 from probemon.training.trainer import _Job
 
@@ -162,6 +163,16 @@ def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
     assert concept["low"] < 0.5 < concept["high"]
     assert 0.45 < concept["shuffled"] < 0.55
     assert "`it` is not shown to beat the words of a text (TF-IDF)" in found.pack.card_text().splitlines()[2]
+
+
+def test_areas_of_a_handful_of_texts_are_said_to_say_next_to_nothing(trained):
+    quality = trained.quality
+    few = {id: {**found, "n_negative": 4} for id, found in quality["concepts"].items() if id == "zed"}
+    assert not any("next to nothing" in said for said in warnings(quality))
+    assert any(
+        "The areas of `zed` are of so few" in said and "(of one side 4)" in said
+        for said in warnings({**quality, "concepts": {**quality["concepts"], **few}})
+    )
 
 
 def test_a_hierarchy_is_learnt_below_its_parents(model, tmp_path):

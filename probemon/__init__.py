@@ -11,12 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from probemon.aggregate import Attention as Attention
-    from probemon.aggregate import Ema as Ema
-    from probemon.aggregate import Max as Max
-    from probemon.aggregate import Mean as Mean
-    from probemon.aggregate import RollingMax as RollingMax
-    from probemon.aggregate import RollingMean as RollingMean
+    from probemon.core.aggregate import Attention as Attention
+    from probemon.core.aggregate import Each as Each
+    from probemon.core.aggregate import Ema as Ema
+    from probemon.core.aggregate import Max as Max
+    from probemon.core.aggregate import Mean as Mean
+    from probemon.core.aggregate import RollingMax as RollingMax
+    from probemon.core.aggregate import RollingMean as RollingMean
     from probemon.core.scores import Coverage as Coverage
     from probemon.core.scores import RowState as RowState
     from probemon.core.scores import Scores as Scores
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from probemon.monitor.result import Result as Result
     from probemon.monitor.rules import Event as Event
     from probemon.monitor.run import MonitorRun as MonitorRun
+    from probemon.monitor.sinks import CallbackSink as CallbackSink
+    from probemon.monitor.sinks import JsonLinesSink as JsonLinesSink
+    from probemon.monitor.sinks import MemorySink as MemorySink
+    from probemon.monitor.sinks import ParquetSink as ParquetSink
     from probemon.monitor.stream import TokenEvent as TokenEvent
     from probemon.monitor.summary import Summary as Summary
     from probemon.monitor.summary import summarise as summarise
@@ -34,19 +39,24 @@ if TYPE_CHECKING:
 # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
 _MODULES = {
     "Analysis": "offline.analysis_folder",
-    "Attention": "aggregate",
+    "Attention": "core.aggregate",
+    "CallbackSink": "monitor.sinks",
     "Coverage": "core.scores",
     "DynamicProbeManager": "manager",
-    "Ema": "aggregate",
+    "Each": "core.aggregate",
+    "Ema": "core.aggregate",
     "Event": "monitor.rules",
-    "Max": "aggregate",
-    "Mean": "aggregate",
+    "JsonLinesSink": "monitor.sinks",
+    "Max": "core.aggregate",
+    "Mean": "core.aggregate",
+    "MemorySink": "monitor.sinks",
     "MonitorRun": "monitor.run",
+    "ParquetSink": "monitor.sinks",
     "ProbePack": "packs.pack",
     "ProbemonError": "errors",
     "Result": "monitor.result",
-    "RollingMax": "aggregate",
-    "RollingMean": "aggregate",
+    "RollingMax": "core.aggregate",
+    "RollingMean": "core.aggregate",
     "RowState": "core.scores",
     "Scores": "core.scores",
     "Summary": "monitor.summary",

@@ -35,7 +35,7 @@ from probemon.offline.documents import MAX_CHARS
 from probemon.offline.windows import Reading
 
 if TYPE_CHECKING:
-    from probemon.aggregate import Aggregator
+    from probemon.core.aggregate import Aggregator
     from probemon.offline.calibrate import Alerts
     from probemon.offline.expansion import Expansion
     from probemon.packs.pack import ProbePack
@@ -128,7 +128,7 @@ def calibrate(
     every token, as rules watch them. With --expand-recall and alerts for single tokens, half of the documents set the
     alerts, since those must not depend on the documents that the recall is shown on.
     """
-    from probemon.aggregate import Each, parse
+    from probemon.core.aggregate import Each, parse
     from probemon.engine.kernels import check_device
     from probemon.manager import DynamicProbeManager
     from probemon.offline.calibrated_pack import write_calibrated
@@ -206,7 +206,7 @@ class _Goals:
         self, pack: ProbePack, watched: list[int], ordinary: ScoredDocuments, present: ScoredDocuments | None
     ) -> tuple[Alerts | None, Expansion | None]:
         """Return what was calibrated on scored documents. Raises `CalibrationError`."""
-        from probemon.aggregate import Each
+        from probemon.core.aggregate import Each
         from probemon.offline.calibrate import calibrate_alerts
         from probemon.offline.expansion import Reach, calibrate_on, split
 

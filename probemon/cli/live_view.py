@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from probemon.aggregate import Doubles
 from probemon.cli.terminal import harmless, plain_table, shorten_path
+from probemon.core.aggregate import Doubles
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.stream import TokenEvent
 from probemon.monitor.summary import nothing_listed, summarise

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from probemon.aggregate import Doubles
 from probemon.cli.live_view import printable
 from probemon.cli.watch_rules import Watching
+from probemon.core.aggregate import Doubles
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds

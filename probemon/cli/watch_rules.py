@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.aggregate import Doubles
+from probemon.core.aggregate import Doubles
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.rules import Event
+from probemon.monitor.sinks import JsonLinesSink
 from probemon.packs.group import AnyPack
-from probemon.sinks import JsonLinesSink
 
 if TYPE_CHECKING:
     from probemon.monitor.delivery import Delivery

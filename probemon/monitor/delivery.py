@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from probemon.core.checks import check_count
 from probemon.core.scores import TokenBatch
 from probemon.errors import SinkFailed
-from probemon.sinks import Sink
+from probemon.monitor.sinks import Sink
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.failures import Failures
 from probemon.monitor.rules import Event, Rule
+from probemon.monitor.sinks import Sink
 from probemon.packs.group import AnyPack
-from probemon.sinks import Sink
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import GenerateCall
 from probemon.tracking.generation import Generation
@@ -60,7 +60,7 @@ class Publisher:
     def add_sink(self, sink: Sink, max_batches: int) -> Delivery:
         """Send every batch from now on to `sink`, in a thread of its own."""
         if not all(callable(getattr(sink, name, None)) for name in ("open", "write", "close")):
-            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.sinks")
+            raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.monitor.sinks")
         if any(known is sink for known in self._sinks):
             raise ConfigError(f"this {type(sink).__name__} was added before: a sink receives one run, once")
         self._sinks.append(sink)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Aggregator, Doubles, named, over
+from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.aggregate import Aggregator, named
+from probemon.core.aggregate import Aggregator, named
 from probemon.core.checks import check_count, check_number
 from probemon.core.concept_names import Wanted
 from probemon.core.scores import Scores

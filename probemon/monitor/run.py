@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from probemon.aggregate import Aggregator
+from probemon.core.aggregate import Aggregator
 from probemon.core.checks import check_bool, check_count
 from probemon.core.concept_names import Wanted
 from probemon.core.scores import Gap
@@ -36,8 +36,8 @@ from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.publisher import Listener, Publisher
 from probemon.monitor.result import Result, find_result
 from probemon.monitor.rules import Event, make_rules
+from probemon.monitor.sinks import Sink
 from probemon.monitor.token_scorer import TokenScorer
-from probemon.sinks import Sink
 from probemon.tracking.decoder_hooks import ScoreTokens
 from probemon.tracking.hand_loop import HandLoop
 from probemon.tracking.held_streamer import HeldStreamer
@@ -155,7 +155,7 @@ class MonitorRun:
         `above`: by default the pack's alert threshold (of the set in force, `manager.pack.alert_set`), with an
         aggregate the one calibrated for it.
         `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
-        one of `probemon.aggregate`.
+        one of `probemon.core.aggregate`.
         `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
         ends `generate` with `ConceptRaised`, a callable gets the `Event`.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.aggregate import Doubles
+from probemon.core.aggregate import Doubles
 from probemon.core.checks import check_count
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.engine.scorer import Scorer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from probemon.aggregate import Doubles
+from probemon.core.aggregate import Doubles
 from probemon.core.checks import check_count
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike

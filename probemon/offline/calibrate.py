@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probemon.aggregate import Aggregator, named, over
+from probemon.core.aggregate import Aggregator, named, over
 from probemon.core.checks import check_share
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import at_most, lower_bound, upper_bound

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Each
+from probemon.core.aggregate import Each
 from probemon.errors import ConfigError
 from probemon.offline.calibrate import Alerts
 from probemon.offline.expansion import Expansion

@@ -376,7 +376,7 @@ class OpenedPack:
         """Return the alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; without
         one, those of each token's own score.
 
-        `aggregator`: one of `probemon.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack
+        `aggregator`: one of `core.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack
         has none for it.
         """
         name = "each" if aggregator is None else str(aggregator)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from probemon.core.checks import check_count
 from probemon.core.extras import import_arrow
 from probemon.core.hierarchy import Ints, Mask
-from probemon.sinks import FileSink
+from probemon.monitor.sinks import FileSink
 from probemon.telemetry.decisions import Changes, Decisions, Singles, Stream, entropy, norms
 
 

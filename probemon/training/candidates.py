@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Aggregator
+from probemon.core.aggregate import Aggregator
 from probemon.core.hierarchy import Mask
 from probemon.training.crossvalidation import deal
 from probemon.training.dataset import Dataset

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Each
+from probemon.core.aggregate import Each
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.intervals import clopper_pearson
 from probemon.core.scores import Floats

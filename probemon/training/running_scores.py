@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Aggregator, Each, Max
+from probemon.core.aggregate import Aggregator, Each, Max
 from probemon.core.scores import Floats
 from probemon.training.crossvalidation import Doubles, part_means
 from probemon.training.dataset import Dataset

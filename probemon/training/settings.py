@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probemon.aggregate import Aggregator, named
+from probemon.core.aggregate import Aggregator, named
 from probemon.core.checks import check_choice, check_count, check_share
 from probemon.core.probes import parse_site
 from probemon.errors import ConfigError

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from probemon.aggregate import Each
+from probemon.core.aggregate import Each
 from probemon.core.familiarity import Familiar
 from probemon.core.files import write_text_atomically
 from probemon.core.hierarchy import Ints

@@ -4,7 +4,7 @@
 
 The loss is the cross-entropy of a text's score, its highest running score as a rule sees it, both sides of a concept
 weighing the same; Adam from the solution for single tokens. An aggregate's own steps are done here once more in torch,
-for their gradients; a test compares them with `probemon.aggregate`.
+for their gradients; a test compares them with `probemon.core.aggregate`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean
+from probemon.core.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean
 from probemon.training.logistic import Targets
 from probemon.training.standard import Weights
 

@@ -28,8 +28,8 @@ import torch
 from tqdm import tqdm
 
 from probemon import DynamicProbeManager, ProbePack
-from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.bundled import MODEL_ID, load_bundled
+from probemon.core.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.files import write_text_atomically
 from probemon.core.intervals import clopper_pearson
 from probemon.host.fingerprint import fingerprint
@@ -42,7 +42,7 @@ from real_text import Text, mails
 
 MEASURES = (
     "scripts/evidence/mail_case.py",
-    "probemon/aggregate.py",
+    "probemon/core/aggregate.py",
     "probemon/offline/calibrate.py",
     "probemon/core/intervals.py",
 )

@@ -26,7 +26,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.files import write_text_atomically
 from probemon.host.fingerprint import fingerprint
-from probemon.sinks import JsonLinesSink
+from probemon.monitor.sinks import JsonLinesSink
 from provenance import about
 
 MEASURES = (
@@ -35,7 +35,7 @@ MEASURES = (
     "probemon/engine",
     "probemon/monitor",
     "probemon/tracking",
-    "probemon/sinks.py",
+    "probemon/monitor/sinks.py",
 )
 
 HIDDEN, LAYERS, PROBES, WINDOW = 32, 2, 300, 64

@@ -13,13 +13,13 @@ import torch
 from conftest import HIDDEN
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager, ProbePack
-from probemon.aggregate import Attention, Ema, RollingMax, RollingMean
 from probemon.bem.config import BemConfig
 from probemon.bem.fallback import FallbackPolicy
 from probemon.bem.losses import LossWeights
 from probemon.bem.memory import with_batch_backoff
 from probemon.bem.policy import Categorical, Gaussian
 from probemon.bem.training import TrainSettings
+from probemon.core.aggregate import Attention, Ema, RollingMax, RollingMean
 from probemon.core.checks import check_bool, check_count, check_number, check_share, is_int, is_number, shown
 from probemon.core.intervals import clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.core.probes import InputSpec
@@ -27,6 +27,7 @@ from probemon.engine.memory.arena import PagedArena
 from probemon.engine.memory.store import ProbeStore
 from probemon.errors import ConfigError, PackError, ProbemonError
 from probemon.monitor.delivery import Delivery
+from probemon.monitor.sinks import JsonLinesSink, MemorySink, ParquetSink
 from probemon.monitor.stream import stream
 from probemon.offline.analyze import Tables, analyze
 from probemon.offline.calibrate import check_targets
@@ -37,7 +38,6 @@ from probemon.offline.report import write_report
 from probemon.offline.windows import Reading, Window
 from probemon.packs.edit import subset
 from probemon.packs.hierarchies import propose
-from probemon.sinks import JsonLinesSink, MemorySink, ParquetSink
 from probemon.telemetry.alerts import Rule
 from probemon.telemetry.records import RoutingParquet
 from probemon.telemetry.settings import RoutingSettings

@@ -23,7 +23,7 @@ from arrangements import tokenizer
 from conftest import OLDEST, PAD, make_model, make_pack, n_hooks
 from oracle import check
 from probemon import DynamicProbeManager
-from probemon.aggregate import Attention, Ema, Max, Mean, RollingMax, RollingMean, over
+from probemon.core.aggregate import Attention, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.errors import (
     AlignmentError,
     CallbackFailed,
@@ -33,7 +33,7 @@ from probemon.errors import (
     NotSupportedHost,
     UnknownConcept,
 )
-from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
+from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
 from probemon.tracking.recording import FORGOTTEN, GAP, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}

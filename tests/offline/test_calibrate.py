@@ -15,8 +15,8 @@ from corpora import make_tokenizer, random_texts
 from forging import forge
 from oracle import states
 from probemon import DynamicProbeManager, ProbePack
-from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.cli.calibrate import calibrate
+from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_interval, upper_bound
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
 from probemon.offline.calibrate import Alerts, Rates, calibrate_alerts, most_allowed, units_needed

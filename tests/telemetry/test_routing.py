@@ -12,7 +12,7 @@ from blinded import Blinded
 from conftest import EOS, HIDDEN, LAYERS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
 from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
-from probemon.sinks import CallbackSink
+from probemon.monitor.sinks import CallbackSink
 from probemon.telemetry import DEFAULT_RULES, RoutingJsonLines, RoutingMonitor, RoutingParquet, Rule
 from probemon.telemetry.records import COLUMNS
 from routed_hosts import GREEDY, KINDS, PROMPT, make_moe

@@ -15,7 +15,7 @@ from blinded import Blinded
 from conftest import OLDEST, PAD, make_model
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, CallbackFailed, ConfigError
-from probemon.sinks import MemorySink
+from probemon.monitor.sinks import MemorySink
 from probemon.tracking.recording import BEFORE, FORGOTTEN, GAP, LAST
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])

@@ -15,7 +15,7 @@ from conftest import EOS, OLDEST, PAD, make_model, make_pack
 from oracle import check
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
-from probemon.sinks import MemorySink
+from probemon.monitor.sinks import MemorySink
 from probemon.tracking.recording import LAST
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])

@@ -15,7 +15,7 @@ from transformers import DynamicCache, FNetConfig, FNetForMaskedLM, RwkvConfig, 
 from conftest import make_model, make_pack
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedDecoding
-from probemon.sinks import MemorySink
+from probemon.monitor.sinks import MemorySink
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 9, 10, 11]])
 GREEDY = {"max_new_tokens": 4, "do_sample": False}

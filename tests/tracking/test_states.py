@@ -11,7 +11,7 @@ from conftest import HIDDEN, make_model, make_pack, n_hooks
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, NotSupportedHost, ProbemonError
-from probemon.sinks import MemorySink
+from probemon.monitor.sinks import MemorySink
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 4, 8, 3, 6]])
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import make_model
 from corpora import make_tokenizer
-from probemon.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
+from probemon.core.aggregate import Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, over
 from probemon.errors import ConfigError
 from probemon.training import train
 from probemon.training.path_loss import ranking_losses, sibling_pairs

@@ -24,7 +24,7 @@ from conftest import make_model
 from corpora import LETTERS, make_tokenizer
 from oracle import states as forward_states
 from probemon import DynamicProbeManager
-from probemon.aggregate import Ema, over
+from probemon.core.aggregate import Ema, over
 from probemon.errors import ConfigError, HostMismatch, TrainingError
 from probemon.training import TrainingSettings, train
 from probemon.training.calibration import Precise, precision_thresholds

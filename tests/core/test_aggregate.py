@@ -5,7 +5,19 @@ import math
 import numpy as np
 import pytest
 
-from probemon.aggregate import Aggregator, Attention, Each, Ema, Max, Mean, RollingMax, RollingMean, named, over, parse
+from probemon.core.aggregate import (
+    Aggregator,
+    Attention,
+    Each,
+    Ema,
+    Max,
+    Mean,
+    RollingMax,
+    RollingMean,
+    named,
+    over,
+    parse,
+)
 from probemon.errors import ConfigError
 
 EPS = float(np.finfo(np.float64).eps)

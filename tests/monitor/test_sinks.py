@@ -12,7 +12,7 @@ import pytest
 from probemon.core.scores import AUDITED, GENERATED, PHASES, PROMPT, Coverage, Scores, TokenBatch
 from probemon.errors import ConfigError, MissingExtra, ProbemonError, SinkFailed
 from probemon.monitor.delivery import Delivery, SinkStats
-from probemon.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
+from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
 
 P = 7
 CONCEPTS = [f"cöncept.{i}" for i in range(P)]

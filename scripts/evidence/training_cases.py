@@ -9,7 +9,7 @@
 - pairs: fifty sentences of other BBC articles, each beside itself with its words in a random order: the words of both
   sides of a pair are the same
 - thousand: every paragraph of the BBC's articles, with a thousand words for concepts: a paragraph has those that stand
-  in it. It shows what so many concepts take, not what a probe is good for, and runs by itself.
+  in it. It shows what so many concepts take on two layers, not what a probe is good for, and runs by itself.
 
 Each runs as a command of its own, whose time and largest resident memory are taken. The texts are fetched.
 """
@@ -34,6 +34,7 @@ from probemon.core.files import write_text_atomically
 from provenance import about
 from real_text import bbc, mails
 
+LAYERS = ("--layers", "12,18")  # of the thousand
 MEASURES = ("scripts/evidence/training_cases.py", "probemon/training", "probemon/offline/state_reader.py")
 BARS = {
     "mails_minutes": 15,
@@ -63,7 +64,9 @@ def main() -> None:
         if arguments.only in (None, "news"):
             cases["news"] = run(folder, "news", written(folder / "news.jsonl", of_news()), "--exclusive")
         if arguments.only == "thousand":
-            cases["thousand"] = run(folder, "thousand", written(folder / "thousand.jsonl", of_words()), "--exclusive")
+            cases["thousand"] = run(
+                folder, "thousand", written(folder / "thousand.jsonl", of_words()), "--exclusive", *LAYERS
+            )
             said = cases["thousand"].pop("concepts")
             cases["thousand"]["areas"] = areas(said)
     found = {"cases": cases, "claims": claims(cases), "bars": BARS, **about(*MEASURES)}

@@ -133,8 +133,8 @@ def fit_logistic(
             end = min(begin + _CHUNK, n)
             z = features.times(begin, end, w) + b
             parts = targets.part[begin:end]
-            # -log sigmoid(z) where it is there, -log sigmoid(-z) where it is absent: one sign apart. In place, since with
-            # many concepts more time goes into passing over [N, U] than into products.
+            # -log sigmoid(z) where it is there, -log sigmoid(-z) where it is absent: one sign apart. In place, since
+            # with many concepts more time goes into passing over [N, U] than into products.
             weight = own[parts]
             sign = weight.sign()
             soft = torch.nn.functional.softplus(z.mul_(sign))

@@ -76,6 +76,13 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
         return
     strength = strength_of(highest, threshold)
     order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
+    # A concept that fires in no more documents than one below it says nothing beside it.
+    firing = {tuple(concepts["path"][c]): documents[c] for c in over if strength[c] > 0}
+    below: dict[tuple[str, ...], int] = {}
+    for path, n in firing.items():
+        for end in range(1, len(path)):
+            below[path[:end]] = max(below.get(path[:end], 0), n)
+    order = np.asarray([c for c in order if documents[c] > below.get(tuple(concepts["path"][c]), 0)], dtype=np.int64)
     rows = [
         (
             path_of(concepts["path"][c]),
@@ -89,7 +96,10 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     heads = ["concepts, the strongest first", "documents", "tokens", "highest score", "strength there"]
     yield table(heads, rows, numbers=(1, 2, 3, 4))
     n_never = len(documents) - len(over)
-    left = f"{len(over) - len(rows):,} more were over the floor, {n_never:,} never: analysis.concepts() has all."
+    left = (
+        f"{len(over) - len(rows):,} more were over the floor (those among them that are in the same documents as one"
+        f" below them), {n_never:,} never: analysis.concepts() has all."
+    )
     yield element("p", left, kind="dim")
 
 

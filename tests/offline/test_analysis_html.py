@@ -13,10 +13,17 @@ from static_page import HOSTILE, harmful, read
 CONCEPTS = [("a", "animal", [], 0.5), ("w", "whale", ["a"], 0.8), ("s", "ship", [], math.nan), ("n", "never", [], 0.5)]
 
 
-def analysis_of(folder, n=3, concepts=CONCEPTS, **more):
-    """Documents of two tokens: "whale" and "sea"; animal scores 0.6, whale 0.9, ship 0.7 in the first alone."""
+def analysis_of(folder, n=3, concepts=CONCEPTS, whaleless=0, **more):
+    """Documents of two tokens: "whale" and "sea"; animal scores 0.6, whale 0.9 but in the last `whaleless`, ship 0.7 in
+    the first alone.
+    """
     documents = [
-        (f"d{i}", "whale sea", [(0, 5, {0: 0.6, 1: 0.9, **({2: 0.7} if i == 0 else {})}), (6, 9, {})], "")
+        (
+            f"d{i}",
+            "whale sea",
+            [(0, 5, {0: 0.6, **({} if i >= n - whaleless else {1: 0.9}), **({2: 0.7} if i == 0 else {})}), (6, 9, {})],
+            "",
+        )
         for i in range(n)
     ]
     return write_analysis(folder, documents, concepts, **more)
@@ -32,11 +39,12 @@ def test_an_analysis_is_shown_with_its_own_counts(tmp_path):
     cells = [text for _, _, text in page.of("td")]
     strength = [math.log(s / (1 - s)) - math.log(t / (1 - t)) for s, t in ((0.9, 0.8), (0.6, 0.5))]
     assert cells == [
-        "animal › whale", "3", "3", "0.90", f"{strength[0]:+.1f}",
-        "animal", "3", "3", "0.60", f"{strength[1]:+.1f}",
+        "animal › whale", "3", "3", "0.90", f"{strength[0]:+.1f}",  # and so animal, in no other document
         "ship", "1", "1", "0.70", "",
     ]  # fmt: skip
-    assert "0 more were over the floor, 1 never" in page.text
+    assert "1 more were over the floor" in page.text and ", 1 never" in page.text
+    other = read(analysis_of(tmp_path / "other", whaleless=1)._repr_html_())
+    assert [text for _, _, text in other.of("td")][5:10] == ["animal", "3", "3", "0.60", f"{strength[1]:+.1f}"]
     assert repr(analysis) == f"Analysis({str(tmp_path / 'corpus')!r}, 3 documents, 6 tokens, pack 'by hand')"
 
 
@@ -62,7 +70,7 @@ def test_names_in_an_analysis_are_text_and_of_many_the_strongest_are_shown(tmp_p
     )
     page = read(analysis._repr_html_())
     shown = [text for _, _, text in page.of("td")][::5]
-    assert len(shown) == 20 and "180 more were over the floor, 0 never" in page.text
+    assert len(shown) == 20 and "180 more were over the floor" in page.text and ", 0 never" in page.text
     for c, text in zip(range(199, 179, -1), shown, strict=True):
         name = names[c % len(names)]
         assert text == name or harmful(name, "") or text == f"{name[:60]}… ({len(name):,} characters)"

@@ -97,7 +97,7 @@ def _strongest(analysis: Analysis) -> Iterator[Element]:
     yield table(heads, rows, numbers=(1, 2, 3, 4))
     n_never = len(documents) - len(over)
     left = (
-        f"{len(over) - len(rows):,} more were over the floor (those among them that are in the same documents as one"
+        f"{len(over) - len(rows):,} more were over the floor (those among them that are in no more documents than one"
         f" below them), {n_never:,} never: analysis.concepts() has all."
     )
     yield element("p", left, kind="dim")

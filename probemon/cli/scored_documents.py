@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
     from probemon.offline.documents import Document
     from probemon.packs.pack import ProbePack
+
+
+_FIRST = 1000  # documents
 
 
 @dataclass
@@ -77,8 +81,7 @@ class ScoredDocuments:
                 result.documents.append(scored.document)
                 digest.update(scored.document.text.encode() + b"\0")
         if not result.scores:
-            why = f": {result.bad[0].id}: {result.bad[0].reason}" if result.bad else ""
-            raise CalibrationError(f"{source} has no document that can be scored{why}")
+            raise _none_of(source, result.bad)
         result.sha256 = digest.hexdigest()
         return result
 
@@ -109,3 +112,20 @@ def concepts_of(document: Document, pack: ProbePack) -> list[int] | None:
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
     return [pack.find(name) for name in stated]
+
+
+def check_readable(source: str, read: Callable[[str], Iterator[Document]]) -> None:
+    """Raise `CalibrationError` where none of the first documents of a file or folder can be read."""
+    if source == "-":  # which can be read once
+        return
+    bad = []
+    for document in islice(read(source), _FIRST):
+        if not document.reason:
+            return
+        bad.append(document)
+    raise _none_of(source, bad)
+
+
+def _none_of(source: str, bad: list[Document]) -> CalibrationError:
+    why = f": {bad[0].id}: {bad[0].reason}" if bad else ""
+    return CalibrationError(f"{source} has no document that can be scored{why}")

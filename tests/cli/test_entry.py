@@ -172,6 +172,7 @@ def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
         ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --watch whael", "did you mean 'whale'?"),
         ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --positive named.jsonl", "no concept 'nohting'"),
         ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --out full", "full exists"),
+        ("calibrate demo --model nowhere --benign demo.jsonl --fpr 0.1 --text-field body", "no field 'body'"),
         ("watch nowhere demo --alert-set x", "no set of alert thresholds 'x'"),
         ("routing nowhere --bem full", "full has no bem.json"),
         ("routing nowhere --window 0", "window is 0"),

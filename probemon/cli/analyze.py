@@ -221,6 +221,7 @@ def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
 
 
 def _show(analysis: Analysis) -> None:
+    from probemon.core.scores import unlike
     from probemon.engine.audit import Audit
 
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
@@ -238,6 +239,8 @@ def _show(analysis: Analysis) -> None:
         f"{p} probes, {totals['active'] / seen:.0f} active and {totals['evaluated'] / seen:.0f} evaluated a token,"
         f" {totals['dropped']} dropped"
     )
+    if caution := unlike(totals.get("far", 0), totals["tokens"] - totals["unseen"]):
+        say(f"caution: {caution}")
     if totals.get("audit", {}).get("n_tokens"):
         say(f"audit: {Audit.of_totals(totals['audit'])}")
     if not totals["rows"]:

@@ -60,6 +60,18 @@ def sampling_arguments(
     return {"do_sample": sample, **{name: value for name, value in arguments.items() if value is not None}}
 
 
+def check_fits(host: Any, tokenizer: Any, messages: Any) -> None:
+    """Raise `ConfigError` where a prompt is longer than what the model was made to read."""
+    from probemon.monitor.stream import encode
+
+    config: Any = getattr(host, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(text, "max_position_embeddings", None)
+    n_tokens = encode(tokenizer, messages)["input_ids"].shape[1]
+    if isinstance(most, int) and n_tokens >= most > 0:
+        raise ConfigError(f"the prompt has {n_tokens:,} tokens, and the model reads at most {most:,}: shorten it")
+
+
 def pack_for(model: str, pack: str | None) -> str:
     """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models."""
     if pack is None and model != "demo":

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from probemon.cli.common import chat_messages, check_generation, load_aloud, pack_for, sampling_arguments, use_threads
+from probemon.cli.common import (
+    chat_messages,
+    check_fits,
+    check_generation,
+    load_aloud,
+    pack_for,
+    sampling_arguments,
+    use_threads,
+)
 from probemon.cli.options import (
     PROMPT,
     AlertSet,
@@ -40,10 +48,13 @@ from probemon.cli.options import (
 )
 from probemon.cli.signals import on_interrupt
 from probemon.cli.terminal import answer, terminal
+from probemon.core.harmless_text import clip
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
+
+_PROMPT_SHOWN = 200  # characters
 
 
 def watch(
@@ -96,11 +107,12 @@ def watch(
 
     manager = DynamicProbeManager(opened, device=device, audit_rate=audit_rate)
     console, messages = terminal(soft_wrap=False), chat_messages(tokenizer, prompt, system)
+    check_fits(host, tokenizer, messages)
     title = f"{model} watched by {opened.name}"
     view: PlainView | LiveView
     if plain or not console.is_terminal:
         view = PlainView(console, above=above)
-        console.print(f"{title}: {opened.n_probes} probes; prompt: {prompt}")
+        console.print(f"{title}: {opened.n_probes} probes; prompt: {clip(prompt, _PROMPT_SHOWN)}")
     else:
         view = LiveView(console, title=title, above=above)
     if seed is not None:

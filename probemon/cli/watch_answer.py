@@ -20,6 +20,8 @@ from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, without_thresholds
 from probemon.monitor.summary import summarise
 
+_RULES_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -138,9 +140,27 @@ class Watched:
                 f"stopped at {printable(stopped['token'])!r}, position {stopped['position']}:"
                 f" {' > '.join(stopped['path'])} scored {stopped['score']:.3f}, over {stopped['above']:.3f}"
             )
+        elif not self.watching.interrupted:
+            lines += self._not_met()
         if self.watching.n_dropped:
             lines.append(f"{self.watching.n_dropped} tokens are missing in the scores written: they came too fast")
         return lines
+
+    def _not_met(self) -> list[str]:
+        """How near the rules came that stopped nothing, the nearest first."""
+        tokens, lines = self.result.tokens_of(0, "generated"), []
+        if not len(tokens):
+            return []
+        for rule in self.watching.rules:
+            scores = self.result.scores.column(rule.probe)[tokens]
+            best = int(np.argmax(np.nan_to_num(scores)))
+            token, score = self.result.where(int(tokens[best])), float(np.nan_to_num(scores[best]))
+            at = f"at {printable(token['token'])!r}, position {token['position']}" if score else "at any token seen"
+            name = self.manager.pack.concepts[rule.probe]["name"]
+            line = f"--stop-on: {name} was not met; it scored at most {score:.3f} {at}, and takes over {rule.above:.3f}"
+            lines.append((rule.above - score, line))
+        more = [f"and {len(lines) - _RULES_SHOWN} more of --stop-on were not met"] if len(lines) > _RULES_SHOWN else []
+        return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + more
 
     def _cost_lines(self) -> list[str]:
         measured, cost = self._measured(), self.cost
@@ -173,9 +193,11 @@ class Watched:
         n_mute = int(pack.alert_threshold.isnan().sum())
         if n_mute < pack.n_probes:
             by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card tells of"
+            levels = any(concept.get("alert_threshold_of") == "its level" for concept in pack.concepts)
+            of = "what it (a rare one: its level) fires at" if levels else "what it fires at"
             lines.append(
-                f'A concept shown is over its alert threshold, {by}. "right": how much of what it fires at was right on'
-                " the text that the pack was calibrated on."
+                f'A concept shown is over its alert threshold, {by}. "right": how much of {of} was right on the text'
+                " that the pack was calibrated on."
                 if not np.isnan([pack.precision(probe) for probe in range(pack.n_probes)]).all()
                 else f"A concept shown is over its alert threshold, {by}; false alarms are expected, at the rate that"
                 " the card states."

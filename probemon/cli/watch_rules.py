@@ -44,7 +44,7 @@ class Watching:
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
         self.met: Event | None = None
         self.interrupted = False
-        self._rules, self._sink = rules, sink
+        self.rules, self._sink = rules, sink
         self._delivery: Delivery | None = None
 
     def prepare(self, run: MonitorRun) -> None:
@@ -58,7 +58,7 @@ class Watching:
             if self.interrupted:
                 run.stop_mine()
 
-        for rule in self._rules:
+        for rule in self.rules:
             run.on(rule.probe, above=rule.above, action=stop)
         if self._sink is not None:
             self._delivery = run.add_sink(self._sink)
@@ -114,10 +114,13 @@ def _rules_of(pack: AnyPack, text: str) -> list[StopRule]:
         probes = pack.find_all(text)  # the concept of one of several packs has a colon in its name
     except UnknownConcept:
         value = None if split is None else _number(split["value"])
-        if split is None or (value is None and not split["above"]):
+        if split is None:
             raise
         if value is None:
-            raise ConfigError(f"--stop-on {text}: {split['value']!r} is no number") from None
+            pack.find_all(split["concept"])  # if that is unknown, it is said first
+            raise ConfigError(
+                f"--stop-on {text}: {split['value']!r} is no number; give a strength, or above=SCORE"
+            ) from None
         probes, above = pack.find_all(split["concept"]), value if split["above"] else None
         strength = 0.0 if split["above"] else value
     else:

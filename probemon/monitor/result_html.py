@@ -24,7 +24,7 @@ _MOST_ROWS, _MOST_SENTENCES, _MOST_CONCEPTS, _MOST_REASONS = 8, 40, 12, 5
 _MOST_TOKENS = 6_000  # looked at on each side of where the answer begins
 _MOST_SUMMARISED = 20_000  # tokens of a row
 _WORDS = (
-    "Strength is the logit of a score minus that of its alert threshold; precision is the share of what a concept fires"
+    'Strength is the logit of a score minus that of its alert threshold; "right" is the share of what a concept fires'
     " at that was right where the pack was calibrated."
 )
 
@@ -113,13 +113,13 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
     summary = summarise(result, row, phase=phase, k=3)
     if len(summary.sentences) > 1:
         rows = [_sentence(sentence) for sentence in summary.sentences[:most]]
-        yield table(["sentence", "what it is about"], rows)
+        yield table(["sentence", "concepts that fired"], rows)
         if len(summary.sentences) > most:
             yield element("p", f"and {len(summary.sentences) - most:,} more sentences", kind="dim")
     mute = without_thresholds(result.pack)
     if mute.any():
         best = [concept for concept in result.top(result.pack.n_probes, row, phase=phase) if mute[concept.probe]]
-        heads = ["ranked, not firing, since the pack has no alert threshold", "strongest at", "precision", "score"]
+        heads = ["ranked, not firing, since the pack has no alert threshold", "strongest at", "right", "score"]
         yield table(heads, [_line(concept) for concept in best[:_MOST_CONCEPTS]], numbers=(2, 3))
     if mute.all():
         return
@@ -127,7 +127,7 @@ def _summary(result: Result, row: int, most: int) -> Iterator[Element]:
     if not summary.answer.concepts:
         yield element("p", nothing_listed(summary.answer, whole), kind="dim")
         return
-    heads = [f"in {whole}, the strongest first", "strongest at", "precision", "strength"]
+    heads = [f"in {whole}, the strongest first", "strongest at", "right", "strength"]
     yield element("p", _WORDS, kind="dim")
     yield table(heads, [_line(concept) for concept in summary.answer.concepts[:_MOST_CONCEPTS]], numbers=(2, 3))
     if len(summary.answer.concepts) > _MOST_CONCEPTS:

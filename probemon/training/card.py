@@ -96,6 +96,13 @@ def warnings(quality: Mapping[str, Any]) -> list[str]:
             f"The model wrote {_n(quality['examples']['train generated']['texts'], 'text')} to train on, of"
             f" {_some(helped)}: what it makes of a concept may not be what you mean by it. None calibrates or tests."
         )
+    over = {id: concept["alert"]["test"]["without"]["rate"] or 0 for id, concept in concepts.items()}
+    loud = sorted((id for id in over if over[id] > 2 * quality["fpr"]), key=lambda id: -over[id])
+    if loud:
+        found.append(
+            f"Thresholds of single tokens were set to a false-positive rate of {quality['fpr']:g}, and on test texts"
+            f" without it more fires of {_some(loud)}: up to {over[loud[0]]:.1%} of the tokens. More examples help."
+        )
     on_background = [id for id, concept in concepts.items() if concept["tested_on_background"]]
     if on_background:
         found.append(

@@ -164,6 +164,23 @@ def test_stop_on_ends_the_text_one_token_after_the_concept_and_says_why(watch, w
     assert any(line.startswith("stopped at") and f"{path} scored {stopped['score']:.3f}" in line for line in lines)
 
 
+def test_a_rule_that_was_not_met_says_how_near_it_came(watch):
+    """The nearest first, with the highest score of a generated token; more than three are counted."""
+    few = ("--stop-on", "whale:above=0.9999", "--stop-on", "ship:above=0.99999")
+    lines, answer = watch("--max-new-tokens", 12, *few)
+    scores = {
+        name: max((c["score"] for t in answer["per_token"] for c in t["concepts"] if c["name"] == name), default=None)
+        for name in ("whale", "ship")
+    }
+    told = [line for line in lines if line.startswith("--stop-on: ")]
+    assert answer["stopped"] is None and len(told) == 2 and scores["whale"] is not None
+    assert told[0].startswith(f"--stop-on: whale was not met; it scored at most {scores['whale']:.3f} at ")
+    assert told[0].endswith("and takes over 1.000") and "ship was not met" in told[1]
+    lines, _ = watch("--max-new-tokens", 2, "--stop-on", "*e:above=0.9999")
+    assert sum("was not met" in line for line in lines) == 3
+    assert any(line.startswith("and ") and line.endswith(" more of --stop-on were not met") for line in lines)
+
+
 def test_stop_rules_are_read_from_names_strengths_and_scores():
     pack = ProbePack.open(PACK)
     whale, threshold = pack.find("whale"), float(pack.alert_threshold[pack.find("whale")])
@@ -235,6 +252,9 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: a score has to exceed 1"),
         (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is no number"),
+        (["--stop-on", "whale:abc"], "--stop-on whale:abc: 'abc' is no number; give a strength, or above=SCORE"),
+        (["--stop-on", "whael:abc"], "no concept 'whael', did you mean 'whale'?"),
+        (["--prompt", "whale " * 9000], "tokens, and the model reads at most 8,192: shorten it"),
         (["--stop-on", "whale:nan"], "a score has to exceed nan"),
         (["--out", "README.md"], "--out README.md exists: give another name"),
         (["--out", "nowhere/scores.jsonl"], "nowhere is not a folder"),

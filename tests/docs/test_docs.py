@@ -186,6 +186,9 @@ def test_cases_of_training_are_what_was_measured():
     assert set(claims) == set(found["bars"])
     missed = [name for name, claim in claims.items() if not claim["holds"]]
     assert ("one bar is missed" in page) == (missed == ["mails_gigabytes"]) and len(missed) <= 1, missed
+    many = result("training_thousand.json")["cases"]["thousand"]
+    assert many["areas"]["concepts"] == 1000 and sum(part["tokens"] for part in many["examples"].values()) > 1e6
+    assert f"took {many['minutes']:.0f} minutes and {many['gigabytes']:.0f} GB of memory" in page
     pairs = found["cases"]["pairs"]["concepts"]["scrambled"]
     assert pairs["baselines"]["words"] == 0.5 and pairs["tpr_at_fpr"]["0.01"] is None
 

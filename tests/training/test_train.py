@@ -165,7 +165,7 @@ def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
     assert "`it` is not shown to beat the words of a text (TF-IDF)" in found.pack.card_text().splitlines()[2]
 
 
-def test_areas_of_a_handful_of_texts_are_said_to_say_next_to_nothing(trained):
+def test_areas_of_a_handful_of_texts_and_thresholds_that_do_not_hold_are_said_to_be_so(trained):
     quality = trained.quality
     few = {id: {**found, "n_negative": 4} for id, found in quality["concepts"].items() if id == "zed"}
     assert not any("next to nothing" in said for said in warnings(quality))
@@ -173,6 +173,11 @@ def test_areas_of_a_handful_of_texts_are_said_to_say_next_to_nothing(trained):
         "The areas of `zed` are of so few" in said and "(of one side 4)" in said
         for said in warnings({**quality, "concepts": {**quality["concepts"], **few}})
     )
+    alert = quality["concepts"]["zed"]["alert"]
+    test = {**alert["test"], "without": {**alert["test"]["without"], "rate": 0.265}}
+    loud = {"zed": {**quality["concepts"]["zed"], "alert": {**alert, "test": test}}}
+    said = warnings({**quality, "concepts": {**quality["concepts"], **loud}})
+    assert any("more fires of `zed`: up to 26.5% of the tokens" in line for line in said)
 
 
 def test_a_hierarchy_is_learnt_below_its_parents(model, tmp_path):

@@ -25,6 +25,7 @@ from probemon.training.metrics import auroc
 PENALTIES = (0.1, 0.01, 1e-3, 1e-4)  # the strongest first: each solution begins at the one before
 N_FOLDS = 5
 _MOST_STEPS = 60  # areas no longer move by then, though weights may
+_CHUNK = 1 << 14
 Doubles = npt.NDArray[np.float64]
 
 
@@ -36,7 +37,9 @@ def deal(group: Ints, known: npt.NDArray[np.int8], *, seed: int, n_folds: int = 
 
 def part_means(values: Tensor, part: Tensor, n_parts: int) -> Tensor:
     """Return the mean of rows `[N, P]` by part `[S, P]`; NaN for a part without rows."""
-    sums = torch.zeros(n_parts, values.shape[1], dtype=torch.float64).index_add_(0, part, values.double())
+    sums = torch.zeros(n_parts, values.shape[1], dtype=torch.float64)
+    for begin in range(0, len(values), _CHUNK):  # doubles of all rows at once would be twice what they are
+        sums.index_add_(0, part[begin : begin + _CHUNK], values[begin : begin + _CHUNK].double())
     return sums / torch.bincount(part, minlength=n_parts)[:, None]
 
 

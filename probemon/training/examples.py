@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import csv
 import difflib
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +44,8 @@ ROLES = ("user", "assistant", "system", "tool")
 _JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
 _LIST_SEPARATOR = ";"  # of a cell of a table
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
+_ROW_KEYS = ("text", "label", "labels", "not", "group", "spans", "rest", "messages", "positive", "negative", "concept")
+_NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # of concepts
 _SPAN_KEYS = {"start", "end", "concept", "is"}
 Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
@@ -145,7 +149,8 @@ def read_examples(
     """
     declared: dict[str, Concept] = {}
     texts: list[Example] = []
-    for where, row in _rows(sources):
+    for where, given in _rows(sources):
+        row = {key: value for key, value in given.items() if not _is_missing(value)}
         if "text" not in row and text_field in row:
             row = {**row, "text": row[text_field]}
         if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):
@@ -275,15 +280,19 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _json_lines(path)
         elif suffix in _TABLES:
             with path.open(encoding="utf-8-sig", newline="") as stream:
-                for i, row in enumerate(csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",")):
+                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",")
+                twice = [name for name, n in Counter(table.fieldnames or ()).items() if n > 1]
+                if twice:
+                    raise TrainingError(f"{path.name} has two columns {twice[0]!r}: rename one")
+                for i, row in enumerate(table):
                     yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
         elif suffix in _YAML:
             yield from _yaml(path)
         elif suffix == ".parquet":
-            table = import_arrow("reading parquet").parquet.ParquetFile(path)
-            rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
+            file = import_arrow("reading parquet").parquet.ParquetFile(path)
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
             for i, row in enumerate(rows):
-                yield f"{path.name}, row {i + 1}", {key: value for key, value in row.items() if value is not None}
+                yield f"{path.name}, row {i + 1}", row
         else:
             raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
     except UnicodeDecodeError as error:
@@ -361,10 +370,24 @@ def _concept(row: Mapping[str, Any], where: str) -> tuple[Concept, list[Example]
     return concept, examples
 
 
+def _is_missing(value: Any) -> bool:
+    """What files have where nothing is: null, or no number."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _check_keys(row: Mapping[str, Any], where: str) -> None:
+    """Raise `TrainingError` for a field that is nearly one of ours: it would be left out in silence."""
+    for key in set(row) - set(_ROW_KEYS):
+        near = ["labels"] if key == "concepts" else difflib.get_close_matches(key, _ROW_KEYS, n=1, cutoff=0.85)
+        if near and len(near[0]) > 4 and near[0] not in row:
+            raise TrainingError(f"{where} has {key!r}, which says nothing here: did you mean {near[0]!r}?")
+
+
 def _example(row: Mapping[str, Any], where: str) -> list[Example]:
-    group = None if row.get("group") is None else str(row["group"])
+    _check_keys(row, where)
+    group = str(row["group"]).strip() or None if "group" in row else None
     if "positive" in row and "negative" in row:
-        concept = _text(row, "concept", where)
+        concept = _id(_text(row, "concept", where), where)
         return [
             Example(
                 where, _text(row, side, where), labels={concept: side == "positive"}, group=group or f"pair {where}"
@@ -392,16 +415,26 @@ def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
     if isinstance(positive, Mapping):
         if not all(isinstance(value, bool) for value in positive.values()):
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
-        return {str(id): bool(value) for id, value in positive.items()}
+        return {_id(str(id), where): bool(value) for id, value in positive.items()}
     absent = row.get("not", [])
     sides = [
-        _texts([side] if isinstance(side, str) else side, name, where)
+        [_id(id, where) for id in _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)]
         for side, name in ((positive, "labels"), (absent, "not"))
     ]
     both = sorted(set(sides[0]) & set(sides[1]))
     if both:
         raise TrainingError(f"{where}: {both[0]!r} is in 'labels' and in 'not'")
     return {**dict.fromkeys(sides[0], True), **dict.fromkeys(sides[1], False)}
+
+
+def _id(text: str, where: str) -> str:
+    id = text.strip()
+    if id.casefold() in _NO_NAMES:
+        raise TrainingError(
+            f"{where}: {id!r} names no concept: write a concept's name into 'labels' where it is there, and into 'not'"
+            " where it is not"
+        )
+    return id
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -423,7 +456,7 @@ def _span(value: Any, n_chars: int, where: str) -> Span:
         raise TrainingError(f"{where}: a span is from {start!r} to {end!r} of {n_chars} characters")
     if not isinstance(positive, bool):
         raise TrainingError(f"{where}: 'is' of a span is {positive!r}: give true or false")
-    return Span(start, end, _text(value, "concept", where), positive)
+    return Span(start, end, _id(_text(value, "concept", where), where), positive)
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:

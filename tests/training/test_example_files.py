@@ -94,6 +94,10 @@ def _written(path, *rows):
         ([{"messages": [{"role": "judge", "content": "a"}], "labels": ["x"]}], "a message has a 'role'"),
         ([["a", "x"]], "example 0 is list"),
         ([{"text": "a", "labels": [3]}], "'labels' holds 3"),
+        ([{"text": "a", "label": 1}], "example 0: '1' names no concept"),
+        ([{"text": "a", "label": "true"}], "example 0: 'true' names no concept"),
+        ([{"text": "a", "labels": ["x"], "span": []}], "has 'span', which says nothing here: did you mean 'spans'?"),
+        ([{"text": "a", "concepts": ["x"]}], "did you mean 'labels'?"),
         ([{"text": "a", "labels": {"x": "yes"}}], "neither true nor false"),
         ([], "there is no example"),
         ([{"id": "a", "definition": "x", "parents": ["b"], "examples": ["t"]}], "has the parent 'b'"),
@@ -102,6 +106,19 @@ def _written(path, *rows):
 def test_a_wrong_row_is_named(rows, said):
     with pytest.raises(TrainingError, match=said.replace("(", r"\(")):
         read_examples(rows)
+
+
+def test_nothing_is_made_of_what_is_missing():
+    """Nulls, empty cells and no numbers are no labels, and texts without a group are not one group."""
+    nan = float("nan")
+    rows = [
+        {"text": "a", "labels": None, "not": [" x"], "group": ""},
+        {"text": "b", "labels": ["x "], "not": nan, "group": nan},
+        {"text": "c", "labels": "x", "group": 0, "source": "web"},
+    ]
+    found = read_examples(rows).texts
+    assert [dict(example.labels) for example in found] == [{"x": False}, {"x": True}, {"x": True}]
+    assert [example.group for example in found] == [None, None, "0"]
 
 
 def test_a_circle_and_a_contradiction_are_told():
@@ -137,6 +154,16 @@ def test_a_wrong_file_is_named(tmp_path, name, content, said):
         read_examples(path)
     with pytest.raises(TrainingError, match=r"no such file.*did you mean"):
         read_examples(tmp_path / f"{name[:-1]}")
+
+
+def test_a_table_with_a_column_twice_or_an_answer_for_a_label_is_refused(tmp_path):
+    for name, content, said in (
+        ("twice.csv", "text,text,label\na,b,x\n", "twice.csv has two columns 'text': rename one"),
+        ("answers.csv", "text,label\na,1\nb,0\n", "answers.csv, row 1: '1' names no concept"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(TrainingError, match=said):
+            read_examples(tmp_path / name)
 
 
 def test_yaml_makes_no_objects(tmp_path):
